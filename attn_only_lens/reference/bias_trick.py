@@ -1,19 +1,19 @@
 """The bias trick: heads and MLPs with biases, as heads and MLPs without, on a stream [X | 1].
 
 Theorem 6 assumes it. Every token gets one more coordinate that is always 1, and a bias becomes the
-row of a weight matrix that this coordinate reads. Write W̃ = W over b for that.
+row of a weight matrix for this coordinate, written W̃ = W over b.
 
 * **Reading biases.** [X | 1] W̃ = X W + b. So an MLP reads with Ṽ₁ = V₁ over b₁, a head with
-  W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O: a pattern's rows sum to 1, so b_V W_O is
-  added once.
+  W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O: a pattern's rows sum to 1, so b_V W_O
+  is added once.
 * **Writing biases.** For b₂, one hidden neuron with pre-activation 1, hence activation α(1), and
   output row b₂ / α(1). For b_O, one head masked to the diagonal (Theorem 7) that writes b_O.
-* **The constant stays.** No one writes to the last coordinate (the last columns of V₂ and W_OV are
-  0), so the skip connection carries it on; a LayerNorm must pass it, `theorem_6.PassingNorm`.
+* **The constant stays.** No sublayer writes to the last coordinate (the last columns of V₂ and W_OV
+  are 0), so the skip connection preserves it; a LayerNorm must skip it, `theorem_6.PassingNorm`.
 
 The constant coordinate is not the bias coordinate of Theorem 3: that one is 1 on the bias token and
-0 on the others. (In the paper's gauge the two cannot be one: token and bias token would have equal
-keys, hence patterns of 1/2.)
+0 on the others. (In the paper's gauge they must differ: otherwise token and bias token would have
+equal keys, hence patterns of 1/2.)
 """
 
 import math
@@ -29,7 +29,7 @@ from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
 
 def append_ones(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+1"]:
-    """[X | 1].
+    """Return [X | 1].
 
     Example:
         >>> import torch
@@ -51,10 +51,10 @@ def head_with_biases(
     W_O: Float[Tensor, "d_head d"],
     mask: Float[Tensor, "n_tokens n_tokens"],
 ) -> Head:
-    """An attention head with biases, scores divided by √d_head, as a head on [X | 1].
+    """Return an attention head with biases, scores divided by √d_head, as a head on [X | 1].
 
     Returns:
-        h on M_{N,D+1} with h([X | 1]) = [what the head writes | 0].
+        h on M_{N,D+1} with h([X | 1]) = [output of the head | 0].
 
     Raises:
         ValueError: shapes do not fit, a tensor is not float64, or the mask is no mask matrix.
@@ -81,7 +81,7 @@ def head_with_biases(
 
 
 def constant_head(b: Float[Tensor, " d"], n_tokens: int) -> Head:
-    """A head on [X | 1] that writes b to every token: for the bias b_O of an attention sublayer.
+    """Return a head on [X | 1] that writes b to every token: the bias b_O of a sublayer.
 
     Raises:
         ValueError: b is not a float64 vector.
@@ -105,10 +105,10 @@ def mlp_with_biases(
     b_2: Float[Tensor, " d"],
     activation: GeneralizedSiLU,
 ) -> MLP:
-    """X ↦ α(X V_1 + b_1) V_2 + b_2 as an MLP without biases on [X | 1].
+    """Return X ↦ α(X V_1 + b_1) V_2 + b_2 as an MLP without biases on [X | 1].
 
     Returns:
-        f on M_{N,D+1} of hidden size ℓ + 1, the neuron that writes b_2 last, with
+        f on M_{N,D+1} of hidden size ℓ + 1 (its last neuron writes b_2), with
         f([X | 1]) = [α(X V_1 + b_1) V_2 + b_2 | 0].
 
     Raises:
@@ -131,7 +131,7 @@ def mlp_with_biases(
     written = activation(torch.tensor(1.0, dtype=torch.float64, device="cpu"))
     if written == 0:
         raise ValueError(f"activation: got {activation}, 0 at 1; expected a_1 and a_2 not 0")
-    # The last column of Ṽ_1 reads the constant alone, with weight 1.
+    # The last column of Ṽ_1 reads only the constant, with weight 1.
     reading = direct_sum(V_1, 1.0)
     reading[D, :size] = b_1
     writing = torch.cat([V_2, b_2[None] / written])

@@ -1,4 +1,4 @@
-"""Neuron-heads in factors, with two stored vectors for each; and as persistent vectors.
+"""Neuron-heads in factors, with two stored vectors each; and with a persistent vector.
 
 The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
 
@@ -6,25 +6,24 @@ The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_
     W_OV = W_V W_Oᵀ                 W_K = √(D+1) [0 | -1]ᵀ,  the same for every neuron
                                     W_O = a₁ [V₂ⁱ | 0]ᵀ
 
-so a neuron stores W_Q = W_V and W_O alone. (V₁ⁱ is laid down as a row in [V₁ⁱ | 0]; the paper
-writes W_OV = W_V W_O, which is not conformable for W_O ∈ M_{D+1,1}: it means W_Oᵀ.)
+so a neuron stores only W_Q = W_V and W_O. (V₁ⁱ is written as a row in [V₁ⁱ | 0]; the paper writes
+W_OV = W_V W_O, but for W_O ∈ M_{D+1,1} it must be W_Oᵀ.)
 
-About √(D+1): Vaswani et al. divide by √d_k, and d_k = 1 here, so a head built in a stock
-implementation is divided by nothing and takes W_K = [0 | -1]ᵀ. Either way W_QK is that of Theorem
-3; we keep the paper's pair. One without the other is another head: a score -q / √(D+1) or
--q √(D+1), thus another slope a₂.
+About √(D+1): Vaswani et al. divide by √d_k, and d_k = 1 here, so a stock implementation divides by
+1 and takes W_K = [0 | -1]ᵀ. Both give the W_QK of Theorem 3; we keep the paper's pair. Mixing the
+two gives a score of -q / √(D+1) or -q √(D+1), so another slope a₂.
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
-The stream is then [X | 0] ∈ M_{N,D+1} and p = (0, …, 0, 1) one more row of keys and values, not of
-queries: with Y = [X | 0] and Z = Y over p,
+The stream is then Y = [X | 0] ∈ M_{N,D+1}, and p = (0, …, 0, 1) is one more row of keys and values,
+but not of queries. With Z = Y over p,
 
     msoftmax(Y W_QK Zᵀ, [I_N | 1]) Z W_OV = [f_i(X) | 0].
 
-Proof: these are the first N rows of (X ⊕ [1]) in the place of queries and all of X ⊕ [1] in the
-place of keys and values, so this is Theorem 3 less the row of the bias token. One p serves all
-heads: its key W_Kᵀ p = -√(D+1) and its value W_Vᵀ p = 0 are the same in each. In Sukhbaatar et al.
-persistent keys and values are learned for each head after the projections; in that form it is the
-pair (-√(D+1), 0) that is shared. Their softmax runs over the whole context; ours over one token.
+Proof: the queries are the first N rows of X ⊕ [1], and the keys and values are all its rows, so
+this is Theorem 3 without the row of the bias token. One p serves all heads: its key W_Kᵀ p =
+-√(D+1) and its value W_Vᵀ p = 0 are the same in each. Sukhbaatar et al. learn persistent keys and
+values for each head after the projections; in that form all heads share the pair (-√(D+1), 0).
+Their softmax runs over the whole context, ours over one token.
 """
 
 import math
@@ -41,7 +40,7 @@ from attn_only_lens.reference.transformer import MLP
 
 
 def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
-    """(0, …, 0, 1) with d zeros: the bias token, as a row.
+    """Return (0, …, 0, 1) with d zeros: the bias token, as a row.
 
     Example:
         >>> from attn_only_lens.reference import persistent_vector
@@ -56,7 +55,7 @@ class FactoredHead:
     """A neuron-head of internal dimension 1, in factors.
 
     Attributes:
-        W_Q: a_2 [V_1^i | 0]ᵀ, read by the query.
+        W_Q: a_2 [V_1^i | 0]ᵀ.
         W_K: √(D+1) [0 | -1]ᵀ, one tensor for all heads.
         W_V: the same tensor as W_Q.
         W_O: a_1 [V_2^i | 0]ᵀ.
@@ -84,16 +83,16 @@ class FactoredHead:
 
     @property
     def scale(self) -> float:
-        """√(D+1), what scores are divided by."""
+        """√(D+1), the divisor of scores."""
         return math.sqrt(self.W_Q.shape[0])
 
     def head(self, n_tokens: int) -> Head:
-        """The head of Theorem 3 on M_{N+1,D+1} that has these factors."""
+        """Return the head of Theorem 3 on M_{N+1,D+1} with these factors."""
         W_QK = self.W_Q @ self.W_K.T / self.scale
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
     def persistent_pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens keys"]:
-        """Pattern over the tokens and the persistent vector, [N, N+1], from X in M_{N,D}.
+        """Return the pattern over the tokens and the persistent vector, [N, N+1], for X in M_{N,D}.
 
         Raises:
             ValueError: X has another width, or is not float64.
@@ -103,7 +102,7 @@ class FactoredHead:
         return msoftmax(scores, neuron_mask(len(X))[:-1])
 
     def persistent(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+1"]:
-        """The head with a persistent vector in place of the bias token: [f_i(X) | 0].
+        """Return the output with a persistent vector in place of the bias token: [f_i(X) | 0].
 
         Raises:
             ValueError: X has another width, or is not float64.
@@ -118,13 +117,13 @@ class FactoredHead:
 
 
 def factored_heads(mlp: MLP) -> tuple[FactoredHead, ...]:
-    """The heads of Theorem 3 in factors, one for each neuron.
+    """Return the heads of Theorem 3 in factors, one for each neuron.
 
     Args:
-        mlp: on M_{N,D}, its activation a `GeneralizedSiLU`.
+        mlp: an MLP on M_{N,D} with a `GeneralizedSiLU`.
 
     Returns:
-        ℓ heads that share W_K; each has W_Q and W_V one and the same tensor.
+        ℓ heads that share W_K; in each, W_Q and W_V are the same tensor.
 
     Raises:
         ValueError: the activation is not a `GeneralizedSiLU`.

@@ -7,8 +7,8 @@ A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. With row
     h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV        X ∈ M_{N,D}, one token a row
 
 ("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is 0
-the masked softmax is 0, exactly; a row of Λ without a 1 would be 0/0, which is why it is refused.
-A head is a function on M_{N,D} for one N, that of its mask: a longer text is another head.
+the masked softmax is exactly 0; a row of Λ without a 1 would give 0/0, so it is refused. A head is
+a function on M_{N,D} for one N, the size of its mask: a longer text needs another head.
 """
 
 import math
@@ -23,7 +23,7 @@ from attn_only_lens.reference.matrices import check_matrix
 def msoftmax(
     A: Float[Tensor, "n_queries n_keys"], mask: Float[Tensor, "n_queries n_keys"]
 ) -> Float[Tensor, "n_queries n_keys"]:
-    """The masked softmax: rownorm(exp(A) ⊙ Λ).
+    """Return the masked softmax, rownorm(exp(A) ⊙ Λ).
 
     Args:
         A: scores.
@@ -33,7 +33,7 @@ def msoftmax(
         The pattern: rows sum to 1, and entries are 0 where the mask is 0.
 
     Raises:
-        ValueError: a shape or dtype is wrong, or the mask is no mask matrix.
+        ValueError: a shape or dtype is wrong, or the mask is not a mask matrix.
 
     Example:
         >>> import torch
@@ -45,9 +45,9 @@ def msoftmax(
     """
     check_matrix("A", A)
     _check_mask(mask, *A.shape)
-    seen = A.masked_fill(mask == 0, -math.inf)
-    # A factor exp(-max) common to a row leaves its rownorm as it is, and keeps exp finite.
-    weights = (seen - seen.amax(dim=1, keepdim=True)).exp()
+    visible = A.masked_fill(mask == 0, -math.inf)
+    # A common factor exp(-max) of a row does not change its rownorm, and keeps exp finite.
+    weights = (visible - visible.amax(dim=1, keepdim=True)).exp()
     return weights / weights.sum(dim=1, keepdim=True)
 
 
@@ -56,12 +56,12 @@ class Head:
     """A masked attention head on M_{N,D}.
 
     Attributes:
-        W_QK: scores are X W_QK Xᵀ; any scaling by a square root is inside.
-        W_OV: what is read is X W_OV.
+        W_QK: scores are X W_QK Xᵀ, with any scaling by a square root included.
+        W_OV: values are X W_OV.
         mask: Λ; its size is the number of tokens N.
 
     Raises:
-        ValueError: a shape or dtype is wrong, or the mask is no mask matrix.
+        ValueError: a shape or dtype is wrong, or the mask is not a mask matrix.
 
     Example:
         >>> import torch
@@ -93,16 +93,16 @@ class Head:
         return self.W_QK.shape[0]
 
     def scores(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens n_tokens"]:
-        """The pre-attention matrix X W_QK Xᵀ, before the mask."""
+        """Return the pre-attention matrix X W_QK Xᵀ, before the mask."""
         check_matrix("X", X, self.n_tokens, self.width)
         return X @ self.W_QK @ X.T
 
     def pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens n_tokens"]:
-        """msoftmax(X W_QK Xᵀ, Λ)."""
+        """Return msoftmax(X W_QK Xᵀ, Λ)."""
         return msoftmax(self.scores(X), self.mask)
 
     def __call__(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d"]:
-        """h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV."""
+        """Return h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV."""
         return self.pattern(X) @ X @ self.W_OV
 
 
@@ -113,6 +113,6 @@ def _check_mask(mask: Tensor, rows: int, columns: int) -> None:
     empty = (mask == 0).all(dim=1).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"mask: got no 1 in rows {empty}; expected one at least: let these tokens see "
-            "themselves, and give their head a W_OV that writes nothing"
+            f"mask: got no 1 in rows {empty}; expected at least one: let these tokens attend to "
+            "themselves, with a W_OV that writes nothing"
         )

@@ -1,8 +1,8 @@
-"""Block matrices as the paper writes them, and the checks that every definition here begins with.
+"""Block matrices in the paper's notation, and the checks of all definitions in this folder.
 
 Notation of the paper, section 2: M_{n,k} are the real n × k matrices; X ⊕ Y is the block matrix
-with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. Everything is
-float64: this folder is what other computations are checked against.
+with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. Everything is in
+float64, because other computations are checked against this folder.
 """
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def zeros(rows: int, columns: int) -> Float[Tensor, "rows columns"]:
-    """The matrix **0** of the paper, in float64."""
+    """Return the matrix **0** of the paper, in float64."""
     return torch.zeros(rows, columns, dtype=torch.float64, device="cpu")
 
 
 def ones(rows: int, columns: int) -> Float[Tensor, "rows columns"]:
-    """The matrix **1** of the paper, in float64."""
+    """Return the matrix **1** of the paper, in float64."""
     return torch.ones(rows, columns, dtype=torch.float64, device="cpu")
 
 
@@ -26,7 +26,7 @@ def block(
     bottom_left: Float[Tensor, "m k"],
     bottom_right: Float[Tensor, "m l"],
 ) -> Float[Tensor, "n+m k+l"]:
-    """The matrix of four blocks."""
+    """Return the matrix of four blocks."""
     top = torch.cat([top_left, top_right], dim=1)
     bottom = torch.cat([bottom_left, bottom_right], dim=1)
     return torch.cat([top, bottom], dim=0)
@@ -35,7 +35,7 @@ def block(
 def direct_sum(
     X: Float[Tensor, "n k"], Y: Float[Tensor, "m l"] | float
 ) -> Float[Tensor, "n+m k+l"]:
-    """X ⊕ Y; a number y stands for the 1 × 1 matrix [y].
+    """Return X ⊕ Y; a number y stands for the 1 × 1 matrix [y].
 
     Args:
         X: the block at the top left.
@@ -63,15 +63,12 @@ def direct_sum(
 def check_matrix(
     name: str, matrix: Tensor, rows: int | None = None, columns: int | None = None
 ) -> None:
-    """Refuse anything but a float64 matrix with so many rows and columns (None: any number).
-
-    Raises:
-        ValueError: another number of axes, rows or columns, or another dtype.
-    """
-    right = matrix.ndim == 2 and all(
-        size is None or size == got for size, got in zip((rows, columns), matrix.shape, strict=True)
+    """Require a float64 matrix with so many rows and columns (None: any number)."""
+    sizes = (rows, columns)
+    fits = matrix.ndim == 2 and all(
+        size is None or size == actual for size, actual in zip(sizes, matrix.shape, strict=True)
     )
-    if not right:
+    if not fits:
         expected = ", ".join("any" if size is None else str(size) for size in (rows, columns))
         raise ValueError(
             f"{name}: got shape {list(matrix.shape)}; expected a matrix [{expected}] "
@@ -81,11 +78,7 @@ def check_matrix(
 
 
 def check_vector(name: str, vector: Tensor, size: int) -> None:
-    """Refuse anything but a float64 vector of that size.
-
-    Raises:
-        ValueError: another shape or dtype.
-    """
+    """Require a float64 vector of that size."""
     if vector.shape != (size,):
         raise ValueError(f"{name}: got shape {list(vector.shape)}; expected a vector [{size}]")
     _check_dtype(name, vector)

@@ -14,19 +14,19 @@ scores are
 
     (X ⊕ [1]) W_QK (X ⊕ [1])ᵀ = [[0, -q], [0, 0]].
 
-Λ leaves token t two of them: its own, 0, and the bias token's, -q_t; softmax(0, -q_t) =
-(σ(q_t), σ(-q_t)). The bias token sees itself alone, and X ⊕ [1] W_OV has a last row of 0. So token
-t reads σ(q_t) x_t · a₁ a₂ V₁ⁱ V₂ⁱ = a₁ q_t σ(q_t) V₂ⁱ = α(x_t V₁ⁱ) V₂ⁱ, and the bias token 0.
+Λ leaves token t two scores: 0 for itself and -q_t for the bias token; softmax(0, -q_t) =
+(σ(q_t), σ(-q_t)). The bias token sees only itself, and the last row of (X ⊕ [1]) W_OV is 0. So
+token t reads σ(q_t) x_t · a₁ a₂ V₁ⁱ V₂ⁱ = a₁ q_t σ(q_t) V₂ⁱ = α(x_t V₁ⁱ) V₂ⁱ, and the bias token 0.
 
-Slips in the draft, with what is meant:
+Slips in the draft, and their corrections:
 
-* "the block decompositions are into size N and 1": true of Λ; W_QK and W_OV are cut into D and 1.
-* The proof sketch gives the token's own score as -x and the bias token's as 0, "from the main
-  diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)]. It means W_QK, its
-  main diagonal is 0 (the -x stand in the last column), and softmax([-x, 0]) = [σ(-x), σ(x)]: two
-  slips that cancel. Appendix A, followed here, is right.
-* The bias token comes last and every token sees it, so Λ is not causal in this order. Nothing
-  depends on the order: bias token first, the same mask is lower triangular.
+* "the block decompositions are into size N and 1": true for Λ; for W_QK and W_OV it is D and 1.
+* The proof sketch says that the score of the token itself is -x and that of the bias token 0, "from
+  the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)]. It should
+  be W_QK, whose main diagonal is 0 (the -x are in the last column), and softmax([-x, 0]) =
+  [σ(-x), σ(x)]: the two slips cancel. Appendix A, followed here, is correct.
+* The bias token comes last and every token sees it, so Λ is not causal in this order. The order
+  does not matter: with the bias token first, the same mask is lower triangular.
 """
 
 import torch
@@ -39,7 +39,7 @@ from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
 
 def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
-    """Λ of Theorem 3: every token sees itself and the bias token, which sees itself.
+    """Return Λ of Theorem 3: every token sees itself and the bias token, which sees itself.
 
     Example:
         >>> from attn_only_lens.reference import neuron_mask
@@ -51,10 +51,10 @@ def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
 
 
 def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
-    """The heads of Theorem 3, one for each neuron, on M_{N+1,D+1}.
+    """Return the heads of Theorem 3, one for each neuron, on M_{N+1,D+1}.
 
     Args:
-        mlp: on M_{N,D}, its activation a `GeneralizedSiLU`.
+        mlp: an MLP on M_{N,D} with a `GeneralizedSiLU`.
         n_tokens: N.
 
     Returns:
@@ -86,14 +86,10 @@ def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
 
 
 def generalized_silu(mlp: MLP) -> GeneralizedSiLU:
-    """The activation of an MLP, which has to be one that Theorem 3 covers.
-
-    Raises:
-        ValueError: it is another function.
-    """
+    """Return the activation of an MLP; raise ValueError if Theorem 3 does not cover it."""
     if not isinstance(mlp.activation, GeneralizedSiLU):
         raise ValueError(
-            f"activation: got {mlp.activation!r}; expected a GeneralizedSiLU. Near gelu is "
-            "GeneralizedSiLU(1 / 1.702, 1.702), near relu GeneralizedSiLU(1 / k, k) for a large k"
+            f"activation: got {mlp.activation!r}; expected a GeneralizedSiLU. Close to "
+            "gelu is GeneralizedSiLU(1 / 1.702, 1.702), to relu GeneralizedSiLU(1 / k, k), large k"
         )
     return mlp.activation

@@ -3,8 +3,8 @@
 For a transformer t on M_{N,D} whose MLPs have generalised SiLU activations there is t′ on
 M_{N+1,D+1}, with heads and nothing else, whose stream is X′_j = X_j ⊕ [1] at every sublayer j.
 
-(Theorem 4 of the draft.) Proof (its Appendix A), by induction on j. MLPs become the heads of
-Theorem 3. A head becomes W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0], Λ′ = Λ ⊕ [1], and h′(X ⊕ [1]) =
+(Theorem 4 of the draft.) Proof (Appendix A of the draft), by induction on j. MLPs become the heads
+of Theorem 3. A head becomes W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0], Λ′ = Λ ⊕ [1], and h′(X ⊕ [1]) =
 h(X) ⊕ [0]: Λ′ keeps tokens and bias token from seeing each other (a causal Λ stays causal among
 tokens), and the bias token reads 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0], and with
 norm′(Y ⊕ [1]) = norm(Y) ⊕ [1],
@@ -12,18 +12,18 @@ norm′(Y ⊕ [1]) = norm(Y) ⊕ [1],
     post-norm    norm′(X_j ⊕ [1] + s(X_j) ⊕ [0]) = norm(X_j + s(X_j)) ⊕ [1]
     pre-norm     X_j ⊕ [1] + s′(norm(X_j) ⊕ [1]) = (X_j + s(norm(X_j))) ⊕ [1]
 
-and a final norm likewise. The pre-norm line, GPT-2's, is ours. Biases are the bias trick's
+and the same for a final norm. The pre-norm line, for GPT-2, is ours. Biases use the bias trick
 (`reference/bias_trick.py`): t is then a transformer on [X | 1], and t′ one on [X | 1] ⊕ [1], with
-one head more in every sublayer, which writes b_O or b₂.
+one more head in every sublayer, which writes b_O or b₂.
 
-**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for one and the same
-LayerNorm. That is false, and no gain g and bias b make the LayerNorm of D + 1 coordinates satisfy
-it. Proof: the bias coordinate of a token (y | 0) becomes -g_{D+1} μ/s + b_{D+1}, with μ and
-s the row's mean and deviation; that is 0 for all y only if g_{D+1} = b_{D+1} = 0, as μ/s varies;
-then the bias token's coordinate becomes b_{D+1} = 0 instead of 1. Nor does it suffice to normalise
-the first D coordinates of every row: the bias token (0 | 1) becomes (b | 1), or 0/0 where eps = 0.
-It then has a value, b V₁ⁱ, and Theorem 3 fails, unless b = 0 and eps > 0. `PassingNorm` is what the
-proof needs: it normalises the block of the first N rows and D columns and passes the rest.
+**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for the same LayerNorm. That
+is false, and no gain g and bias b make the LayerNorm of D + 1 coordinates satisfy it. Proof: the
+bias coordinate of a token (y | 0) becomes -g_{D+1} μ/s + b_{D+1}, with μ and s the row's mean and
+deviation; since μ/s varies, that is 0 for all y only if g_{D+1} = b_{D+1} = 0; then the bias
+token's coordinate becomes b_{D+1} = 0 instead of 1. It does not suffice to normalise the first D
+coordinates of every row: the bias token (0 | 1) becomes (b | 1), or 0/0 if eps = 0. It then has a
+value, b V₁ⁱ, and Theorem 3 fails, unless b = 0 and eps > 0. The proof needs `PassingNorm`, which
+normalises only the block of the first N rows and D columns.
 
 **Skip connections** (a remark of the paper). Every head here writes 0 to the bias token, so without
 the first skip connection X′_1 = X_1 ⊕ [0]. Every score of the next MLP's heads is then 0, every
@@ -43,9 +43,9 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 
 @dataclass(frozen=True)
 class PassingNorm:
-    """A norm of the first N rows and D columns; all other entries stay as they are.
+    """A norm of the first N rows and D columns; all other entries stay the same.
 
-    It serves [X | 1], X ⊕ [1] and [X | 1] ⊕ [1] alike.
+    It applies to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
 
     Attributes:
         norm: a norm on M_{N,D}.
@@ -64,7 +64,7 @@ class PassingNorm:
     d: int
 
     def __call__(self, X: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-        """Return X with norm(X[:N, :D]) in the place of X[:N, :D].
+        """Return X with norm(X[:N, :D]) in place of X[:N, :D].
 
         Raises:
             ValueError: X is not a float64 matrix, or smaller than N × D.
@@ -80,7 +80,7 @@ class PassingNorm:
 
 
 def extended_head(head: Head) -> Head:
-    """h′ on M_{N+1,D+1} with h′(X ⊕ [1]) = h(X) ⊕ [0]: the bias token neither sees nor is seen.
+    """Return h′ on M_{N+1,D+1} with h′(X ⊕ [1]) = h(X) ⊕ [0]; the bias token sees only itself.
 
     Example:
         >>> import torch
@@ -93,15 +93,15 @@ def extended_head(head: Head) -> Head:
 
 
 def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
-    """t′ of Theorem 6: heads and nothing else, with stream X_j ⊕ [1]; post-norm or pre-norm.
+    """Return t′ of Theorem 6: heads only, with stream X_j ⊕ [1]; post-norm or pre-norm.
 
     Args:
-        transformer: t on M_{N,D}, every MLP's activation a `GeneralizedSiLU`.
+        transformer: t on M_{N,D}, in which every MLP has a `GeneralizedSiLU`.
         n_tokens: N.
 
     Returns:
-        t′ on M_{N+1,D+1}: sublayer j is sublayer j of t, an MLP's heads in the order of its
-        neurons. `.run(X ⊕ [1])` gives every intermediate stream, output and pattern.
+        t′ on M_{N+1,D+1}, with the sublayers of t and an MLP's heads in the order of its neurons.
+        `.run(X ⊕ [1])` returns every intermediate stream, output and pattern.
 
     Raises:
         ValueError: an activation is not a `GeneralizedSiLU`, or the heads of t have another N.
@@ -142,5 +142,5 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
 
 def _extended(head: Head, n_tokens: int) -> Head:
     if head.n_tokens != n_tokens:
-        raise ValueError(f"n_tokens: got {n_tokens}; expected {head.n_tokens}, as the masks have")
+        raise ValueError(f"n_tokens: got {n_tokens}; expected {head.n_tokens}, as in the masks")
     return extended_head(head)

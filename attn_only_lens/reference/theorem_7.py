@@ -1,4 +1,4 @@
-"""Theorem 7: a head masked to the diagonal is a linear map, whatever its W_QK.
+"""Theorem 7: a head masked to the diagonal is a linear map, for any W_QK.
 
 If Λ = I_N then h(X) = X W_OV. Proof: a row of the pattern has one unmasked entry, on the diagonal,
 and sums to 1, so the pattern is I_N. ("Attention-Only Transformers and Implementing MLPs with
@@ -13,7 +13,7 @@ from attn_only_lens.reference.masked_attention import Head
 
 
 def linear_head(W_OV: Float[Tensor, "d d"], n_tokens: int) -> Head:
-    """The head of Theorem 7 that maps X to X W_OV; its W_QK is 0, and any other would do.
+    """Return the head of Theorem 7 that maps X to X W_OV, with W_QK = 0.
 
     Args:
         W_OV: the linear map, acting on rows from the right.

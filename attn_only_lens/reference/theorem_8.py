@@ -5,14 +5,14 @@
 Proof: Theorem 3 for the MLP f(X) = α(X I_D) I_D, of hidden size D. (The paper writes I_N: X ∈
 M_{N,D} is multiplied from the right, so it is I_D.)
 
-Behind a skip connection, X ↦ X + sublayer(X), one more head makes the map X ↦ α(X): the linear head
+With a skip connection, X ↦ X + sublayer(X), one more head makes the map X ↦ α(X): the linear head
 of Theorem 7 that writes -X. The paper gives the sublayer α(X) - X on M_{N,D}; on the widened stream
 the linear head must leave the bias coordinate alone, W_OV = -I_D ⊕ [0]:
 
     X ⊕ [1] + α(X) ⊕ [0] + (-X) ⊕ [0] = α(X) ⊕ [1]
 
-With W_OV = -I_{D+1} the bias token would be wiped out, and the next sublayer would fail as without
-a skip connection (`theorem_6.py`). ("Attention-Only Transformers and Implementing MLPs with
+With W_OV = -I_{D+1} the bias token would become 0, and the next sublayer would fail as without a
+skip connection (`theorem_6.py`). ("Attention-Only Transformers and Implementing MLPs with
 Attention Heads"; Theorem 7 of the draft.)
 """
 
@@ -26,7 +26,7 @@ from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
 
 def activation_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head, ...]:
-    """The D heads of Theorem 8: Σ_i h_i(X ⊕ [1]) = α(X) ⊕ [0].
+    """Return the D heads of Theorem 8: Σ_i h_i(X ⊕ [1]) = α(X) ⊕ [0].
 
     Args:
         alpha: the activation.
@@ -51,7 +51,7 @@ def activation_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Hea
 
 
 def replacing_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head, ...]:
-    """The D + 1 heads that turn X ⊕ [1] into α(X) ⊕ [1] through a skip connection.
+    """Return the D + 1 heads that turn X ⊕ [1] into α(X) ⊕ [1] through a skip connection.
 
     Args:
         alpha: the activation.

@@ -1,24 +1,25 @@
-"""Theorem 9: a head without a mask computes what a masked head does, to within any error.
+"""Theorem 9: a head without a mask approximates a masked head, to within any error.
 
 "Attention heads can encode arbitrary masking patterns in their weight matrices to within
-arbitrarily small error" (the abstract of arXiv 2309.08593; the draft that this folder follows has
-no such theorem, so the form, the bound and the proof here are ours). Let every token carry its
-position, one-hot, in N more coordinates of the stream, [X | I_N] ∈ M_{N,D+N}. For a head of W_QK,
-W_OV and Λ, let h_Ω be the head on M_{N,D+N} with
+arbitrarily small error" (the abstract of arXiv 2309.08593; the draft has no such theorem, so the
+form, the bound and the proof here are ours). Let every token carry its one-hot position in N more
+coordinates of the stream, [X | I_N] ∈ M_{N,D+N}. For a head with W_QK, W_OV and Λ, let h_Ω be the
+head on M_{N,D+N} with
 
     W′_QK = W_QK ⊕ Ω(Λ - 1)        W′_OV = W_OV ⊕ 0        Λ′ = 1, which masks nothing
 
 (1 is the matrix of ones). Then h_Ω([X | I_N]) → [h(X) | 0] as Ω → ∞. For every error ε > 0 and
-every R, one Ω (`sufficient_omega`) serves all X whose rows have norm R at most.
+every R, one Ω (`sufficient_omega`) serves all X whose rows have norm at most R.
 
 Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since I_N on
 both sides picks the entries of the second block. For token t let M_t be the sum of exp(S_ts) over
-the s that Λ lets it see, and m_t that over the others. Its pattern gives the others the weight
+its visible tokens s, and m_t the sum over the masked ones. Its pattern gives masked tokens the
+weight
 
     leak_t = e^{-Ω} m_t / (M_t + e^{-Ω} m_t) ≤ n_t e^{gap_t - Ω}
 
-with n_t the number of masked tokens, and gap_t their largest score less the largest score that is
-not masked. A softmax keeps the proportions within both groups. So row t of the pattern is
+with n_t the number of masked tokens, and gap_t their largest score minus the largest visible score.
+A softmax keeps the proportions within both groups. So row t of the pattern is
 (1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's row, and B_t are weights on masked
 tokens that sum to 1. With v_s the rows of X W_OV,
 
@@ -29,11 +30,11 @@ tokens that sum to 1. With v_s the rows of X W_OV,
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
 The head writes 0 to the positions, so a skip connection keeps them, and layers can be stacked: R
-then bounds the input of each layer. A norm must leave the positions alone (`theorem_6.py`).
+then bounds the input of each layer. A norm must not change the positions (`theorem_6.py`).
 
 The blog post's Ω is the same: its block B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
-up to a constant for each row, which a softmax does not see (its "shifted" gauge subtracts it, as
-here), and its three sublayers are heads of Theorems 3 and 7 with the masks so encoded.
+up to a constant for each row, which softmax ignores (its "shifted" gauge subtracts it, as here),
+and its three sublayers are heads of Theorems 3 and 7 with masks encoded in this way.
 """
 
 import math
@@ -47,7 +48,7 @@ from attn_only_lens.reference.matrices import check_matrix, direct_sum, zeros
 
 
 def with_positions(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+n_tokens"]:
-    """[X | I_N]: every token with its position, one-hot.
+    """Return [X | I_N]: every token with its one-hot position.
 
     Raises:
         ValueError: X is not a float64 matrix.
@@ -63,10 +64,10 @@ def with_positions(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+
 
 
 def unmasked_head(head: Head, omega: float) -> Head:
-    """h_Ω: the head on M_{N,D+N} that masks nothing and has Λ in its W_QK.
+    """Return h_Ω, the head on M_{N,D+N} that masks nothing and has Λ in its W_QK.
 
     Args:
-        head: on M_{N,D}, with any mask.
+        head: a head on M_{N,D}, with any mask.
         omega: Ω, positive.
 
     Returns:
@@ -108,9 +109,9 @@ def masking_error(
         tensor([0.1914, 0.0000], dtype=torch.float64)
     """
     _check_positive("omega", omega)
-    S, seen, v = head.scores(X), head.mask == 1, X @ head.W_OV
-    gap = S.masked_fill(seen, -math.inf).amax(1) - S.masked_fill(~seen, -math.inf).amax(1)
-    return (~seen).sum(1) * (gap - omega).exp() * torch.cdist(v, v).max()
+    S, visible, v = head.scores(X), head.mask == 1, X @ head.W_OV
+    gap = S.masked_fill(visible, -math.inf).amax(1) - S.masked_fill(~visible, -math.inf).amax(1)
+    return (~visible).sum(1) * (gap - omega).exp() * torch.cdist(v, v).max()
 
 
 def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
@@ -119,7 +120,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     Args:
         head: the masked head.
         radius: R, a bound on the norms of the rows of X.
-        error: ε, the largest distance allowed.
+        error: ε, the largest allowed distance.
 
     Raises:
         ValueError: the radius or the error is not positive and finite.

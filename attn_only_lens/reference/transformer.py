@@ -1,15 +1,15 @@
 """The definitions, second half: MLPs, LayerNorm, and transformers of both kinds.
 
 An MLP without biases is f(X) = α(X V₁) V₂, with V₁ ∈ M_{D,ℓ}, V₂ ∈ M_{ℓ,D} and α applied entry by
-entry. A generalised SiLU is α(x) = a₁ SiLU(a₂ x), SiLU(x) = x σ(x). A transformer is
+entry. A generalised SiLU is α(x) = a₁ SiLU(a₂ x) with SiLU(x) = x σ(x). A transformer is
 X_0 ↦ X_1 ↦ … ↦ X_m, where sublayer j is a set of heads or an MLP, s_j(X) = Σ_i h_{j,i}(X) or
 f_j(X), and
 
     post-norm, the paper's:    X_{j+1} = LayerNorm_j(X_j + s_j(X_j))
     pre-norm, GPT-2's:         X_{j+1} = X_j + s_j(LayerNorm_j(X_j)),    then LayerNorm_final(X_m)
 
-("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2; pre-norm is
-not in it.) The paper indexes sublayers 0 … m - 1 here and up to 2m in Theorem 6; this is m.
+("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, which has no
+pre-norm form.) The paper has sublayers 0 … m - 1 here and up to 2m in Theorem 6; this file uses m.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from attn_only_lens.reference.masked_attention import Head
 from attn_only_lens.reference.matrices import check_matrix, check_vector, zeros
 
 Norm = Callable[[Tensor], Tensor]
-"""LayerNorm, or a stand-in for it: a function of a whole matrix [n_tokens, d]."""
+"""LayerNorm, or another function of a whole matrix [n_tokens, d]."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GeneralizedSiLU:
     a_2: float = 1.0
 
     def __call__(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """a_1 · (a_2 x) · σ(a_2 x)."""
+        """Return a_1 · (a_2 x) · σ(a_2 x)."""
         return self.a_1 * (self.a_2 * x) * torch.sigmoid(self.a_2 * x)
 
 
@@ -51,8 +51,8 @@ class MLP:
     """f(X) = α(X V_1) V_2: one hidden layer, no biases.
 
     Attributes:
-        V_1: column i reads for neuron i.
-        V_2: row i is written by neuron i.
+        V_1: column i is the input vector of neuron i.
+        V_2: row i is the output vector of neuron i.
         activation: α, entry by entry.
 
     Raises:
@@ -81,7 +81,7 @@ class MLP:
         return self.V_1.shape[0]
 
     def __call__(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d"]:
-        """α(X V_1) V_2."""
+        """Return α(X V_1) V_2."""
         check_matrix("X", X, columns=self.width)
         return self.activation(X @ self.V_1) @ self.V_2
 
@@ -107,7 +107,7 @@ class LayerNorm:
         check_vector("gain", self.gain, self.gain.numel())
 
     def __call__(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d"]:
-        """Each row by itself."""
+        """Normalise each row."""
         check_matrix("X", X, columns=self.gain.numel())
         centred = X - X.mean(dim=1, keepdim=True)
         variance = centred.square().mean(dim=1, keepdim=True)
@@ -119,14 +119,14 @@ Sublayer = MLP | tuple[Head, ...]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Every matrix that a transformer computes; m sublayers.
+    """Every matrix that a transformer of m sublayers computes.
 
     Attributes:
         stream: X_0 … X_m (m + 1 of them).
-        inputs: what sublayer j read: X_j (post-norm) or LayerNorm_j(X_j) (pre-norm).
-        outputs: what sublayer j wrote, before the skip connection adds X_j.
+        inputs: the input of sublayer j: X_j (post-norm) or LayerNorm_j(X_j) (pre-norm).
+        outputs: the output of sublayer j, before the skip connection adds X_j.
         patterns: of sublayer j, [n_heads, n_tokens, n_tokens]; an MLP has n_heads = 0.
-        result: X_m, after the final norm where there is one.
+        result: X_m, after the final norm if there is one.
     """
 
     stream: tuple[Float[Tensor, "n_tokens d"], ...]
@@ -143,12 +143,12 @@ class Transformer:
     Attributes:
         sublayers: each an MLP or a tuple of heads.
         norms: one for each sublayer: after it (post-norm) or before it (pre-norm).
-        pre_norm: GPT-2's order rather than the paper's.
+        pre_norm: use GPT-2's order instead of the paper's.
         final_norm: applied to X_m; pre-norm only.
 
     Raises:
-        ValueError: no sublayers, a sublayer without heads, sublayers of different sizes, not one
-            norm for each, or a final norm in the post-norm form.
+        ValueError: no sublayers, a sublayer without heads, sublayers of different sizes, a missing
+            norm, or a final norm in the post-norm form.
 
     Example:
         >>> import torch
@@ -167,7 +167,7 @@ class Transformer:
 
     def __post_init__(self) -> None:
         if () in self.sublayers or not self.sublayers:
-            raise ValueError("sublayers: got none, or one without heads; expected one at least")
+            raise ValueError("sublayers: got none, or one without heads; expected at least one")
         terms = [term for sublayer in self.sublayers for term in _terms(sublayer)]
         widths = {term.width for term in terms}
         lengths = {term.n_tokens for term in terms if isinstance(term, Head)}
@@ -182,8 +182,8 @@ class Transformer:
             )
         if self.final_norm is not None and not self.pre_norm:
             raise ValueError(
-                "final_norm: got one without pre_norm=True; expected None: the last of the norms "
-                "comes last there"
+                "final_norm: got one without pre_norm=True; expected None: the norm of the last "
+                "sublayer is the final one"
             )
 
     @property
@@ -192,7 +192,7 @@ class Transformer:
         return _terms(self.sublayers[0])[0].width
 
     def run(self, X: Float[Tensor, "n_tokens d"]) -> Run:
-        """X_0 ↦ X_1 ↦ … ↦ X_m, keeping everything.
+        """Run X_0 ↦ X_1 ↦ … ↦ X_m and keep everything.
 
         Raises:
             ValueError: X has another width or number of tokens, or is not float64.
@@ -202,16 +202,16 @@ class Transformer:
             X = stream[-1]
             read = norm(X) if self.pre_norm else X
             written = sum((term(read) for term in _terms(sublayer)), zeros(*X.shape))
-            seen = [term.pattern(read) for term in _terms(sublayer) if isinstance(term, Head)]
+            heads = [term.pattern(read) for term in _terms(sublayer) if isinstance(term, Head)]
             inputs.append(read)
             outputs.append(written)
-            patterns.append(torch.stack(seen) if seen else X.new_zeros(0, len(X), len(X)))
+            patterns.append(torch.stack(heads) if heads else X.new_zeros(0, len(X), len(X)))
             stream.append(X + written if self.pre_norm else norm(X + written))
         result = stream[-1] if self.final_norm is None else self.final_norm(stream[-1])
         return Run(tuple(stream), tuple(inputs), tuple(outputs), tuple(patterns), result)
 
     def __call__(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d"]:
-        """t(X), the result alone."""
+        """Return t(X), only the result."""
         return self.run(X).result
 
 

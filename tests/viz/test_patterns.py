@@ -247,7 +247,7 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader)
     _, during = bridge.run_with_cache(tokens())
     read(during)
     exposed.undo()
-    with pytest.raises(UnsupportedCallError, match=r"without neuron-heads.*call expose"):
+    with pytest.raises(UnsupportedCallError, match=r"without neuron-heads.*or expose"):
         read(during)
     with pytest.raises(UnsupportedCallError, match="got a dict; expected the cache"):
         read(bridge.run_with_cache(tokens(), return_cache_object=False)[1])

@@ -10,8 +10,8 @@ multiple attention heads with equal Q matrices": with equal patterns A, Σ_h A X
 A X (Σ_h W_V^h W_O^h), so W = R S with inner size r needs ⌈r / d_head⌉ heads, each with d_head
 columns of R and the same rows of S. No decomposition is computed, so nothing is rounded.
 
-W_Q W_Kᵀ cannot be split in this way: a softmax of a sum is no sum of softmaxes. The added heads
-need rank N + 1 there, whatever d_head is. The post says so, and leaves it as a special case.
+W_Q W_Kᵀ cannot be split in this way: a softmax of a sum is not a sum of softmaxes. The added heads
+need rank N + 1 there, for any d_head, as the post says.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Heads:
     """The heads of one sublayer.
 
     Attributes:
-        W_Q: queries, [n_heads, width, d_qk], the scale 1/√d_head folded in.
+        W_Q: queries, [n_heads, width, d_qk], including the scale 1/√d_head.
         W_K: keys, [n_heads, width, d_qk].
         W_V: values, [n_heads, width, d_ov].
         W_O: outputs, [n_heads, d_ov, width].
@@ -45,17 +45,17 @@ class Heads:
     W_O: Float[Tensor, "n_heads d_ov width"]
 
     def scores(self, stream: Float[Tensor, "*batch n_vectors width"]) -> Tensor:
-        """Scores before the softmax, [*batch, n_heads, query, key]."""
-        # One product for all heads: broadcast over heads, the stream would be copied for each.
+        """Return scores before the softmax, [*batch, n_heads, query, key]."""
+        # One product for all heads: broadcasting would copy the stream for each head.
         queries = torch.einsum("...nw,hwd->...hnd", stream, self.W_Q)
         return queries @ torch.einsum("...nw,hwd->...hnd", stream, self.W_K).mT
 
     def pattern(self, stream: Float[Tensor, "*batch n_vectors width"]) -> Tensor:
-        """Attention weights, [*batch, n_heads, query, key]; each query's weights sum to 1."""
+        """Return attention weights, [*batch, n_heads, query, key]; those of a query sum to 1."""
         return self.scores(stream).softmax(-1)
 
     def __call__(self, stream: Float[Tensor, "*batch n_vectors width"]) -> Tensor:
-        """The stream after the sublayer, skip connection included: the same shape."""
+        """Return the stream after the sublayer, including the skip connection."""
         return stream + self.write(stream, self.pattern(stream))
 
     def write(
@@ -63,7 +63,7 @@ class Heads:
         stream: Float[Tensor, "*batch n_vectors width"],
         pattern: Float[Tensor, "*batch n_heads n_vectors n_vectors"],
     ) -> Tensor:
-        """What the heads add to the stream where they attend so: the shape of the stream."""
+        """Return what the heads add to the stream, for a given pattern."""
         z = pattern @ torch.einsum("...nw,hwd->...hnd", stream, self.W_V)
         return torch.einsum("...hnd,hdw->...nw", z, self.W_O)
 
@@ -74,9 +74,9 @@ def split(
     """Split the value matrix `reads @ writes` over heads of width d_head.
 
     Args:
-        reads: what is read from the stream, [width, rank].
-        writes: what is written for each of these, [rank, width].
-        d_head: the largest width of a head; the last head is filled up with zeros.
+        reads: columns that read from the stream, [width, rank].
+        writes: rows that are written for them, [rank, width].
+        d_head: the largest width of a head; the last head is padded with zeros.
 
     Returns:
         W_V [n_heads, width, d_head] and W_O [n_heads, d_head, width], n_heads = ⌈rank / d_head⌉.

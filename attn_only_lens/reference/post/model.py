@@ -1,8 +1,8 @@
 """A whole multi-layer transformer by the post's construction.
 
-Each layer becomes four attention sublayers of plain heads: the original heads, then linear, SiLU
-and linear for its MLP. On the widened stream (`stream.py`) the result follows the original model
-sublayer by sublayer, with an error that falls as e^{−2Ω} until rounding takes over.
+Each layer becomes four attention sublayers of plain heads: the original heads, then a linear, a
+SiLU and a linear sublayer for its MLP. On the widened stream (`stream.py`) the result follows the
+original model sublayer by sublayer, with an error that falls as e^{−2Ω} until rounding takes over.
 """
 
 import math
@@ -45,7 +45,7 @@ class PostRun:
         start: the widened stream before the first sublayer, [*batch, n_vectors, width].
         streams: the widened stream after each sublayer,
             [n_layers, 4 (in the order of `SUBLAYERS`), *batch, n_vectors, width].
-        output: what the original model returns, [*batch, n_tokens, d_model].
+        output: the output of the original model, [*batch, n_tokens, d_model].
     """
 
     start: Float[Tensor, "*batch n_vectors width"]
@@ -58,8 +58,8 @@ class PostTransformer:
     """An attention-only transformer on the widened stream.
 
     Attributes:
-        coordinates: those of the widened stream.
-        layers: four sublayers each.
+        coordinates: the coordinates of the widened stream.
+        layers: the layers, of four sublayers each.
     """
 
     coordinates: StreamCoordinates
@@ -79,7 +79,7 @@ class PostTransformer:
         """
         dtype = self.layers[0].attention.W_Q.dtype
         if x.dtype != dtype:
-            raise ValueError(f"got a stream in {x.dtype}; expected {dtype}, as the heads are")
+            raise ValueError(f"got a stream in {x.dtype}; expected {dtype}, the dtype of the heads")
         stream = start = self.coordinates.augment(x)
         streams = []
         for layer in self.layers:
@@ -105,16 +105,16 @@ def post_transformer(
     Source: the post, "Construction Overview" and the three sections after it.
 
     Args:
-        plain: the weights; its activation is SiLU(slope · x) / slope.
-        n_tokens: N, the number of tokens it will run on.
+        plain: the weights, for the activation SiLU(slope · x) / slope.
+        n_tokens: N, the number of tokens of its inputs.
         omega: Ω. The matrices hold 2Ω.
-        d_head: the largest value width of the linear sublayers' heads; the first layer's own
-            d_head if None.
-        dtype: the dtype to build and run in; that of the weights if None.
+        d_head: the largest value width of the heads of linear sublayers; by default the d_head of
+            the first layer.
+        dtype: the dtype of the construction; by default the dtype of the weights.
         slope: 1 for SiLU; 1.702 for QuickGELU; a large one approaches ReLU (the post's footnote),
             to within 0.2785 / slope.
-        gauge: "post", whose scores hold +2Ω where a head attends, or "shifted", with −2Ω where it
-            does not: the same function, without the post's loss of digits at large Ω.
+        gauge: "post", with scores of +2Ω where a head attends, or "shifted", with −2Ω where it does
+            not: the same function, without the loss of digits at large Ω.
 
     Returns:
         The construction; call its `run`.
@@ -161,5 +161,5 @@ def post_transformer(
 
 
 def _with_slope(layer: PlainLayer, slope: float) -> PlainLayer:
-    """SiLU(slope · x) / slope as SiLU, with the slope inside the weights."""
+    """Return the layer with SiLU in place of SiLU(slope · x) / slope, the slope in the weights."""
     return replace(layer, W_1=slope * layer.W_1, b_1=slope * layer.b_1, W_2=layer.W_2 / slope)

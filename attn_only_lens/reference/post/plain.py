@@ -1,12 +1,11 @@
-"""The transformer that the post rewrites: attention and MLP sublayers, skip connections, no norm.
+"""The original transformer: attention and MLP sublayers, skip connections, no norm.
 
 For a stream X of N vectors, layer by layer:
 
     X ← X + Σ_h softmax((X W_Q^h + b_Q^h)(X W_K^h + b_K^h)ᵀ / √d_head)(X W_V^h + b_V^h) W_O^h + b_O
     X ← X + α(X W_1 + b_1) W_2 + b_2
 
-Only weights live here. The function they define is the thing to be checked, so it is evaluated by
-those who check, in code of their own.
+This file holds only weights. Tests evaluate the function with independent code.
 """
 
 from dataclasses import dataclass, fields
@@ -33,10 +32,10 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class PlainLayer:
-    """The weights of one layer; a layer without biases has zeros there.
+    """The weights of one layer; missing biases are zeros.
 
     Raises:
-        ValueError: shapes that do not fit together, or dtypes that differ; all of them are named.
+        ValueError: with every shape that does not fit, and every dtype that differs.
 
     Example:
         >>> shapes = {"W_Q": (1, 2, 3), "W_K": (1, 2, 3), "W_V": (1, 2, 3), "W_O": (1, 3, 2)}
@@ -89,7 +88,7 @@ class PlainLayer:
         return {"n_heads": n_heads, "d_model": d_model, "d_head": d_head, "d_mlp": len(self.b_1)}
 
     def to(self, dtype: torch.dtype) -> "PlainLayer":
-        """The same layer in another dtype."""
+        """Return the same layer in another dtype."""
         return PlainLayer(**{f.name: getattr(self, f.name).to(dtype) for f in fields(self)})
 
 
@@ -98,8 +97,8 @@ class PlainTransformer:
     """Layers that share d_model and d_mlp.
 
     Attributes:
-        layers: at least one.
-        causal: whether its attention heads are masked to the past and present.
+        layers: at least one layer.
+        causal: whether attention heads see only the past and present.
 
     Raises:
         ValueError: there are no layers, or they differ in d_model, d_mlp or dtype.

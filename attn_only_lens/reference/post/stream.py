@@ -5,7 +5,7 @@
     bias        0             0                e_N
 
 The post has d_mlp = 4D. The hidden coordinates hold the MLP's hidden layer between the sublayers
-that write and clear it; the positions are one-hot and no head ever writes to them.
+that write and clear it; the positions are one-hot, and no head writes to them.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class StreamCoordinates:
     """The coordinates of the widened stream: the original stream, the hidden layer, one-hots.
 
     Attributes:
-        n_tokens: N, the tokens of the original model; the post fixes it, for the one-hots' sake.
+        n_tokens: N, the fixed number of tokens, because positions are one-hot.
         d_model: D, the width of the original stream.
         d_mlp: the width of the hidden layer, 4D in the post.
 
@@ -67,7 +67,7 @@ class StreamCoordinates:
 
     @property
     def position(self) -> slice:
-        """The one-hot positions, that of the bias vector last."""
+        """The one-hot positions; the last one is the bias vector's."""
         return slice(self.d_model + self.d_mlp, self.width)
 
     @property
@@ -91,7 +91,7 @@ class StreamCoordinates:
         if tuple(x.shape[-2:]) != expected:
             raise ValueError(
                 f"got a stream of shape {tuple(x.shape)}; expected the last two sizes to be "
-                f"(n_tokens, d_model) = {expected}; pad the tokens, or build for their number"
+                f"(n_tokens, d_model) = {expected}; pad the tokens, or build for this number"
             )
         stream = x.new_zeros(*x.shape[:-2], self.n_vectors, self.width)
         stream[..., :-1, self.model] = x
@@ -99,5 +99,5 @@ class StreamCoordinates:
         return stream
 
     def read(self, stream: Float[Tensor, "*batch n_vectors width"]) -> Tensor:
-        """The original stream, [*batch, n_tokens, d_model], inside a widened one."""
+        """Return the original stream, [*batch, n_tokens, d_model], inside a widened one."""
         return stream[..., :-1, self.model]

@@ -1,12 +1,12 @@
-"""The four attention sublayers that stand for one layer, in the post's order.
+"""The four attention sublayers that replace one layer, in the post's order.
 
 Each head's scores are a bilinear form of the widened stream. Its position block B, of size
 (N + 1) × (N + 1), gives query j and key k the score B[j, k], since positions are one-hot.
 
 1. *The original heads*, W_QK ⊕ B. B's column N is −2Ω for tokens: no token attends to the bias
-   vector. B[N, N] = 2Ω: the bias vector attends to itself. Weight leaked by a token to the bias
-   vector: at most exp(−2Ω − s), s its largest score. A causal mask is −3Ω for k > j: with scores
-   between −Ω and Ω on both sides, future keys stay at least Ω below the present one.
+   vector. B[N, N] = 2Ω: the bias vector attends to itself. A token leaks at most exp(−2Ω − s) of
+   its weight to the bias vector, with s its largest score. A causal mask is −3Ω for k > j: with
+   scores between −Ω and Ω on both sides, future keys stay at least Ω below the present one.
 
 2. *Linear, into the hidden part*: B = 2Ω·1. Vector j attends to itself with weight
    1 / (1 + N e^{−2Ω}); the value matrix holds W_1, and b_1 at the tokens' positions.
@@ -22,14 +22,14 @@ Each head's scores are a bilinear form of the widened stream. Its position block
 
 4. *Linear, out of the hidden part*: B = 2Ω·1 again; the value matrix holds W_2 into the model
    part, −1 onto the hidden part, which clears it for the next layer, and b_2 at the tokens'
-   positions. The −1 makes its rank d_mlp, so it needs d_mlp / d_head heads, not d_model / d_head.
+   positions. Because of the −1, its rank is d_mlp, so it needs d_mlp / d_head heads.
 
 *Gauges.* In the post's form the self score 2Ω − h is rounded to the spacing of floats near 2Ω,
-so a larger Ω costs digits. A softmax does not notice when 2Ω is subtracted from a whole row:
+so a larger Ω costs digits. Subtracting 2Ω from a whole row does not change a softmax:
 
        self −h     bias vector 0     other tokens −2Ω − h         ("shifted")
 
-is the same head with nothing lost, as position blocks are then exactly 0 where h must be read.
+is the same head without that loss, because position blocks are exactly 0 where h is read.
 """
 
 import math
@@ -48,9 +48,9 @@ Gauge: TypeAlias = Literal["post", "shifted"]
 def attention(
     layer: PlainLayer, coordinates: StreamCoordinates, omega: float, *, causal: bool
 ) -> Heads:
-    """The original heads, so tweaked that the bias vector neither attends nor is attended to.
+    """Return the original heads, changed so that the bias vector attends only to itself.
 
-    Values have one column more than d_head: it reads the 1 that b_O needs.
+    Values have d_head + 1 columns: the last one reads the 1 that b_O needs.
     """
     n, zeros = coordinates.n_tokens, layer.W_Q.new_zeros
     n_heads, d_head = layer.sizes["n_heads"], layer.sizes["d_head"]
@@ -83,7 +83,7 @@ def attention(
 def into_hidden(
     layer: PlainLayer, coordinates: StreamCoordinates, omega: float, *, d_head: int, gauge: Gauge
 ) -> Heads:
-    """X W_1 + b_1, from the model part to the hidden part, over ⌈(d_model + 1) / d_head⌉ heads."""
+    """Return X W_1 + b_1 from the model part to the hidden part: ⌈(d_model + 1) / d_head⌉ heads."""
     reads = _reads(coordinates, coordinates.model, layer.W_1)
     writes = torch.zeros_like(reads.T)
     writes[:-1, coordinates.hidden] = layer.W_1
@@ -94,7 +94,7 @@ def into_hidden(
 def out_of_hidden(
     layer: PlainLayer, coordinates: StreamCoordinates, omega: float, *, d_head: int, gauge: Gauge
 ) -> Heads:
-    """H W_2 + b_2 to the model part and −H to the hidden part: ⌈(d_mlp + 1) / d_head⌉ heads."""
+    """Return H W_2 + b_2 to the model part and −H to the hidden: ⌈(d_mlp + 1) / d_head⌉ heads."""
     reads = _reads(coordinates, coordinates.hidden, layer.W_2)
     writes = torch.zeros_like(reads.T)
     writes[:-1, coordinates.model] = layer.W_2
@@ -104,13 +104,9 @@ def out_of_hidden(
 
 
 def silu(coordinates: StreamCoordinates, omega: float, *, gauge: Gauge, like: Tensor) -> Heads:
-    """SiLU on the hidden part, one head a neuron; it holds no weight, so all layers share it.
+    """Return SiLU on the hidden part, one head a neuron, in the dtype and on the device of `like`.
 
-    Args:
-        coordinates: those of the widened stream.
-        omega: Ω.
-        gauge: "post" or "shifted".
-        like: a tensor of the dtype and device to build on.
+    It holds no weight of a layer, so all layers share it.
     """
     block = _to_self(coordinates, omega, like)
     block[:, -1] = 2.0 * omega
@@ -127,11 +123,11 @@ def silu(coordinates: StreamCoordinates, omega: float, *, gauge: Gauge, like: Te
     return Heads(W_Q, _position_keys(coordinates, like).expand_as(W_Q), W_V, W_O)
 
 
-def _reads(coordinates: StreamCoordinates, part: slice, like: Tensor) -> Tensor:
-    """Columns that read each coordinate of a part of the stream and, last, the tokens' 1."""
-    rank = part.stop - part.start + 1
+def _reads(coordinates: StreamCoordinates, section: slice, like: Tensor) -> Tensor:
+    """Return columns that read each coordinate of a section of the stream and the tokens' 1."""
+    rank = section.stop - section.start + 1
     reads = like.new_zeros(coordinates.width, rank)
-    reads[part, :-1] = torch.eye(rank - 1, device=like.device)
+    reads[section, :-1] = torch.eye(rank - 1, device=like.device)
     reads[coordinates.tokens, -1] = 1.0
     return reads
 
@@ -139,7 +135,7 @@ def _reads(coordinates: StreamCoordinates, part: slice, like: Tensor) -> Tensor:
 def _self_attending(
     W_V: Tensor, W_O: Tensor, coordinates: StreamCoordinates, omega: float, gauge: Gauge
 ) -> Heads:
-    """Heads that share the position block 2Ω·1, with these values."""
+    """Return heads with these values that share the position block 2Ω·1."""
     W_Q = W_V.new_zeros(coordinates.width, coordinates.n_vectors)
     W_Q[coordinates.position] = _in_gauge(_to_self(coordinates, omega, W_V), omega, gauge)
     shape = (len(W_V), *W_Q.shape)
