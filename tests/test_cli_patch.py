@@ -83,7 +83,7 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
         assert result.exit_code == 0, result.output
     sweep = p.Sweep.load(out)
     assert (sweep.part, sweep.direction) == ("pattern", "noise")
-    assert len(list(parts.glob("part-*"))) == 1
+    assert len(list(parts.glob("*.safetensors"))) == 1
     other = expected(
         folder,
         torch.tensor([0, 7, 9, 11]),

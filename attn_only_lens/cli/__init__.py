@@ -1,4 +1,4 @@
-"""The command line: one command a verb."""
+"""The command line: one file for each command."""
 
 # Each adds its commands.
 from attn_only_lens.cli import (  # noqa: F401

@@ -1,4 +1,4 @@
-"""`python -m attn_only_lens.cli`, as launchers of several processes start it."""
+"""`python -m attn_only_lens.cli`, for launchers that start several processes."""
 
 from attn_only_lens.cli import app
 

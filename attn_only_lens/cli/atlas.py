@@ -1,4 +1,4 @@
-"""`attn-only-lens atlas`: every neuron of a model, on pages to look around in."""
+"""`attn-only-lens atlas`: pages about every neuron of a model, to browse."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,23 +27,29 @@ from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_st
 def atlas(
     model: options.Model,
     texts: Annotated[
-        Path, typer.Option(help="a corpus: a text a line; .jsonl: a line is an object with `text`")
+        Path,
+        typer.Option(help="a corpus: one text per line, or a .jsonl file of objects with `text`"),
     ],
-    out: Annotated[Path, typer.Option(help="the folder to write; an interrupted atlas resumes")],
+    out: Annotated[Path, typer.Option(help="output folder; an interrupted run resumes from it")],
     layers: Annotated[str | None, typer.Option(help="source layers: 0,3; default: all")] = None,
-    names: Annotated[str | None, typer.Option(help="or neurons: L5N1234,L7N2")] = None,
-    k: Annotated[int, typer.Option(help="examples of the largest z, and of the smallest")] = 20,
-    context: Annotated[
-        int | None, typer.Option(help="tokens run at once; default: 128, or fewer")
+    names: Annotated[
+        str | None, typer.Option(help="names of neurons, instead of layers: L5N1234,L7N2")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="texts run at once")] = 32,
+    k: Annotated[
+        int, typer.Option(help="number of examples with the largest z, and with the smallest")
+    ] = 20,
+    context: Annotated[
+        int | None,
+        typer.Option(help="tokens in one piece of a text; default: 128, or what the model allows"),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="texts in one forward pass")] = 32,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Look up every neuron in a corpus: top examples, densities, tokens, connections.
+    """Make pages about neurons: top examples in a corpus, densities, tokens and connections.
 
-    Up to 3,000 neurons are one page, more are a page of each layer.
+    Up to 3,000 neurons share one page; for more, there is a page for each layer.
     """
     with clear_errors():
         require_folder(out)

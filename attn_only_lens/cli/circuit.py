@@ -1,4 +1,4 @@
-"""`attn-only-lens circuit`: an attribution graph as a file or a page; the sites that suffice."""
+"""`attn-only-lens circuit`: an attribution graph as a file or a page, and a minimal circuit."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,18 +31,19 @@ from attn_only_lens.viz import circuit_view, write_html
 def circuit(
     model: options.Model,
     clean: options.Clean,
-    out: Annotated[Path, typer.Option(help="a .html file, a page, or .json, the graph itself")],
+    out: Annotated[Path, typer.Option(help="output file: .html for a page, .json for the graph")],
     corrupted: Annotated[
         list[str] | None,
-        typer.Option(help="its pair, token for token: looks for the sites that suffice, too"),
+        typer.Option(help="a corrupted prompt for each prompt: also search for a minimal circuit"),
     ] = None,
     answer: options.Answer = None,
     wrong: options.Wrong = None,
     metric: options.Metric = "logit_diff",
     tokens: options.TokenNumbers = False,
-    nodes: Annotated[int, typer.Option(help="heads and neurons in the graph")] = 300,
+    nodes: Annotated[int, typer.Option(help="number of heads and neurons in the graph")] = 300,
     faithfulness: Annotated[
-        float, typer.Option(help="of the sites that suffice, beside --corrupted")
+        float,
+        typer.Option(help="with --corrupted: the share of the effect that the circuit must keep"),
     ] = 0.9,
     top: options.Top = 20,
     chat: options.Chat = False,
@@ -52,9 +53,10 @@ def circuit(
 ) -> None:
     """Draw the circuit behind an answer: which heads and neurons write what others read.
 
-    The graph is of the clean prompts: exact for patterns and norm scales as they are there. With
-    --corrupted, also find the sites that suffice: those that reach the faithfulness wanted when
-    all others are taken from the corrupted prompts.
+    The graph describes the clean prompts. It is exact while attention patterns and norm scales
+    keep their values on these prompts. With --corrupted, also search for a minimal circuit: the
+    smallest set found that reaches --faithfulness when everything else is patched from the
+    corrupted prompts.
     """
     with clear_errors():
         require_writable(out, (".html", ".json"), top)
@@ -65,7 +67,7 @@ def circuit(
         prompts, circuit = as_chat(loaded, prompts, chat), None
         if other_prompts is not None:
             other_prompts = as_chat(loaded, other_prompts, chat)
-            with working("looking for the sites that suffice"):
+            with working("searching for a minimal circuit"):
                 circuit = circuits.discover(
                     loaded, prompts, other_prompts, measure, faithfulness=faithfulness
                 )

@@ -1,4 +1,4 @@
-"""The application; how its commands load models, report errors and print tables."""
+"""The application: its commands load models, report errors and print tables with this code."""
 
 import sys
 import warnings
@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 
 SHIPPED = "small-english"
-"""What the command line calls the language model that ships with the package."""
+"""The name of the shipped language model on the command line."""
 Panel = Literal["Start here", "Look at a model", "Find what matters", "Make models, and compare"]
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _Function = TypeVar("_Function", bound=Callable[..., None])
@@ -61,7 +61,7 @@ def path(value: str | Path) -> Path:
 
 
 def sort_commands() -> None:
-    """Put the groups of commands in their order, once all are added."""
+    """Sort the groups of commands, once all are added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
         key=lambda command: (
@@ -118,7 +118,7 @@ def load_with_neuron_heads(model: str, dtype: str | None, device: str, hooked: b
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on a terminal what takes a while, where it has no bar of its own."""
+    """Show a message on a terminal while something without a progress bar runs."""
     with Console(stderr=True).status(f"{what} …"):
         yield
 
@@ -158,7 +158,7 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Before computing, refuse --out if it is a file, or is named like one, and not a folder."""
+    """Refuse --out before computing if it is a file, or has the name of a file."""
     if out.exists() and not out.is_dir():
         raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
     if out.suffix in _FILES and not out.is_dir():
@@ -171,7 +171,7 @@ def require_folder(out: Path) -> None:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
 ) -> None:
-    """Print a table: numbers in that format, -0 as 0, texts as they are, names on the left."""
+    """Print a table: numbers in that format (-0 as 0), names on the left."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column == "name" else "right")

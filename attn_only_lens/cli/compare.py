@@ -37,34 +37,46 @@ _PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, 
 )
 def compare(
     model: options.Model,
-    grown: Annotated[Path, typer.Argument(help="a model that `grow` wrote, trained since or not")],
+    grown: Annotated[
+        Path, typer.Argument(help="a model that `grow` wrote; it may have been trained since")
+    ],
     tokens: Annotated[Path, typer.Option(help=_PROMPTS)],
-    out: Annotated[Path, typer.Option(help="folder to write tables and pages to")],
+    out: Annotated[Path, typer.Option(help="output folder for tables and pages")],
     provenance: Annotated[
         Path | None,
-        typer.Option(help="the folder that `grow` wrote, if GROWN was trained and saved elsewhere"),
+        typer.Option(
+            help="the folder that `grow` wrote, if GROWN was trained and saved in another one"
+        ),
     ] = None,
     corrupted: Annotated[
-        Path | None, typer.Option(help="a prompt to patch from for each; default: the next one")
+        Path | None,
+        typer.Option(
+            help="a file with a corrupted prompt for each prompt; default: the next prompt"
+        ),
     ] = None,
     null: Annotated[
-        Path | None, typer.Option(help="the same growth, trained with another seed")
+        Path | None,
+        typer.Option(help="a model that grew in the same way and was trained with another seed"),
     ] = None,
     metric: options.Metric = "loss",
     answer: options.Answer = None,
     wrong: options.Wrong = None,
-    faithfulness: Annotated[float, typer.Option(help="that both circuits must have")] = 0.9,
-    batch_size: Annotated[int, typer.Option(help="prompts in one forward pass, at most")] = 32,
-    patched: Annotated[int, typer.Option(help="how many components to patch")] = 200,
-    nodes: Annotated[int, typer.Option(help="nodes to draw edges between")] = 100,
-    seed: Annotated[int, typer.Option(help="of the bootstrap")] = 0,
+    faithfulness: Annotated[
+        float, typer.Option(help="the share of the effect that both circuits must keep")
+    ] = 0.9,
+    batch_size: Annotated[
+        int, typer.Option(help="largest number of prompts in one forward pass")
+    ] = 32,
+    patched: Annotated[int, typer.Option(help="number of components to patch")] = 200,
+    nodes: Annotated[int, typer.Option(help="number of nodes that get edges")] = 100,
+    seed: Annotated[int, typer.Option(help="seed of the bootstrap")] = 0,
     chat: options.Chat = False,
     dtype: options.Dtype = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, mps; default: cuda where there is one")
+        str | None, typer.Option(help="cpu, cuda or mps; default: cuda if there is one")
     ] = None,
 ) -> None:
-    """Compare a model with one grown from it: tables and two pages, in a folder."""
+    """Compare a model with one grown from it: write tables and two pages to a folder."""
     with clear_errors():
         import_extra("plotly")
         require_folder(out)

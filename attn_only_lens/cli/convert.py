@@ -38,15 +38,22 @@ def convert(
     out: options.OutFolder,
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
-    gate: Annotated[str, typer.Option(help="exact, or bilinear")] = "exact",
-    heads_per_neuron: Annotated[int | None, typer.Option(help="of bilinear gates")] = None,
-    tolerance: Annotated[
-        float | None, typer.Option(help="largest activation error of bilinear gates")
+    gate: Annotated[str, typer.Option(help="exact or bilinear")] = "exact",
+    heads_per_neuron: Annotated[
+        int | None, typer.Option(help="number of heads per neuron, for bilinear gates")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="to calibrate gated MLPs on")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="the same, as for `verify`")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="largest error of an activation, for bilinear gates")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="a text for the calibration of gated MLPs")
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="tokens for the calibration: a safetensors file, as for `verify`"),
+    ] = None,
 ) -> None:
-    """Make an attention-only HookedTransformer of a model, and save it (transformer-lens 3.9).
+    """Convert a model to an attention-only HookedTransformer, and save it (transformer-lens 3.9).
 
     A folder that `convert` wrote is saved again.
     """
@@ -97,9 +104,11 @@ def verify(
     model: options.Model,
     converted: Annotated[
         Path | None,
-        typer.Argument(help="a folder that `convert` or `save` wrote; default: MODEL, exposed"),
+        typer.Argument(
+            help="a folder that `convert` or `save` wrote; default: MODEL with exposed neuron-heads"
+        ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="a text to run both models on")] = None,
+    text: Annotated[str | None, typer.Option(help="a text that both models run on")] = None,
     tokens: Annotated[
         Path | None, typer.Option(help="a safetensors file with `tokens`, integers [batch, pos]")
     ] = None,
@@ -108,7 +117,7 @@ def verify(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Check that a model computes the same with its neurons as heads; exit with 1 if not.
+    """Check that a model with neuron-heads computes the same logits; exit with 1 if it does not.
 
     MODEL alone is run without neuron-heads and with them. CONVERTED is compared with MODEL.
     """

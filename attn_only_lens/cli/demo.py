@@ -17,7 +17,7 @@ _SHOWN = 8
 
 @command("Start here", "attn-only-lens demo --out out")
 def demo(
-    out: Annotated[Path, typer.Option(help="folder for the pages")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="output folder for the pages")] = Path("out"),
 ) -> None:
     """Find and draw a circuit of heads and neurons in the language model of this package."""
     with clear_errors():

@@ -29,17 +29,19 @@ def grow(
     n_layers: Annotated[int | None, typer.Option(help="layers; new ones come last")] = None,
     insert: Annotated[
         str | None,
-        typer.Option(help="depths of new layers in the grown model, 4,9; with no other size"),
+        typer.Option(
+            help="positions of new layers in the grown model: 4,9 (cannot be combined with sizes)"
+        ),
     ] = None,
     copy: Annotated[
-        bool, typer.Option(help="inserted layers are copies of those before, outputs zero")
+        bool, typer.Option(help="new layers start as copies of the layer before, with zero output")
     ] = False,
-    seed: Annotated[int, typer.Option(help="of the initial values that are free")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the new weights")] = 0,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Make a larger model that computes the same.
+    """Make a larger model that computes the same function.
 
     The folder is a MODEL to every command. It holds a plain model, and provenance.json, which says
     where every head and neuron went. For a converted one, grow the source and `convert` that.

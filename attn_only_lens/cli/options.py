@@ -1,4 +1,4 @@
-"""The options that several commands take, and how their values are parsed."""
+"""The options that several commands share, and the parsers of their values."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,36 +12,40 @@ from attn_only_lens.engine.chat import chat_tokens
 from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.errors import AttnOnlyLensError
 
-MODEL = "a Hugging Face name, a folder that holds a model, or small-english, which ships with this"
+MODEL = (
+    "a Hugging Face name, a folder with a model, or small-english, which ships with this package"
+)
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
 
 Model = Annotated[str, typer.Argument(help=MODEL)]
 Hooked = Annotated[
     bool,
-    typer.Option("--hooked", help="load a name as a HookedTransformer (transformer-lens 3.9)"),
+    typer.Option("--hooked", help="load MODEL as a HookedTransformer (transformer-lens 3.9)"),
 ]
-OutFolder = Annotated[Path, typer.Argument(help="folder to write; a model saved there is replaced")]
-OutPage = Annotated[Path, typer.Option(help="the .html file to write; it works offline")]
-Clean = Annotated[list[str], typer.Option(help="a prompt; give it again for more")]
-Answer = Annotated[str | None, typer.Option(help="the right answer, one token")]
-Wrong = Annotated[str | None, typer.Option(help="the wrong one, for logit_diff")]
-Metric = Annotated[str, typer.Option(help=", ".join(_METRICS))]
+OutFolder = Annotated[
+    Path, typer.Argument(help="output folder; a model that was saved there is replaced")
+]
+OutPage = Annotated[Path, typer.Option(help="output file (.html); it works offline")]
+Clean = Annotated[list[str], typer.Option(help="a prompt; repeat the option for more prompts")]
+Answer = Annotated[str | None, typer.Option(help="the correct answer, one token")]
+Wrong = Annotated[str | None, typer.Option(help="the wrong answer, one token, for logit_diff")]
+Metric = Annotated[str, typer.Option(help=f"one of {', '.join(_METRICS)}")]
 TokenNumbers = Annotated[
     bool, typer.Option("--tokens", help="prompts and answers are token numbers: 3,4,113")
 ]
-Top = Annotated[int, typer.Option(help="rows to print")]
+Top = Annotated[int, typer.Option(help="number of rows to print")]
 Chat = Annotated[
     bool, typer.Option("--chat", help="prompts are messages: apply the tokenizer's chat template")
 ]
-_DTYPES = "float32, float64, bfloat16, float16; default: as `save` saved it, else float32"
+_DTYPES = "float32, float64, bfloat16 or float16; default: the dtype of a saved model, else float32"
 Dtype = Annotated[str | None, typer.Option(help=_DTYPES)]
-Device = Annotated[str, typer.Option(help="cpu, cuda, mps")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or mps")]
 
 
 def parse_metric(
     metric: str, answer: str | None, wrong: str | None, tokens: bool
 ) -> metrics.Metric:
-    """Make the metric of that name, of those answers."""
+    """Return the metric with that name and those answers."""
     needs = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
     if metric not in _METRICS:
         raise AttnOnlyLensError(f"got --metric {metric}; expected one of {', '.join(_METRICS)}")
@@ -64,7 +68,7 @@ def _parse_answer(text: str) -> int:
 
 
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> Prompts:
-    """Return prompts in the form that patching takes: texts, or a tensor of tokens."""
+    """Return prompts as texts, or as a tensor of tokens."""
     if not tokens:
         return texts
     rows = [parse_numbers(text, option) for text in texts]
@@ -77,7 +81,7 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> Prompts:
 
 
 def as_chat(model: Any, prompts: Prompts, chat: bool) -> Prompts:
-    """Return prompts as they are or, with --chat, the tokens of messages."""
+    """Return the prompts; with --chat, the tokens of the messages."""
     if not chat:
         return prompts
     if isinstance(prompts, torch.Tensor):
@@ -86,12 +90,12 @@ def as_chat(model: Any, prompts: Prompts, chat: bool) -> Prompts:
 
 
 def parse_names(text: str) -> list[str]:
-    """Return names with commas between, and perhaps spaces."""
+    """Split names at commas."""
     return [name.strip() for name in text.split(",")]
 
 
 def parse_numbers(text: str, option: str) -> list[int]:
-    """Parse whole numbers with commas between."""
+    """Parse whole numbers, separated by commas."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:

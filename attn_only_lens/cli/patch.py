@@ -39,9 +39,12 @@ _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
 def patch(
     model: options.Model,
     clean: options.Clean,
-    out: Annotated[Path, typer.Option(help="a .parquet or .csv file to write")],
+    out: Annotated[Path, typer.Option(help="output file (.parquet or .csv)")],
     corrupted: Annotated[
-        list[str] | None, typer.Option(help="its pair, token for token; ablations need none")
+        list[str] | None,
+        typer.Option(
+            help="a corrupted prompt for each prompt, with as many tokens; not needed for ablations"
+        ),
     ] = None,
     answer: options.Answer = None,
     wrong: options.Wrong = None,
@@ -50,7 +53,7 @@ def patch(
     sites: Annotated[
         str | None,
         typer.Option(
-            help="neurons, heads, all, or names: L5H3,L5N1234@13; default: all that have the part"
+            help="neurons, heads, all, or names: L5H3,L5N1234@13; default: all heads with that part"
         ),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="source layers: 8,9,10; default: all")] = None,
@@ -60,10 +63,11 @@ def patch(
         str, typer.Option(help="denoise, noise; or an ablation: zero, mean, resample, bias")
     ] = "denoise",
     resume: Annotated[
-        Path | None, typer.Option(help="a folder to write to meanwhile, and to go on from")
+        Path | None, typer.Option(help="checkpoint folder: an interrupted run resumes from it")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="sites in one forward pass; default: what memory allows")
+        int | None,
+        typer.Option(help="sites in one forward pass; default: as many as fit in memory"),
     ] = None,
     top: options.Top = 20,
     chat: options.Chat = False,

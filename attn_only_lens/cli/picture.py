@@ -1,4 +1,4 @@
-"""`attn-only-lens picture` and `pattern`: draw saved results, and attention, as pages."""
+"""`attn-only-lens picture` and `pattern`: draw saved results and attention as pages."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,14 +33,15 @@ _PAGE = (".html",)
 @command("Find what matters", "attn-only-lens picture sweep.parquet --out sweep.html --bars 20")
 def picture(
     source: Annotated[
-        Path, typer.Argument(help="what `patch` (.parquet, .csv) or `circuit` (.json) wrote")
+        Path, typer.Argument(help="a file that `patch` (.parquet, .csv) or `circuit` (.json) wrote")
     ],
     out: options.OutPage,
     bars: Annotated[
-        int | None, typer.Option(help="of a sweep: so many ranked bars, and no heatmap")
+        int | None,
+        typer.Option(help="for a sweep: draw this many ranked bars instead of a heatmap"),
     ] = None,
 ) -> None:
-    """Draw what `patch` saved, as a heatmap or bars, or what `circuit` saved, as its page."""
+    """Draw the results of `patch` as a heatmap or bars, or the graph of `circuit` as a page."""
     with clear_errors():
         require_writable(out, _PAGE)
         if source.suffix == ".json":
@@ -60,13 +61,13 @@ def picture(
 )
 def pattern(
     model: options.Model,
-    prompt: Annotated[str, typer.Option(help="a text")],
+    prompt: Annotated[str, typer.Option(help="the text to draw")],
     out: options.OutPage,
     names: Annotated[
-        str | None, typer.Option(help="heads and neurons: L5N1234,L2H3, up to 24")
+        str | None, typer.Option(help="up to 24 heads and neurons: L5N1234,L2H3")
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(help="or a source layer, whose attention heads to show")
+        int | None, typer.Option(help="a source layer, instead of names: show its attention heads")
     ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="the prompt is token numbers: 3,4,113")
@@ -76,7 +77,7 @@ def pattern(
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
 ) -> None:
-    """Draw what attention heads and neuron-heads attend to in a text."""
+    """Draw the attention patterns of heads and neuron-heads on a text."""
     with clear_errors():
         require_writable(out, _PAGE)
         if (names is None) == (layer is None):
