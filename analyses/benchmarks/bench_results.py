@@ -36,7 +36,6 @@ from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.sites import LayerSites
-from attn_only_lens.patching.results import SweepRows
 from attn_only_lens.patching.site_groups import SiteGroup
 
 LENGTHS = (15, 128)
@@ -156,8 +155,8 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
 
     def made(of_layers: Tensor) -> p.Sweep:
         groups = [SiteGroup.product(each, positions) for each in sites]
-        rows = SweepRows.of_groups(groups, {"value": of_layers.numpy().ravel()})
-        return p.Sweep(rows, **RUN)
+        rows = pd.concat([group.rows for group in groups], ignore_index=True)
+        return p.Sweep(rows.assign(value=of_layers.numpy().ravel()), **RUN)
 
     one, other = made(values), made(noisy)
     path = folder / "sweep.parquet"

@@ -119,7 +119,7 @@ def _print_effects(sweep: Sweep, top: int) -> None:
         f"{sweep.metric}: {sweep.clean_value:.4g} clean, {sweep.corrupted_value:.4g} corrupted; "
         f"{sweep.part}, {sweep.direction}"
     )
-    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.rows.table)]
+    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
     columns = ["name", "position", "value", *shares]
     frame = sweep.top(top)[columns]
     for name in shares:

@@ -146,15 +146,16 @@ def activation_patch(
         direction=direction,
         mask=mask,
         reference=reference,
+        per_prompt=per_prompt,
         prompts_at_once=prompts_at_once,
         resume=resume,
     )
     chunks = plan.chunks(by_cost=resume is not None)
     prompts = plan.prompt_chunks(plan.record)
-    totals = prompts.totals(plan.prompts, plan.n_rows, per_prompt)
+    totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
     # Run
-    job = Job(resume, lambda: {**plan.settings(), "per_prompt": bool(per_prompt)}, progress)
+    job = Job(resume, plan.settings, progress)
     patches = SitePatches(plan, prompts, totals, batch_size, job.advance)
     for chunk, arrays in job.run(chunks, patches.compute, unit="site"):
         totals.add(chunk, torch.from_numpy(arrays["kept"]))
@@ -181,6 +182,7 @@ class SweepPlan:
     part: Part
     direction: str
     reference: Tokens | None
+    per_prompt: bool
     prompts_at_once: int
 
     @cached_property
@@ -230,6 +232,7 @@ class SweepPlan:
             "float32 products": matmul_precision(),
             "part": self.part,
             "direction": self.direction,
+            "per_prompt": self.per_prompt,
             "prompts_at_once": self.prompts_at_once,
         }
 
@@ -246,6 +249,7 @@ def plan_sweep(
     direction: str,
     mask: Tensor | None,
     reference: str | Tokens | None,
+    per_prompt: bool,
     prompts_at_once: int | None,
     resume: str | Path | None,
     traced: bool = False,
@@ -263,7 +267,8 @@ def plan_sweep(
     at_once = prompts_per_chunk(
         *(model, pair, metric, layer_sites, part, prompts_at_once), resume=resume, traced=traced
     )
-    return SweepPlan(model, pair, metric, sites, groups, part, direction, tokens, at_once)
+    runs = model, pair, metric
+    return SweepPlan(*runs, sites, groups, part, direction, tokens, bool(per_prompt), at_once)
 
 
 class SitePatches:

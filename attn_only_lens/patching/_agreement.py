@@ -7,7 +7,7 @@ from scipy.stats import pearsonr, spearmanr
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.results import Sweep, rows_in_order
+from attn_only_lens.patching.results import Sweep, site_columns
 from attn_only_lens.patching.scored_frame import largest
 
 _PROBLEM = "these sweeps cannot be compared"
@@ -45,10 +45,10 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
         >>> p.agreement(exact, approx, k=2).round(6).to_dict("records")
         [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
     """
-    if ("prompt" in exact.rows.table) != ("prompt" in approx.rows.table):
+    if ("prompt" in exact.frame) != ("prompt" in approx.frame):
         reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
         raise InputError([reason], _PROBLEM)
-    order = rows_in_order(exact.rows, approx.rows)
+    order = _rows_in_order(exact.frame, approx.frame)
     reasons = _setting_reasons(exact, approx) + _site_reasons(exact, approx, order)
     for label, sweep in (("exact", exact), ("approx", approx)):
         if not np.ptp(sweep.effects) > 0:
@@ -92,10 +92,25 @@ def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) ->
     only_approx = np.setdiff1d(np.arange(len(approx)), order)
     if not len(only_exact) and not len(only_approx):
         return []
-    example = (
-        exact.rows.site(only_exact[0]) if len(only_exact) else approx.rows.site(only_approx[0])
-    )
+    row = exact.frame.iloc[only_exact[0]] if len(only_exact) else approx.frame.iloc[only_approx[0]]
+    example = f"{row['name']} at {row['position']}"
+    example += f", prompt {row['prompt']}" if "prompt" in row else ""
     return [
         f"{len(only_exact)} of {len(exact)} rows are only in exact, and {len(only_approx)} of "
         f"{len(approx)} only in approx, such as {example}; expected the same names and positions"
     ]
+
+
+def _rows_in_order(one: pd.DataFrame, second: pd.DataFrame) -> Int[np.ndarray, "row"]:
+    """Return the row of `second` with the site of each row of `one`; -1 if it has none."""
+    keys = site_columns(one)
+    left, right = one[keys], second[keys].assign(row=np.arange(len(second)))
+    for name in keys:
+        categorical = [
+            isinstance(frame[name].dtype, pd.CategoricalDtype) for frame in (one, second)
+        ]
+        if categorical[0] != categorical[1]:  # positions that are numbers, and roles
+            return np.full(len(one), -1)
+        if categorical[0]:  # compare codes of the same categories
+            right[name] = right[name].cat.set_categories(left[name].cat.categories)
+    return left.merge(right, how="left", on=keys)["row"].fillna(-1).to_numpy(np.int64)

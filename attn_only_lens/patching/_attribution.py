@@ -227,21 +227,20 @@ def attribution(
         direction=direction,
         mask=mask,
         reference=reference,
+        per_prompt=per_prompt,
         prompts_at_once=prompts_at_once,
         resume=resume,
         traced=True,
         most_rows=None,
     )
     chunks = plan.chunks(by_cost=False)
-    several = len(chunks) > 1
-    estimator = _Estimator(plan, method, steps or _STEPS, budget, progress and not several)
+    estimator = _Estimator(plan, method, steps or _STEPS, budget, progress and len(chunks) == 1)
     prompts = plan.prompt_chunks(estimator.record)
-    totals = prompts.totals(plan.prompts, plan.n_rows, per_prompt)
+    totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
     # Run
-    own_settings = {"method": method, "steps": steps, "budget": as_plain(budget)}
-    settings = {**own_settings, "per_prompt": bool(per_prompt)}
-    job = Job(resume, lambda: plan.settings() | settings, progress and several)
+    settings = {"method": method, "steps": steps, "budget": as_plain(budget)}
+    job = Job(resume, lambda: plan.settings() | settings, progress and len(chunks) > 1)
     compute = partial(_attributed, estimator, prompts, totals)
     repaired = _Repaired.nothing(plan)
     for chunk, arrays in job.run(chunks, compute, unit="site"):
@@ -249,13 +248,7 @@ def attribution(
         repaired.add(arrays, totals.weight(chunk.prompts), len(chunk.prompts) / totals.n_prompts)
 
     # Collect
-    expected = repaired.expected_pearson(plan, totals) if budget else {}
-    return Sweep.of_prompts(
-        *(model, plan.pair, plan.groups, totals, part, method),
-        exact=repaired.exact,
-        expected_pearson=expected,
-        forwards=repaired.forwards,
-    )
+    return repaired.sweep(plan, totals, method, bool(budget))
 
 
 def _attributed(
@@ -293,8 +286,16 @@ class _Repaired:
         self.errors += weight * arrays["expected_errors"]  # a bound on the error of the mean
         self.forwards += share * float(arrays["forwards"].item())
 
-    def expected_pearson(self, plan: SweepPlan, totals: OverPrompts) -> dict[Any, float | None]:
-        """Return the expected correlation with patching, for each kind of head."""
+    def sweep(self, plan: SweepPlan, totals: OverPrompts, method: str, repaired: bool) -> Sweep:
+        """Return the results, if repaired with the expected correlation with patching."""
+        return Sweep.of_prompts(
+            *(plan.model, plan.pair, plan.groups, totals, plan.part, method),
+            exact=self.exact,
+            expected_pearson=self._expected_pearson(plan, totals) if repaired else {},
+            forwards=self.forwards,
+        )
+
+    def _expected_pearson(self, plan: SweepPlan, totals: OverPrompts) -> dict[Any, float | None]:
         kinds = dict.fromkeys(site.kind for site in plan.sites)
         sizes = [len(group) for group in plan.groups]
         kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)

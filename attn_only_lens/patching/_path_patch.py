@@ -206,20 +206,7 @@ def path_patch(
         patches.totals.add(chunk, torch.from_numpy(arrays["kept"]))
 
     # Collect
-    clean_value, corrupted_value = patches.totals.ends
-    return Paths(
-        _frame(patches.blocks, work, patches.totals),
-        part=part,
-        scale=scale,
-        direction=direction,
-        metric=patches.totals.name,
-        clean_value=clean_value,
-        corrupted_value=corrupted_value,
-        n_prompts=len(pair.clean),
-        n_paths=patches.n_paths,
-        model=str(getattr(model.cfg, "model_name", "")),
-        tokens=PromptTokens.of_groups(model, pair, sending),
-    )
+    return patches.results(work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,6 +346,23 @@ class _PathPatches:
             for number, i, j in _by_block(work.iloc[chunk.rows.start : chunk.rows.stop])
         ]
         return {"kept": prompts.reduced(self.totals, torch.cat(values)).numpy()}
+
+    def results(self, work: pd.DataFrame) -> Paths:
+        """Return the results of the paths, once all chunks were added up."""
+        plan, (clean_value, corrupted_value) = self._plan, self.totals.ends
+        return Paths(
+            _frame(self.blocks, work, self.totals),
+            part=plan.part,
+            scale=plan.scale,
+            direction=plan.direction,
+            metric=self.totals.name,
+            clean_value=clean_value,
+            corrupted_value=corrupted_value,
+            n_prompts=self.totals.n_prompts,
+            n_paths=self.n_paths,
+            model=str(getattr(plan.model.cfg, "model_name", "")),
+            tokens=PromptTokens.of_groups(plan.model, plan.pair, plan.senders),
+        )
 
     def _runner(self, prompts: PromptChunk) -> PathRunner:
         """Return the runner of paths on some prompts, with the edits of receivers tested."""

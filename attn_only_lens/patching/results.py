@@ -12,14 +12,13 @@ so that a patch without effect has the baseline, and the mean over prompts is th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
@@ -35,8 +34,7 @@ MEASURED = "patching"
 """The method of a sweep that ran every patch."""
 _PROBLEM = "these are not the results of a sweep"
 _NOT_PATHS = "these are not the results of path patching"
-_HEAD = ["layer", "kind", "index"]
-_REQUIRED = [*_HEAD, "name", "position", "value"]
+_REQUIRED = ["layer", "kind", "index", "name", "position", "value"]
 _BY_PROMPT = ("prompt", "unpatched")
 _PATH_COLUMNS = ["sender", "receiver", "position", "value"]
 _Column: TypeAlias = "pd.Series[Any]"
@@ -69,157 +67,42 @@ class _PathFields(TableFields):
     tokens: PromptTokens | None
 
 
-@dataclass(frozen=True, eq=False)
-class SweepRows:
-    """The rows of a sweep in a compact form: ten million need as little as 16 bytes each.
-
-    Attributes:
-        heads: the layer, kind and index of each head, in the order of the categories of `name`.
-        table: for each row, the categoricals `name` and `position`, `value`, and optional columns.
-    """
-
-    heads: pd.DataFrame
-    table: pd.DataFrame
-
-    @classmethod
-    def of_groups(
-        cls, groups: Sequence[SiteGroup], columns: dict[str, npt.NDArray[Any]]
-    ) -> "SweepRows":
-        """Return the rows of groups of sites, with the values of all of them."""
-        sites = list(dict.fromkeys(group.sites for group in groups))
-        sizes = [len(site.names) for site in sites]
-        first = dict(zip(sites, np.cumsum([0, *sizes]).tolist(), strict=False))
-        labels = list(dict.fromkeys(p.label for group in groups for p in group.positions))
-        heads = pd.DataFrame(
-            {
-                "layer": np.repeat([site.layer for site in sites], sizes),
-                "kind": np.repeat([site.kind for site in sites], sizes).astype(object),
-                "index": np.concatenate([site.index.cpu().numpy() for site in sites]),
-            },
-            index=np.concatenate([np.array(site.names, dtype=object) for site in sites]),
-        )
-        codes = np.concatenate([first[group.sites] + group.head.numpy() for group in groups])
-        places = np.concatenate(
-            [
-                np.array([labels.index(p.label) for p in group.positions])[group.where.numpy()]
-                for group in groups
-            ]
-        )
-        repeats = len(columns["value"]) // len(codes)
-        return cls._coded(
-            heads, np.repeat(codes, repeats), np.repeat(places, repeats), labels, columns
-        )
-
-    @classmethod
-    def of_frame(cls, frame: pd.DataFrame, part: str) -> "SweepRows":
-        """Return the rows of a frame, which may also have the columns `part` and `score`."""
-        _require_columns(frame)
-        codes, names = _factors(frame["name"])
-        places, labels = _positions(frame["position"])
-        _factors(frame["kind"])
-        columns: dict[str, npt.NDArray[Any]] = {
-            "layer": _integers(frame["layer"]),
-            "kind": frame["kind"].to_numpy(dtype=object),
-            "index": _integers(frame["index"]),
-        }
-        first_rows = np.unique(codes, return_index=True)[1]
-        heads = pd.DataFrame({name: columns[name][first_rows] for name in _HEAD}, index=names)
-        values = {name: _COLUMNS[name](frame[name]) for name in _COLUMNS if name in frame}
-        rows = cls._coded(heads, codes, places, labels, values)
-        reasons = []
-        if "part" in frame and not (frame["part"] == part).all():
-            parts = sorted({str(name) for name in frame["part"]})
-            reasons.append(f"got parts {parts}; expected {part!r} alone")
-        for name in _HEAD:
-            differ = columns[name] != heads[name].to_numpy()[codes]
-            if differ.any():
-                reasons.append(f"rows of {names[codes[differ.argmax()]]} differ in their {name}")
-        again = rows.table.duplicated(rows.keys, keep="last")
-        if again.any():
-            reasons.append(
-                f"{again.sum()} rows repeat a site, such as {names[codes[again.argmax()]]}"
-            )
-        InputError.raise_if(reasons, _PROBLEM)
-        return rows
-
-    @classmethod
-    def _coded(
-        cls,
-        heads: pd.DataFrame,
-        codes: npt.NDArray[Any],
-        places: npt.NDArray[Any],
-        labels: Sequence[int | str],
-        columns: dict[str, Any],
-    ) -> "SweepRows":
-        """Return rows with heads and positions in the order of their first row."""
-        codes, used = pd.factorize(codes)
-        places, kept = pd.factorize(places)
-        heads, labels = heads.iloc[used], [labels[i] for i in kept.tolist()]
-        table = {
-            "name": _categorical(codes, heads.index),
-            "position": _categorical(places, labels),
-        }
-        return cls(heads, pd.DataFrame(table | columns))
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, rows: npt.NDArray[np.int64]) -> "SweepRows":
-        """Return some of the rows, with the heads and positions that they have."""
-        some = self.table.iloc[rows].reset_index(drop=True)
-        name, position = some.pop("name").cat, some.pop("position").cat
-        labels = position.categories.tolist()
-        columns = {str(column): values for column, values in some.items()}
-        codes, places = name.codes.to_numpy(), position.codes.to_numpy()
-        return self._coded(self.heads, codes, places, labels, columns)
-
-    @property
-    def keys(self) -> list[str]:
-        """The columns that identify a row."""
-        return [name for name in ("name", "position", "prompt") if name in self.table]
-
-    def frame(self, part: str, score: npt.NDArray[np.float64]) -> pd.DataFrame:
-        """Return the public frame of the rows, with their part and score."""
-        codes, table = self.table["name"].cat.codes.to_numpy(), dict(self.table.items())
-        head = {name: self.heads[name].to_numpy()[codes] for name in ("layer", "index")}
-        kind, kinds = pd.factorize(self.heads["kind"].to_numpy())
-        kind_of_row, one_part = kind.astype(np.int8)[codes], np.zeros(len(self), dtype=np.int8)
-        position = table["position"]
-        numbered = pd.api.types.is_integer_dtype(position.cat.categories)
-        columns = {
-            "layer": head["layer"],
-            "kind": _categorical(kind_of_row, kinds),
-            "index": head["index"],
-            "name": table["name"],
-            "position": position.astype(np.int64) if numbered else position,
-            "part": _categorical(one_part, [part]),
-            "value": table["value"],
-            "score": score,
-        }
-        return pd.DataFrame(columns | {name: table[name] for name in _COLUMNS if name in table})
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether rows are of single prompts, and of more than one prompt."""
-        return "prompt" in self.table and self.table["prompt"].nunique() > 1
-
-    def site(self, row: int) -> str:
-        """Return the head, positions and prompt of a row."""
-        prompt = f", prompt {self.table['prompt'][row]}" if "prompt" in self.table else ""
-        return f"{self.table['name'][row]} at {self.table['position'][row]}{prompt}"
+def _checked_frame(frame: pd.DataFrame, part: str) -> pd.DataFrame:
+    """Return a copy of a sweep's frame without scores, with texts as categoricals; or refuse it."""
+    _require_columns(frame)
+    columns: dict[str, Any] = {
+        "layer": _integers(frame["layer"]),
+        "kind": _texts(frame["kind"]),
+        "index": _integers(frame["index"]),
+        "name": _texts(frame["name"]),
+        "position": _positions(frame["position"]),
+        "part": pd.Categorical([part]).repeat(len(frame)),
+        **{name: read(frame[name]) for name, read in _COLUMNS.items() if name in frame},
+    }
+    checked, names = pd.DataFrame(columns), columns["name"]
+    reasons = []
+    if "part" in frame and not (frame["part"] == part).all():
+        parts = sorted({str(name) for name in frame["part"]})
+        reasons.append(f"got parts {parts}; expected {part!r} alone")
+    first_rows = np.unique(names.codes, return_index=True)[1]
+    for column in ("layer", "kind", "index"):
+        values = columns["kind"].codes if column == "kind" else columns[column]
+        differ = values != values[first_rows][names.codes]
+        if differ.any():
+            reasons.append(f"rows of {names[differ.argmax()]} differ in their {column}")
+    again = checked.duplicated(site_columns(checked), keep="last")
+    if again.any():
+        reasons.append(f"{again.sum()} rows repeat a site, such as {names[again.argmax()]}")
+    finite = np.isfinite(checked[[name for name in ("value", "unpatched") if name in checked]])
+    if bad := int((~finite.all(axis=1)).sum()):
+        reasons.append(f"{bad} of {len(checked)} values are not finite")
+    InputError.raise_if(reasons, _PROBLEM)
+    return checked
 
 
-def rows_in_order(one: SweepRows, second: SweepRows) -> npt.NDArray[np.int64]:
-    """Return the row of `second` with the site of each row of `one`; -1 if it has none."""
-    left, right = one.table[one.keys], second.table[one.keys].copy()
-    for name in ("name", "position"):  # the same categories, so that codes are compared
-        right[name] = right[name].cat.set_categories(left[name].cat.categories)
-    right["row"] = np.arange(len(right))
-    return left.merge(right, how="left", on=one.keys)["row"].fillna(-1).to_numpy(np.int64)
-
-
-def _categorical(codes: npt.NDArray[Any], categories: Any) -> pd.Categorical:
-    return pd.Categorical.from_codes(codes, categories=categories)
+def site_columns(frame: pd.DataFrame) -> list[str]:
+    """Return the columns that identify a row of a sweep."""
+    return [name for name in ("name", "position", "prompt") if name in frame]
 
 
 def _require_columns(frame: pd.DataFrame) -> None:
@@ -238,36 +121,32 @@ def _require_columns(frame: pd.DataFrame) -> None:
         raise InputError([reason], _PROBLEM)
 
 
-def _factors(column: _Column) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-    """Return the codes of texts, and the texts in order of appearance."""
-    codes, texts = _factorize(column)
-    InputError.raise_if(
-        [f"{column.name} has rows without a value (null)"] * (-1 in codes), _PROBLEM
-    )
-    odd = next((text for text in texts if not isinstance(text, str)), None)
-    if odd is not None:
-        raise InputError([f"got {column.name} {odd!r}; expected text"], _PROBLEM)
-    return codes, texts
-
-
-def _positions(column: _Column) -> tuple[npt.NDArray[np.int64], list[int | str]]:
-    codes, labels = _factorize(column)
-    numbers = pd.api.types.is_integer_dtype(column.dtype) and -1 not in codes
-    if not numbers and (-1 in codes or not all(isinstance(label, str) for label in labels)):
-        reason = (
-            f"got positions {list(labels[:7])}; expected numbers alone, or texts: 'all', or roles"
-        )
-        raise InputError([reason], _PROBLEM)
-    return codes, [int(label) if numbers else label for label in labels]
-
-
-def _factorize(column: _Column) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+def _texts(column: _Column) -> pd.Categorical:
+    """Return texts as a categorical, with categories in the order of appearance."""
     try:
-        codes, values = pd.factorize(column)
+        codes, texts = pd.factorize(column)
     except TypeError as error:  # of lists
         reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
         raise InputError([reason], _PROBLEM) from error
-    return codes, np.asarray(values, dtype=object)
+    InputError.raise_if(
+        [f"{column.name} has rows without a value (null)"] * (-1 in codes), _PROBLEM
+    )
+    odd = [text for text in texts if not isinstance(text, str)][:1]
+    InputError.raise_if([f"got {column.name} {text!r}; expected text" for text in odd], _PROBLEM)
+    return pd.Categorical.from_codes(codes, categories=pd.Index(np.asarray(texts, dtype=object)))
+
+
+def _positions(column: _Column) -> npt.NDArray[np.int64] | pd.Categorical:
+    if pd.api.types.is_integer_dtype(column.dtype) and not column.hasnans:
+        return column.to_numpy(dtype=np.int64, copy=True)
+    try:
+        return _texts(column)
+    except InputError as error:
+        reason = (
+            f"got positions {column.drop_duplicates().head(7).tolist()}; expected numbers alone, "
+            "or texts: 'all', or roles"
+        )
+        raise InputError([reason], _PROBLEM) from error
 
 
 def _flags(column: _Column) -> npt.NDArray[np.bool_]:
@@ -319,9 +198,7 @@ class Sweep(ScoredFrame):
             `score`. For several prompts also `value_standard_error` and `score_standard_error`
             (see `over_prompts.py`), missing if the metric is one number of all prompts; or, with
             `per_prompt`, a row for each prompt, with `prompt`, counted from 0, and `unpatched`, its
-            metric before the patch. The frame is made when first used: for ten million rows it
-            takes half a gigabyte, and `top`, `effects`, `agreement` and `len` need a third of that.
-            A frame passed as the first argument needs no `part` and `score`.
+            metric before the patch. A frame that is passed needs no `part` and `score`.
         part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
         direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
             ablation of z in the clean run, "zero", "mean", "resample", "bias".
@@ -357,7 +234,7 @@ class Sweep(ScoredFrame):
 
     _document = Document("attn_only_lens.Sweep", 4, _SweepFields)
 
-    given: InitVar[pd.DataFrame | SweepRows]
+    frame: pd.DataFrame
     part: str
     direction: str
     metric: str
@@ -369,21 +246,16 @@ class Sweep(ScoredFrame):
     expected_pearson: dict[HeadKind, float | None] = field(default_factory=dict)
     forwards: float = 0.0
     tokens: PromptTokens | None = None
-    rows: SweepRows = field(init=False)
 
-    def __post_init__(self, rows_or_frame: pd.DataFrame | SweepRows) -> None:
-        InputError.raise_if(self._setting_reasons(), _PROBLEM)
-        rows = rows_or_frame
-        if not isinstance(rows, SweepRows):
-            rows = SweepRows.of_frame(rows, self.part)
-        finite = np.isfinite(rows.table[[c for c in ("value", "unpatched") if c in rows.table]])
-        bad = int((~finite.all(axis=1)).sum())
-        reasons = [f"{bad} of {len(rows)} values are not finite"] * (bad > 0)
+    def __post_init__(self) -> None:
+        reasons = self._setting_reasons()
         if self.tokens is not None and len(self.tokens.clean) != self.n_prompts:
             got = f"tokens of {len(self.tokens.clean)} prompts"
             reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected the same number")
         InputError.raise_if(reasons, _PROBLEM)
-        object.__setattr__(self, "rows", rows)
+        frame = _checked_frame(self.frame, self.part)
+        frame.insert(list(frame).index("value") + 1, "score", self._scores(frame))
+        object.__setattr__(self, "frame", frame)
 
     @classmethod
     def of_prompts(
@@ -400,12 +272,14 @@ class Sweep(ScoredFrame):
     ) -> "Sweep":
         """Return the sweep of all prompts; `exact` marks patches among estimates."""
         columns: dict[str, Any] = totals.columns()
+        sites = pd.concat([group.rows for group in groups], ignore_index=True)
+        rows = np.repeat(np.arange(totals.n_rows), len(columns["value"]) // totals.n_rows)
         if exact is not None:
-            columns["exact"] = np.repeat(exact, len(columns["value"]) // len(exact))
+            columns["exact"] = exact[rows]
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
         return cls(
-            SweepRows.of_groups(groups, columns),
+            sites.iloc[rows].reset_index(drop=True).assign(**columns),
             part=part,
             direction=totals.direction,
             metric=totals.name,
@@ -418,30 +292,10 @@ class Sweep(ScoredFrame):
             **fields,
         )
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @cached_property
-    def frame(self) -> pd.DataFrame:  # type: ignore[override]
-        """The rows with their names, positions and scores."""
-        return self.rows.frame(self.part, self.scores)
-
-    @cached_property
-    def scores(self) -> Float[np.ndarray, "row"]:
-        """The score of each row."""
-        table, span = self.rows.table, self.clean_value - self.corrupted_value
-        value = table["value"].to_numpy()
-        if "unpatched" in table:
-            return self.baseline + (value - table["unpatched"].to_numpy()) / span
-        return (value - self.corrupted_value) / span
-
     @property
-    def effects(self) -> Float[np.ndarray, "row"]:
-        """The change of the score by each patch, from `baseline`."""
-        return self.scores - self.baseline
-
-    def _chosen(self, rows: Int[np.ndarray, "some"]) -> pd.DataFrame:
-        return self.rows[rows].frame(self.part, self.scores[rows]).set_index(pd.Index(rows))
+    def has_prompts(self) -> bool:
+        """Whether rows are of single prompts, and of more than one prompt."""
+        return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
 
     def query(self, condition: str) -> "Sweep":
         """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`.
@@ -460,11 +314,11 @@ class Sweep(ScoredFrame):
         if not (isinstance(mask, pd.Series) and mask.dtype == bool):
             got = mask.dtype if isinstance(mask, pd.Series) else type(mask).__name__
             raise InputError([f"it gives {got}; expected True or False for each row"], problem)
-        return replace(self, given=self.rows[np.flatnonzero(mask)])
+        return replace(self, frame=self.frame[mask])
 
     def _headline(self) -> str:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
-        table = self.rows.table
+        table = self.frame
         rows = "rows of each prompt" if "prompt" in table else "rows"
         n_exact = int(table["exact"].sum()) if "exact" in table else 0
         repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
@@ -540,7 +394,6 @@ class Paths(ScoredFrame):
         elif bad := int((~np.isfinite(self.frame["value"])).sum()):
             reasons.append(f"{bad} values are not finite")
         InputError.raise_if(reasons, _NOT_PATHS)
-        span = self.clean_value - self.corrupted_value
         frame = pd.DataFrame(
             {
                 "sender": pd.Categorical(self.frame["sender"]),
@@ -548,15 +401,13 @@ class Paths(ScoredFrame):
                 "part": self.part,
                 "position": self.frame["position"].to_numpy(),
                 "value": self.frame["value"].to_numpy(dtype=np.float64),
-                "score": (self.frame["value"].to_numpy() - self.corrupted_value) / span,
+                "score": self._scores(self.frame),
             }
         )
         for name in (*SPREAD, "prompt", "unpatched", "estimate"):
             if name in self.frame:
                 dtype = np.int64 if name == "prompt" else np.float64
                 frame[name] = self.frame[name].to_numpy(dtype=dtype)
-        if "unpatched" in frame:
-            frame["score"] = self.baseline + (frame["value"] - frame["unpatched"]) / span
         object.__setattr__(self, "frame", frame)
 
     def _headline(self) -> str:

@@ -160,6 +160,13 @@ class ScoredFrame:
         """`effect`, without an index."""
         return self.frame["score"].to_numpy() - self.baseline
 
+    def _scores(self, frame: pd.DataFrame) -> Float[np.ndarray, "row"]:
+        """Return the score of each row."""
+        value, span = frame["value"].to_numpy(), self.clean_value - self.corrupted_value
+        if "unpatched" in frame:
+            return self.baseline + (value - frame["unpatched"].to_numpy()) / span
+        return (value - self.corrupted_value) / span
+
     def __len__(self) -> int:
         return len(self.frame)
 
@@ -170,11 +177,7 @@ class ScoredFrame:
         """
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
-        return self._chosen(largest(np.abs(self.effects), k))
-
-    def _chosen(self, rows: Int[np.ndarray, "some"]) -> pd.DataFrame:
-        """Return some rows of the frame."""
-        return self.frame.iloc[rows]
+        return self.frame.iloc[largest(np.abs(self.effects), k)]
 
     def save(self, path: str | Path) -> None:
         """Write to a .parquet file, or to a .csv file with a .csv.json next to it."""
@@ -193,7 +196,7 @@ class ScoredFrame:
 
     @classmethod
     def _settings(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name not in ("frame", "rows")]  # type: ignore[arg-type]
+        return [f.name for f in fields(cls) if f.name != "frame"]  # type: ignore[arg-type]
 
     @abstractmethod
     def _headline(self) -> str:

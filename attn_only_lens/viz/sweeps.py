@@ -204,7 +204,7 @@ def _effects(sweep: Sweep) -> pd.DataFrame:
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
         frame[column] = frame[column].astype(str)
-    if sweep.rows.has_prompts:
+    if sweep.has_prompts:
         site = ["layer", "kind", "name", "position"]
         of_site = frame.groupby(site, sort=False, observed=True)[["effect", "value"]]
         frame = of_site.mean().assign(error=of_site.sem()["effect"]).reset_index()
@@ -222,7 +222,7 @@ def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str
     """Return the label of each position: itself, and the tokens that are there."""
     if sweep.tokens is None:
         return {position: plotly_text(str(position)) for position in positions}
-    numbers = sweep.rows.table.get("prompt")
+    numbers = sweep.frame.get("prompt")
     prompts = None if numbers is None else np.unique(numbers).tolist()
     texts = {
         position: sweep.tokens.text(position, prompts, visible_token) for position in positions
@@ -239,14 +239,14 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
     """Return what is drawn of several prompts, and what an error bar is."""
-    numbers = sweep.rows.table
+    numbers = sweep.frame
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:
         return ""
     mean = f"mean over {n} prompts"
     if not bars:
         return mean
-    if not sweep.rows.has_prompts and np.isnan(numbers.get(SPREAD[1], np.full(1, np.nan))).all():
+    if not sweep.has_prompts and np.isnan(numbers.get(SPREAD[1], np.full(1, np.nan))).all():
         return f"{mean}, without error bars: the metric is one number of all prompts"
     return f"{mean} ± its standard error"
 
