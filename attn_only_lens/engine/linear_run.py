@@ -195,8 +195,8 @@ class LinearRun:
         with torch.enable_grad():
             change = torch.zeros_like(self.run.final.stream).requires_grad_()
             logits = self.model.unembed(self.run.final.change(change))
-            (found,) = torch.autograd.grad(logits, change, gradient)
-        return found
+            (derivative,) = torch.autograd.grad(logits, change, gradient)
+        return derivative
 
     @torch.no_grad()
     def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
@@ -277,8 +277,8 @@ def _attention(host: Any, writes: SublayerWrites, pattern: Tensor) -> LinearAtte
     W_V, b_V = by_head(module.W_V, n_heads), getattr(module, "b_V", None)
     constant = torch.zeros_like(writes.z)
     if b_V is not None:
-        own = by_head(b_V.view(-1, W_V.shape[2]), n_heads)
-        constant = torch.einsum("bhqk,hd->bqhd", pattern, own)
+        by_head_bias = by_head(b_V.view(-1, W_V.shape[2]), n_heads)
+        constant = torch.einsum("bhqk,hd->bqhd", pattern, by_head_bias)
     linear = LinearAttention(writes, constant, pattern, W_V)
     return LinearAttention(writes, constant + _norm_bias(linear), pattern, W_V)
 

@@ -110,8 +110,8 @@ class Readers:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered
             noise = normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
-            own, moved = heads.projections(x), heads.projections(x + noise)
-            for W, before, after in zip(_read_matrices(heads), own, moved, strict=True):
+            unmoved, moved = heads.projections(x), heads.projections(x + noise)
+            for W, before, after in zip(_read_matrices(heads), unmoved, moved, strict=True):
                 if before is None or after is None or W is None:
                     continue
                 error = (before + noise @ W - after).abs().max()
@@ -120,7 +120,7 @@ class Readers:
                         [f"the MLP of layer {layer} does not project what it is given by its W_in"],
                         _PROBLEM,
                     )
-            self._projected[layer] = own
+            self._projected[layer] = unmoved
         return self._projected[layer]
 
     @torch.no_grad()
@@ -148,8 +148,8 @@ class Readers:
         if not self._joint[layer]:
             return self._z(layer, entering, _MOVED[part], first)
         every = range(self.replay.host.n_heads[layer])
-        each = [self._z(layer, entering, _MOVED[part], first, head) for head in every]
-        return torch.stack([z[:, :, :, head] for head, z in enumerate(each)], dim=3)
+        z_by_position = [self._z(layer, entering, _MOVED[part], first, head) for head in every]
+        return torch.stack([z[:, :, :, head] for head, z in enumerate(z_by_position)], dim=3)
 
     def _z(
         self, layer: int, entering: Tensor, moved: str, first: int, head: int | None = None
@@ -157,20 +157,20 @@ class Readers:
         """z when the inputs named move, of all heads or of one; the others are restored."""
         replay, n = self.replay, len(entering)
         block, n_heads = replay.host.block(layer, "attention"), replay.host.n_heads[layer]
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def restore(name: str, point: str) -> Callable[[Tensor, Any], Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
                 recorded = self.decomposition.recording.hooked[name][:, first:].repeat(n, 1, 1, 1)
                 if point in moved and head is not None:
-                    own = head * value.shape[2] // n_heads
-                    recorded[:, :, own] = value[:, :, own]
+                    shared_head = head * value.shape[2] // n_heads
+                    recorded[:, :, shared_head] = value[:, :, shared_head]
                 return recorded
 
             return hook
 
         def keep(value: Tensor, hook: Any) -> None:
-            found.append(value.clone())
+            outputs.append(value.clone())
             raise _Stop
 
         names = dict(zip(_INPUTS, input_hooks(replay.host, layer), strict=True))
@@ -183,7 +183,7 @@ class Readers:
         variants = Variants(block, first, replay.recorded_stream(block, first, n), hooks)
         with suppress(_Stop), add_to_input(replay.host.attention(layer), entering.flatten(0, 1)):
             replay.block_output(variants)
-        return found[0].unflatten(0, (n, -1))
+        return outputs[0].unflatten(0, (n, -1))
 
     @torch.no_grad()
     def values_at_end(
@@ -202,13 +202,13 @@ class Readers:
             moved = stream + change.flatten(0, 1).to(stream.device)
             return replay.values(Variants(replay.n_blocks, first, moved))
         more = final.at(slice(first, None)).change(change).flatten(0, 1)
-        at = replay.metric.positions
+        positions = replay.metric.positions
 
         def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            if at is None or output.shape[1] == more.shape[1]:
+            if positions is None or output.shape[1] == more.shape[1]:
                 return output + more
             rows = torch.arange(len(more), device=more.device)  # the one token that is read
-            return output + more[rows, (at.to(more.device) - first).repeat(n)].unsqueeze(1)
+            return output + more[rows, (positions.to(more.device) - first).repeat(n)].unsqueeze(1)
 
         handle = final.norm.module.register_forward_hook(add)
         try:

@@ -378,7 +378,7 @@ class HuggingFaceBridge(BridgeModel):
                     (block_name(layer, of), block_name(0, of)) if "{}" in name else (of, of)
                     for of in tails
                 ]
-                parts = [tensor(*each) for each in names]
+                parts = [tensor(*old_name) for old_name in names]
                 whole = parts[0] if len(parts) == 1 else _fused(name, parts, weights)
                 made[name.format(layer)] = whole
         return made

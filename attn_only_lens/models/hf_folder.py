@@ -86,7 +86,7 @@ def _load(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> 
     reasons += _other_task(config)
     _refuse([*config_reasons(config, f"its {CONFIG}"), *out_of_range(config, CONFIG), *reasons])
     tensors = _tensors_in(files)
-    n_bytes = sum(each.numel() for each in tensors.values()) * dtype.itemsize
+    n_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
     _refuse([*_stored_otherwise(tensors), *memory_reasons(n_bytes)])
     require_few_layers(config, tensors)
     with limit_size(tensors):
@@ -118,12 +118,14 @@ def _other_task(config: Any) -> list[str]:
     """Return why a folder is no language model's, though one could be made of its layers."""
     named = config.get("architectures") if isinstance(config, dict) else None
     named = named if isinstance(named, list) else []
-    found = [each for each in named if str(each).endswith(_OTHER_TASKS)]
-    if not found:
+    other_tasks = [
+        architecture for architecture in named if str(architecture).endswith(_OTHER_TASKS)
+    ]
+    if not other_tasks:
         return []
     return [
-        f"it is a {found[0]}, whose head is not a language model's and would be left out; expected "
-        "a language model, such as the one that it was trained from"
+        f"it is a {other_tasks[0]}, whose head is not a language model's and would be left out; "
+        "expected a language model, such as the one that it was trained from"
     ]
 
 
@@ -152,7 +154,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
     """Return the tensors of safetensors files without their numbers."""
-    found = {}
+    tensors = {}
     for path in files:
         try:
             with safe_open(path, "pt") as file:
@@ -160,10 +162,10 @@ def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
                     one = file.get_slice(key)
                     shape = one.get_shape()
                     empty = file.get_tensor(key) if not shape else one[:0]
-                    found[key] = torch.empty(shape, dtype=empty.dtype, device="meta")
+                    tensors[key] = torch.empty(shape, dtype=empty.dtype, device="meta")
         except Exception as error:  # of safetensors, of torch, of the file system
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-    return found
+    return tensors
 
 
 def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:

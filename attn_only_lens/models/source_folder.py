@@ -78,10 +78,10 @@ def load_source(
     # The tokenizer is in the folder; none is looked for at a hub.
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
-    given = {key: value for key, value in config.items() if key not in chosen}
-    if wrong := reasons_against_config(given, CONFIG):
+    checked = {key: value for key, value in config.items() if key not in chosen}
+    if wrong := reasons_against_config(checked, CONFIG):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
-    fields = given | chosen
+    fields = checked | chosen
     with limit_size(state), checkpoint_errors(f"{folder / CONFIG} is not a model's"):
         expected = stock_skeleton(fields).state_dict()
     # What TransformerLens computes may be left out.
@@ -89,7 +89,9 @@ def load_source(
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
     }
     wrong = tensor_misfits(needed, state)
-    wrong += memory_reasons(sum(each.numel() * each.element_size() for each in expected.values()))
+    wrong += memory_reasons(
+        sum(value.numel() * value.element_size() for value in expected.values())
+    )
     if wrong:
         raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {'; '.join(wrong[:5])}")
     with quiet():
@@ -114,19 +116,19 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
-def reasons_against_config(config: dict[str, Any], where: str) -> list[str]:
+def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
     """List why no HookedTransformer can be built from a configuration."""
     reasons = [
-        *type_mismatches(config, HookedTransformerConfig, where),
-        *out_of_range(config, where),
+        *type_mismatches(config, HookedTransformerConfig, name),
+        *out_of_range(config, name),
     ]
     act_fn = config.get("act_fn")
     if isinstance(act_fn, str) and act_fn not in SUPPORTED_ACTIVATIONS:
         known = ", ".join(sorted(SUPPORTED_ACTIVATIONS))
-        reasons.append(f"{where}.act_fn: got {act_fn!r}; expected one of {known}")
+        reasons.append(f"{name}.act_fn: got {act_fn!r}; expected one of {known}")
     if config.get("load_in_4bit"):
         reasons.append(
-            f"{where}.load_in_4bit is set, and weights in 4 bits are not read; expected a model in "
+            f"{name}.load_in_4bit is set, and weights in 4 bits are not read; expected a model in "
             f"{', '.join(DTYPES)}"
         )
     return reasons
@@ -139,17 +141,18 @@ def load_tokenizer(folder: Path) -> Any:
         CheckpointError: it is missing, needs code of its own, names files elsewhere, or cannot be
             read.
     """
-    where = folder / TOKENIZER
-    if not where.is_dir():
+    tokenizer_folder = folder / TOKENIZER
+    if not tokenizer_folder.is_dir():
         raise CheckpointError(
-            f"{where} is missing, and the model was saved with a tokenizer: save it again"
+            f"{tokenizer_folder} is missing, and the model was saved with a tokenizer: save it "
+            "again"
         )
-    for path in where.rglob("*"):
+    for path in tokenizer_folder.rglob("*"):
         path_inside(folder, path.relative_to(folder).as_posix())
-    return read_tokenizer(where)
+    return read_tokenizer(tokenizer_folder)
 
 
-def read_tokenizer(where: Path, **options: Any) -> Any:
+def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
     """Read the tokenizer whose files lie in a folder, running no code of its own.
 
     Args:
@@ -159,7 +162,7 @@ def read_tokenizer(where: Path, **options: Any) -> Any:
     Raises:
         CheckpointError: it needs code of its own, names files elsewhere, or cannot be read.
     """
-    settings = where / "tokenizer_config.json"
+    settings = tokenizer_folder / "tokenizer_config.json"
     said = read_json(settings) if settings.exists() else {}
     if not isinstance(said, dict):
         raise CheckpointError(
@@ -170,18 +173,18 @@ def read_tokenizer(where: Path, **options: Any) -> Any:
         raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
     options |= {"local_files_only": True, "trust_remote_code": False}
     try:
-        found = AutoTokenizer.from_pretrained(where, **options)
-        found.encode("")
-        return found
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
+        tokenizer.encode("")
+        return tokenizer
     except Exception as error:  # of any tokenizer, written in any language
         if "trust_remote_code" in str(error):
             raise CheckpointError(
-                f"the tokenizer in {where} needs code of its own, which is never run from a "
-                "folder; save the model with a tokenizer of a class that transformers has, or "
+                f"the tokenizer in {tokenizer_folder} needs code of its own, which is never run from "
+                "a folder; save the model with a tokenizer of a class that transformers has, or "
                 "without one (model.tokenizer = None), and give it tokens"
             ) from error
         raise CheckpointError(
-            f"the tokenizer in {where} cannot be loaded: {first_words(error)}"
+            f"the tokenizer in {tokenizer_folder} cannot be loaded: {first_words(error)}"
         ) from error
 
 
@@ -192,11 +195,11 @@ def own_tokenizer(tokenizer: Any) -> Any:
     Where the files are gone or hold another, it is returned as it is.
     """
     try:
-        own = read_tokenizer(Path(tokenizer.name_or_path))
+        original = read_tokenizer(Path(tokenizer.name_or_path))
     except CheckpointError:
         return tokenizer
-    own.chat_template = tokenizer.chat_template
-    return own if own.get_vocab() == tokenizer.get_vocab() else tokenizer
+    original.chat_template = tokenizer.chat_template
+    return original if original.get_vocab() == tokenizer.get_vocab() else tokenizer
 
 
 def first_words(error: BaseException) -> str:
@@ -270,10 +273,10 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     Raises:
         CheckpointError: it is not one of `DTYPES`.
     """
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    parsed = DTYPES.get(str(dtype).removeprefix("torch."))
+    if parsed is None:
         raise CheckpointError(f"got dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
-    return found
+    return parsed
 
 
 def parse_device(device: str | torch.device) -> torch.device:
@@ -283,12 +286,12 @@ def parse_device(device: str | torch.device) -> torch.device:
         CheckpointError: it has no such device, or nothing can be stored there.
     """
     try:
-        found = torch.device(device)
-        torch.zeros(1, device=found).item()
+        parsed = torch.device(device)
+        torch.zeros(1, device=parsed).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"got device={str(device)!r}, which cannot be used here ({reason}); expected 'cpu', or "
             "'cuda', 'cuda:1', 'mps' where there is one"
         ) from error
-    return found
+    return parsed

@@ -41,7 +41,7 @@ _RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
 )
 
 
-def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
+def type_mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
     """Yield every place at which a value from JSON is not of the expected type.
 
     The fields of TypedDicts and dataclasses are compared; no dataclass is built.
@@ -49,29 +49,29 @@ def type_mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
     if not (
         is_typeddict(expected) or typing_extensions.is_typeddict(expected)
     ) and not is_dataclass(expected):
-        yield from _mismatches(value, expected, where)
+        yield from _mismatches(value, expected, name)
         return
     if not isinstance(value, dict):
-        yield f"{where}: got {reprlib.repr(value)}; expected dict"
+        yield f"{name}: got {reprlib.repr(value)}; expected dict"
         return
     hints = get_type_hints(expected)
     if is_dataclass(expected):
         settable = [field for field in fields(expected) if field.init]
         needed = {f.name for f in settable if f.default is f.default_factory is MISSING}
         unknown = [key for key in value if key not in {field.name for field in settable}]
-        yield from (f"{where}.{key} is not known" for key in unknown)
+        yield from (f"{name}.{key} is not known" for key in unknown)
     else:
         needed = expected.__required_keys__
-    yield from (f"{where}.{key} is missing" for key in sorted(needed - value.keys()))
+    yield from (f"{name}.{key} is missing" for key in sorted(needed - value.keys()))
     for key in value.keys() & hints.keys():
-        yield from type_mismatches(value[key], hints[key], f"{where}.{key}")
+        yield from type_mismatches(value[key], hints[key], f"{name}.{key}")
 
 
-def _mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
+def _mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
     if torch.dtype in (expected, *getattr(expected, "__args__", ())):
         named = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
         if not named and not (value is None and expected is not torch.dtype):
-            yield f"{where}: got {reprlib.repr(value)}; expected the name of a torch.dtype"
+            yield f"{name}: got {reprlib.repr(value)}; expected the name of a torch.dtype"
         return
     try:
         text = json.dumps(value, allow_nan=False)
@@ -85,11 +85,11 @@ def _mismatches(value: Any, expected: Any, where: str) -> Iterator[str]:
             )
             kind = _NAMES.get(problem["type"], problem["msg"])
             if problem["type"] == "missing":
-                yield f"{where}{path} is missing"
+                yield f"{name}{path} is missing"
             else:
-                yield f"{where}{path}: got {reprlib.repr(problem['input'])}; expected {kind}"
+                yield f"{name}{path}: got {reprlib.repr(problem['input'])}; expected {kind}"
     except ValueError as error:
-        yield f"{where}: got {reprlib.repr(value)}; {error}"
+        yield f"{name}: got {reprlib.repr(value)}; {error}"
 
 
 @lru_cache
@@ -97,7 +97,7 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(expected)
 
 
-def out_of_range(config: Any, where: str) -> Iterator[str]:
+def out_of_range(config: Any, name: str) -> Iterator[str]:
     """Yield every number of a configuration, at any depth, that no model can have.
 
     Example:
@@ -106,8 +106,8 @@ def out_of_range(config: Any, where: str) -> Iterator[str]:
     """
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
-        yield from out_of_range(value, f"{where}.{key}")
+        yield from out_of_range(value, f"{name}.{key}")
         if type(value) in (int, float):
             for pattern, expected, fits in _RANGES:
                 if pattern.fullmatch(key) and not fits(value):
-                    yield f"{where}.{key}: got {value}; expected {expected}"
+                    yield f"{name}.{key}: got {value}; expected {expected}"

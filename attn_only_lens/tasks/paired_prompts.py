@@ -169,29 +169,29 @@ def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair])
     reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
     reasons += tokenizer_reasons(tokenizer)
     InputError.raise_if(reasons, _PROBLEM)
-    found = dict[str, tuple[Pair, _Tokens]]()
+    pairs_drawn = dict[str, tuple[Pair, _Tokens]]()
     dropped, drawn = Counter[str](), 0
     for pair in islice(pairs, _MOST_DRAWN):
         drawn += 1
-        if pair.clean.text in found:
+        if pair.clean.text in pairs_drawn:
             continue
         checked = _checked(tokenizer, pair)
         if isinstance(checked, str):
             dropped[checked] += 1
             continue
-        found[pair.clean.text] = pair, checked
-        if len(found) == n:
+        pairs_drawn[pair.clean.text] = pair, checked
+        if len(pairs_drawn) == n:
             break
-    if len(found) < n:
+    if len(pairs_drawn) < n:
         raise InputError(
             [
-                f"{task}: got n={n}; {len(found)} of {drawn} pairs that were drawn are different "
-                f"and fit the tokenizer; expected n={len(found)} at most",
+                f"{task}: got n={n}; {len(pairs_drawn)} of {drawn} drawn pairs are different "
+                f"and fit the tokenizer; expected n={len(pairs_drawn)} at most",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
             _PROBLEM,
         )
-    kept, tokens = zip(*found.values(), strict=True)
+    kept, tokens = zip(*pairs_drawn.values(), strict=True)
     roles = [role for role in tokens[0].roles if all(role in token.roles for token in tokens)]
     return PairedPrompts(
         task,

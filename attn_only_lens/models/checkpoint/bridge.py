@@ -96,7 +96,7 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
     }
     mode = {"training": model.training}
     one = next(model.parameters()).device  # of a model that is split over several
-    _finish(twin, entries | mode, {name: each.detach().to(one) for name, each in kept.items()})
+    _finish(twin, entries | mode, {name: item.detach().to(one) for name, item in kept.items()})
     if wrong := _differences(model, twin):
         raise _lost(wrong)
     return entries, flat
@@ -154,8 +154,8 @@ def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> No
     require_few_layers(config.get("hf_config", {}), tensors)
     with torch.device("meta"):
         trial = _wrapped(config)["model"]
-    takes = sum(each.numel() for each in [*trial.parameters(), *trial.buffers()])
-    most = sum(each.numel() for each in tensors.values())
+    takes = sum(tensor.numel() for tensor in [*trial.parameters(), *trial.buffers()])
+    most = sum(tensor.numel() for tensor in tensors.values())
     if takes > _SLACK * most:
         raise ValueError(f"it takes {takes} numbers, and {most} are saved")
 
@@ -168,7 +168,7 @@ def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
         cfg = TransformerBridgeConfig.from_dict(config["cfg"] | chosen)
         return {**how, "model": NativeModel(cfg).to(dtype=dtype), "tl_config": cfg, "dtype": dtype}
-    if hub := [each for each in _implementations(config) if "/" in each or ":" in each]:
+    if hub := [name for name in _implementations(config) if "/" in name or ":" in name]:
         raise ValueError(f"it runs code from a hub: {', '.join(hub)}")
     kind = _class_in_transformers(config["config_class"], PretrainedConfig)
     model: Any = build_module(
@@ -182,22 +182,22 @@ def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
 def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
     """Every text that names an implementation of attention or the like; transformers loads them."""
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, item in value.items():
             here = str(key) == "attention" or str(key).endswith(("implementation", "_internal"))
-            yield from _implementations(each, chosen or here)
+            yield from _implementations(item, chosen or here)
     elif isinstance(value, list):
-        for each in value:
-            yield from _implementations(each, chosen)
+        for item in value:
+            yield from _implementations(item, chosen)
     elif chosen and isinstance(value, str):
         yield value
 
 
 def _class_in_transformers(name: str, kind: type) -> Any:
     """Look up a class of models or configurations in transformers, and nothing else there."""
-    found = getattr(transformers, name, None)
-    if not isinstance(found, type) or not issubclass(found, kind):
+    cls = getattr(transformers, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, kind):
         raise ValueError(f"transformers has no {kind.__name__} named {name!r}")
-    return found
+    return cls
 
 
 def _config(model: TransformerBridge) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
 def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> None:
     """Give a skeleton its numbers, settings, neuron-heads and mode."""
     named = _named(model)
-    frozen, other = set(manifest["frozen"]), set(manifest["other_mode"])
+    frozen, other_mode = set(manifest["frozen"]), set(manifest["other_mode"])
     wrong = tensor_misfits(named, values)
     wrong += [f"{name} is not known" for name in sorted(frozen - named.keys())]
     current, saved = _settings(model), manifest["config"]["cfg"]
@@ -269,7 +269,7 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
     for heads in exposed_heads(model):
         heads.results = bool(manifest["results"])
     for name, module in _modules(model):
-        module.training = manifest["training"] != (name in other)
+        module.training = manifest["training"] != (name in other_mode)
 
 
 def _type(value: Any) -> type | None:
@@ -279,40 +279,40 @@ def _type(value: Any) -> type | None:
 
 def _named(model: Any) -> dict[str, Tensor]:
     """Every tensor that the modules hold, once each; those that are no parameters, too."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    tensors: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
         for held in (module._parameters, module._buffers, vars(module)):
             for name, tensor in held.items():
                 if isinstance(tensor, Tensor):
-                    found.setdefault(id(tensor), (f"{path}.{name}", tensor))
-    return dict(found.values())
+                    tensors.setdefault(id(tensor), (f"{path}.{name}", tensor))
+    return dict(tensors.values())
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
     """The modules of the bridge, then those of the wrapped model that it does not own."""
-    own = dict(model.named_modules())
-    mine = {id(module) for module in own.values()}
+    modules = dict(model.named_modules())
+    known = {id(module) for module in modules.values()}
     wrapped = model.original_model.named_modules(prefix="original_model")
-    return [*own.items(), *((name, m) for name, m in wrapped if id(m) not in mine)]
+    return [*modules.items(), *((name, m) for name, m in wrapped if id(m) not in known)]
 
 
 @torch.no_grad()
 def _differences(model: Any, twin: Any) -> list[str]:
     """List the differences between a model and its reconstruction."""
     wrong = []
-    mine, theirs = ({n: type(m) for n, m in _modules(each)} for each in (model, twin))
-    changed = sorted(n for n in mine.keys() | theirs if mine.get(n) is not theirs.get(n))
+    types, twin_types = ({n: type(m) for n, m in _modules(bridge)} for bridge in (model, twin))
+    changed = sorted(n for n in types.keys() | twin_types if types.get(n) is not twin_types.get(n))
     if changed:
         wrong.append(f"modules {', '.join(changed[:5])} would be others")
     hooks = sorted(set(model.hook_dict) ^ set(twin.hook_dict))
     if hooks:
         wrong.append(f"hook points {', '.join(hooks[:5])} would be gone, or new")
-    attached, rebuilt = (find_hooks(each) for each in (model, twin))
+    attached, rebuilt = (find_hooks(bridge) for bridge in (model, twin))
     if attached != rebuilt:
         wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
     settings, again = (
-        {k: v for k, v in _settings(each).items() if k not in _NOT_RESTORED}
-        for each in (model, twin)
+        {k: v for k, v in _settings(bridge).items() if k not in _NOT_RESTORED}
+        for bridge in (model, twin)
     )
     keys = sorted(k for k in settings.keys() | again if settings.get(k) != again.get(k))
     if keys:
@@ -323,9 +323,9 @@ def _differences(model: Any, twin: Any) -> list[str]:
     device = next(model.parameters()).device
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
-    for each in (model, twin):
+    for bridge in (model, twin):
         with keep_random_state(device):  # of dropout, in training
-            logits.append(each(tokens))
+            logits.append(bridge(tokens))
     if not torch.equal(*logits):
         difference = (logits[0] - logits[1]).abs().max().item()
         wrong.append(

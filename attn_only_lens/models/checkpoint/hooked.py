@@ -55,7 +55,7 @@ def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str,
             # Hooks are not saved, as in a state dict.
             reasons = reasons_against(model, silu=gating.silu)
     if gating.silu is not None and any(
-        each.module.act_fn != gating.silu for each in host_of(model).neurons
+        neuron.module.act_fn != gating.silu for neuron in host_of(model).neurons
     ):
         reasons.append(
             f"its activation is code of its own, and what is loaded runs {gating.silu!r}: set that "
@@ -66,7 +66,7 @@ def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str,
         "layout": layout,
         "config": plain_config(cfg),
         "gate": gating.to_json(),
-        "layers": [asdict(each) for each in sizes],
+        "layers": [asdict(size) for size in sizes],
         "tied": {
             name: first[id(parameter)]
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -132,15 +132,18 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     give_activation(source, gating)
     if reasons := reasons_against(source, silu=gating.silu):
         raise CheckpointError(f"its configuration cannot be built: {'; '.join(reasons)}")
-    own, sizes = sizes_of(source.cfg), [LayerSizes(**each) for each in manifest["layers"]]
-    first = [each.stock_fields for each in sizes[:1]]
-    if (len(sizes), *first) != (source.cfg.n_layers, own.stock_fields):
+    source_sizes, sizes = (
+        sizes_of(source.cfg),
+        [LayerSizes(**layer) for layer in manifest["layers"]],
+    )
+    first = [size.stock_fields for size in sizes[:1]]
+    if (len(sizes), *first) != (source.cfg.n_layers, source_sizes.stock_fields):
         raise CheckpointError(
             f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
-            f"first {own}"
+            f"first {source_sizes}"
         )
     if manifest["layout"] == "two blocks a layer":
         return converted_skeleton(source, gating, sizes)
-    if set(sizes) != {own}:
-        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {own} for all")
+    if set(sizes) != {source_sizes}:
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {source_sizes} for all")
     return source

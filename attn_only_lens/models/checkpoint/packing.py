@@ -60,7 +60,7 @@ def unpack(placements: dict[str, Placement], flat: dict[str, Tensor]) -> dict[st
     firsts = {placement[0] for placement in placements.values()}
     wrong = [f"{name} is missing" for name in sorted(firsts - flat.keys())]
     wrong += [f"{name} is not known" for name in sorted(flat.keys() - firsts)]
-    found = {}
+    tensors = {}
     for name, (first, offset, shape, stride, dtype) in placements.items():
         if first not in flat:
             continue
@@ -72,9 +72,9 @@ def unpack(placements: dict[str, Placement], flat: dict[str, Tensor]) -> dict[st
                 wrong.append(f"entries of {name} would lie in one place")
             reach = max(reach, step * size)
         try:
-            found[name] = flat[first].as_strided(shape, stride, offset)
+            tensors[name] = flat[first].as_strided(shape, stride, offset)
         except RuntimeError as error:
             wrong.append(f"{first} does not hold {name}: {error}")
     if wrong:
         raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong[:5])}")
-    return found
+    return tensors
