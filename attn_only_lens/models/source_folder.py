@@ -179,7 +179,7 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
     except Exception as error:  # of any tokenizer, written in any language
         if "trust_remote_code" in str(error):
             raise CheckpointError(
-                f"the tokenizer in {tokenizer_folder} needs code of its own, which is never run from "
+                f"the tokenizer in {tokenizer_folder} needs its own code, which is never run from "
                 "a folder; save the model with a tokenizer of a class that transformers has, or "
                 "without one (model.tokenizer = None), and give it tokens"
             ) from error
