@@ -24,7 +24,7 @@ from attn_only_lens import (
     pretrained,
     to_stock,
 )
-from attn_only_lens.models.to_stock import Mixture, mixture, neuron_heads, stock_bytes, write_heads
+from attn_only_lens.models.to_stock import mixture, neuron_heads, stock_bytes, write_heads
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -57,6 +57,12 @@ MODELS = {
     "sinks_and_groups": ("grouped", {"use_attention_sinks": True}),
     "embedding_norm": ("silu", {"post_embedding_ln": True}),
 }
+
+
+def coefficients(gate):
+    """w, b and c of a gate that is a sum of sigmoids."""
+    sigmoids = mixture(gate)
+    return sigmoids.w, sigmoids.b, sigmoids.c
 
 
 def converted(model, **changes):
@@ -163,7 +169,7 @@ THREE_SIGMOIDS = BilinearGate(
 def test_neuron_heads(heads_per_neuron):
     """Against the formula, in a stock layer wider than needed."""
     d_model, d_mlp, pos, width = 13, 7, 11, 5
-    w, b, c = (numbers[:heads_per_neuron] for numbers in mixture(THREE_SIGMOIDS))
+    w, b, c = (numbers[:heads_per_neuron] for numbers in coefficients(THREE_SIGMOIDS))
     mlp = [torch.randn(s, dtype=torch.float64) for s in [(13, 7), (7,), (7, 13), (13,)]]
     W_in, b_in, W_out, b_out = mlp
     cfg = HookedTransformerConfig(
@@ -184,7 +190,7 @@ def test_neuron_heads(heads_per_neuron):
     )
     attn = Attention(cfg, "local", 0)
     attn.W_V.fill_(torch.nan)  # what is in a new tensor
-    write_heads(attn, neuron_heads(*mlp, Mixture(w, b, c)), coordinate=3)
+    write_heads(attn, neuron_heads(*mlp, BilinearGate("silu", w, b, c, bound=0.0)), coordinate=3)
     x = torch.randn(2, pos, d_model, dtype=torch.float64)
     kept = []
     attn.hook_pattern.add_hook(lambda pattern, hook: kept.append(pattern))
@@ -206,7 +212,7 @@ def test_a_whole_model_with_several_heads_a_neuron(monkeypatch):
     monkeypatch.setattr(type(model.blocks[1].attn), "gate", gate)
     stock = to_stock(model)
     assert stock.cfg.n_heads == 3 * D_MLP
-    terms = list(zip(*mixture(gate), strict=True))
+    terms = list(zip(*coefficients(gate), strict=True))
     for block in source.blocks:
         block.mlp.act_fn = lambda q: q * sum(w * torch.sigmoid(b * q + c) for w, b, c in terms)
     assert relative(stock(tokens()), source(tokens())) <= 1e-12
@@ -216,7 +222,7 @@ def test_a_whole_model_with_several_heads_a_neuron(monkeypatch):
 def test_quick_gelu_is_a_mixture_as_it_is():
     q = torch.linspace(-7, 7, 29, dtype=torch.float64)
     for name in ("silu", "quick_gelu"):
-        w, b, c = mixture(GATES[name])
+        w, b, c = coefficients(GATES[name])
         expected = GATES[name].pattern(q)[..., 0]
         assert torch.allclose(w[0] * torch.sigmoid(b[0] * q + c[0]), expected, rtol=1e-14)
 

@@ -40,7 +40,7 @@ in global layers.
 
 import math
 from dataclasses import fields
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -48,7 +48,7 @@ from torch import Tensor
 
 from attn_only_lens.engine.attached_hooks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import Gate
+from attn_only_lens.gates import BilinearGate
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
@@ -133,19 +133,13 @@ def to_stock(
     return stock.train(attn_only.training)
 
 
-class Mixture(NamedTuple):
-    """p(q) = Σ_j w_j σ(b_j q + c_j); a head with c_j = ∞ sees only its own token."""
-
-    w: tuple[float, ...]
-    b: tuple[float, ...]
-    c: tuple[float, ...]
-
-
-def mixture(gate: AnyGate) -> Mixture | None:
+def mixture(gate: AnyGate) -> BilinearGate | None:
     """Return a gate as a sum of sigmoids, one a head; None if its score is not linear."""
-    if not isinstance(gate, Gate):
-        return Mixture(gate.w, gate.b, gate.c)
-    return None if gate.slope is None else Mixture((gate.scale,), (gate.slope,), (0.0,))
+    if isinstance(gate, BilinearGate):
+        return gate
+    if gate.slope is None:
+        return None
+    return BilinearGate(gate.name, (gate.scale,), (gate.slope,), (0.0,), bound=0.0)
 
 
 def neuron_heads(
@@ -153,7 +147,7 @@ def neuron_heads(
     b_in: Float[Tensor, "d_mlp"],
     W_out: Float[Tensor, "d_mlp d_model"],
     b_out: Float[Tensor, "d_model"],
-    gate: Mixture,
+    gate: BilinearGate,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
 ) -> dict[str, Tensor]:
     """Return the neurons of one MLP as d_mlp · m heads of width 1 (see the module).
@@ -161,7 +155,7 @@ def neuron_heads(
     The result holds the parameters of a local layer of window 1 without a scale of scores, by name.
     """
     m, d_mlp = len(gate.w), len(b_in)
-    weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in gate)
+    weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in (gate.w, gate.b, gate.c))
 
     def per_head(per_neuron: Tensor) -> Tensor:
         return per_neuron.unsqueeze(-1).repeat_interleave(m, dim=0)
