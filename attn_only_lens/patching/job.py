@@ -91,15 +91,15 @@ class Job:
                 for chunk in chunks:
                     yield chunk, self._computed(chunk, compute)
                 return
-            mine = _share(chunks)
-            for chunk in mine:
+            share = _share(chunks)
+            for chunk in share:
                 if self._store.get(chunk.key) is None:
                     self._store.put(chunk.key, self._computed(chunk, compute))
                 else:
                     self._bar.update(chunk.size)
             for chunk in chunks:
                 yield chunk, self._collected(chunk)
-                if chunk not in mine:
+                if chunk not in share:
                     self._bar.update(chunk.size)
 
     def advance(self, n: int) -> None:

@@ -83,7 +83,7 @@ def path_blocks(
     row = 0
     for group in senders:
         for place, position in enumerate(group.positions):
-            heads = group.head[group.where == place]
+            heads = group.head[group.place == place]
             if not len(heads):
                 continue
             sending, column = _take(group.sites, heads), 0

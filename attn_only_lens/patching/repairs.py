@@ -224,14 +224,14 @@ class Repairer:
         scores: _Numbers = self._mean(self._values).numpy()
         gain = np.zeros(len(scores))
         for kind in kinds:
-            here = self._of_kind[kind]
-            spread = ((scores[here] - scores[here].mean()) ** 2).sum()
-            c = self._squared_errors(kind)[self._layer[here]]
+            mask = self._of_kind[kind]
+            spread = ((scores[mask] - scores[mask].mean()) ** 2).sum()
+            c = self._squared_errors(kind)[self._layer[mask]]
             scale = np.maximum(c, _TINY) / max(spread, _TINY)
-            gain[here] = self._key[here] * np.sqrt(scale / self._cost[here])
+            gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
         gain[self._exact] = 0.0
-        rows = np.argsort(-gain, kind="stable")
-        rows, left = rows[gain[rows] > 0], budget - self._spent
+        order = np.argsort(-gain, kind="stable")
+        rows, left = order[gain[order] > 0], budget - self._spent
         chosen = list[_Rows]()
         while len(rows):
             total = self._cost[rows].cumsum()
@@ -248,20 +248,20 @@ class Repairer:
         firsts = np.cumsum([0, *map(len, self._groups)])
         joined: list[tuple[_Rows, SiteGroup]] = []
         for i, sites in enumerate(self._sites):
-            rows_here = np.sort(rows[self._layer[rows] == i])
-            if len(rows_here):
+            chosen_rows = np.sort(rows[self._layer[rows] == i])
+            if len(chosen_rows):
                 chosen = [
-                    group[torch.from_numpy(rows_here[inside] - first)]
+                    group[torch.from_numpy(chosen_rows[inside] - first)]
                     for group, first in zip(self._groups, firsts, strict=False)
                     if group.sites is sites
-                    for inside in [(rows_here >= first) & (rows_here < first + len(group))]
+                    for inside in [(chosen_rows >= first) & (chosen_rows < first + len(group))]
                 ]
-                joined.append((rows_here, SiteGroup.joined(chosen)))
+                joined.append((chosen_rows, SiteGroup.joined(chosen)))
         self._check_edits([group for _, group in joined])
         patched = self._runner.values([group for _, group in joined])
-        for (rows_here, _), values in zip(joined, patched, strict=True):
-            self._values[rows_here] = values
-            self._exact[rows_here] = True
+        for (chosen_rows, _), values in zip(joined, patched, strict=True):
+            self._values[chosen_rows] = values
+            self._exact[chosen_rows] = True
 
     def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
         """Test the edits of groups, each once for all chunks of prompts."""

@@ -40,7 +40,7 @@ _PATH_COLUMNS = ["sender", "receiver", "position", "value"]
 _Column: TypeAlias = "pd.Series[Any]"
 
 
-class _SweepFields(TableFields):
+class _Fields(TableFields):
     part: str
     direction: str
     metric: str
@@ -48,23 +48,18 @@ class _SweepFields(TableFields):
     corrupted_value: float
     n_prompts: int
     model: str
+    tokens: PromptTokens | None
+
+
+class _SweepFields(_Fields):
     method: str
     expected_pearson: dict[HeadKind, float | None]
     forwards: float
-    tokens: PromptTokens | None
 
 
-class _PathFields(TableFields):
-    part: str
+class _PathFields(_Fields):
     scale: str
-    direction: str
-    metric: str
-    clean_value: float
-    corrupted_value: float
-    n_prompts: int
     n_paths: int
-    model: str
-    tokens: PromptTokens | None
 
 
 def _checked_frame(frame: pd.DataFrame, part: str) -> pd.DataFrame:

@@ -201,7 +201,7 @@ class PatchRunner:
                 earliest = moved.any(dim=1).int().argmax(dim=1)
                 firsts.append(earliest.where((moved & read).flatten(1).any(dim=1), -1))
             first = torch.stack(firsts)
-        return first.cpu()[group.where, group.head]
+        return first.cpu()[group.place, group.head]
 
     def _passes(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
@@ -248,8 +248,8 @@ class PatchRunner:
         edited = group.everywhere.to(change.device)
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            head, where = (rows[chosen].to(change.device) for rows in (group.head, group.where))
-            moves = change[head, :, first:] * edited[where, :, first:]
+            head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
+            moves = change[head, :, first:] * edited[place, :, first:]
             rows = directions[head].repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
             added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
@@ -269,14 +269,14 @@ class PatchRunner:
         block = host.block(sites.layer, "attention")
 
         def variants(chosen: Tensor, first: int) -> Variants:
-            head, where = (rows[chosen].to(target.device) for rows in (group.head, group.where))
-            heads, places = index[head], edited[where]
+            head, place = (rows[chosen].to(target.device) for rows in (group.head, group.place))
+            heads, positions = index[head], edited[place]
             if shared:
                 z = recorded[z_name]
-                hooks = share_edits(name, z_name, source, z, heads, places, first)
+                hooks = share_edits(name, z_name, source, z, heads, positions, first)
             else:
                 mask = nn.functional.one_hot(heads, n_heads).bool()
-                hooks = [(name, attention_edit(source, part, mask, places, first))]
+                hooks = [(name, attention_edit(source, part, mask, positions, first))]
             stream = self.replay.recorded_stream(block, first, len(chosen))
             return Variants(block, first, stream, hooks)
 

@@ -46,13 +46,13 @@ class SiteGroup:
         sites: the heads.
         positions: the sets of positions.
         head: the index of each row's head in `sites`.
-        where: the index of each row's set in `positions`.
+        place: the index of each row's set in `positions`.
     """
 
     sites: LayerSites
     positions: tuple[PositionSet, ...]
     head: Int[Tensor, "row"]
-    where: Int[Tensor, "row"]
+    place: Int[Tensor, "row"]
 
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
@@ -66,23 +66,23 @@ class SiteGroup:
         """Return the rows of groups of the same heads, one group after another."""
         positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
-        wheres = [group.where + sum(sizes[:i]) for i, group in enumerate(groups)]
+        places = [group.place + sum(sizes[:i]) for i, group in enumerate(groups)]
         heads = [group.head for group in groups]
-        return cls(groups[0].sites, positions, torch.cat(heads), torch.cat(wheres))
+        return cls(groups[0].sites, positions, torch.cat(heads), torch.cat(places))
 
     @property
     def is_product(self) -> bool:
         """Whether the rows are those of `product`, in order."""
         n = len(self.sites.names)
         rows = torch.arange(n * len(self.positions), device="cpu")
-        return len(self) == len(rows) and torch.equal(self.where * n + self.head, rows)
+        return len(self) == len(rows) and torch.equal(self.place * n + self.head, rows)
 
     def __len__(self) -> int:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
         """Return some of the rows, with the sets of positions that they use."""
-        kept, used = self.where[rows].unique(return_inverse=True)
+        kept, used = self.place[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
 
@@ -116,12 +116,12 @@ class SiteGroup:
             values = torch.einsum("hbp,sbp->shb", of_heads, everywhere)
         if self.is_product:
             return values.flatten(0, 1)
-        return values[self.where.to(values.device), self.head.to(values.device)]
+        return values[self.place.to(values.device), self.head.to(values.device)]
 
     @property
     def rows(self) -> pd.DataFrame:
         """The layer, kind, index, name and position of each row."""
-        head, position = self.head.numpy(), self.where.numpy()
+        head, position = self.head.numpy(), self.place.numpy()
         return pd.DataFrame(
             {
                 "layer": self.sites.layer,
@@ -214,8 +214,8 @@ def _placed_groups(
     for site in resolve_sites(model, list(dict.fromkeys(name for name, _ in split))):
         head_index = {name: head for head, name in enumerate(site.names)}
         pairs = sorted((i, head_index[name]) for name, i in rows if name in head_index)
-        where, head = torch.tensor(pairs, device="cpu").T
-        groups.append(SiteGroup(site, tuple(sets), head, where))
+        place, head = torch.tensor(pairs, device="cpu").T
+        groups.append(SiteGroup(site, tuple(sets), head, place))
     return tuple(groups)
 
 
@@ -336,5 +336,5 @@ def _costs(
         blocks_left = len(model.blocks) - entered + 1  # and the logits
         patched = group.everywhere.any(dim=1)[:, first:].cpu()
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
-        costs.append((tokens * blocks_left)[group.where])
+        costs.append((tokens * blocks_left)[group.place])
     return costs
