@@ -228,15 +228,48 @@ def grow(
         >>> torch.equal(grown.shrink()(tokens), model(tokens))
         True
     """
+    # Check
     growable = growable_of(model)
     if growable.reasons_against():
         raise GrowthError(_all_reasons(growable))
-    weights = growable.read()
+    weights, seed = growable.read(), as_plain(seed)
     sizes = dict(d_mlp=d_mlp, n_heads=n_heads, d_head=d_head, d_model=d_model, n_layers=n_layers)
     asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
+    expansion = _checked_expansion(growable, weights, expansion, asked, init, seed)
+    # Expand
+    larger, provenance = expansion.expand(in_float32(weights), init or own(), seed)
+    larger, error = _rounded(larger, weights, provenance)
+    originals = {}
+    for name, tensor in weights.tensors.items():
+        part = provenance.old_part(name, larger.tensors)
+        if not torch.equal(part, tensor):
+            originals[name] = _Original(tensor.clone(), _digest(part))
+    notes = [_CENTRED] * provenance.centred
+    notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
+    if error is not None:
+        notes.append(
+            f"rounded: weights that growth scaled were rounded to half precision once, which moved "
+            f"the tensor that it moved most by {error:.2g} of its norm"
+        )
+    # Build the model, and try it
+    provenance = replace(provenance, source=identity_of(weights.tensors))
+    grown = growable.write(_unshared(larger, weights), provenance.source_of)
+    GrowthError.raise_if(growable.trial(grown))
+    return Grown(grown, provenance, tuple(notes), originals)
+
+
+def _checked_expansion(
+    growable: Growable,
+    weights: Weights,
+    expansion: Expansion | None,
+    asked: dict[str, int],
+    init: object,
+    seed: object,
+) -> Expansion:
+    """Return the expansion that is asked for, or raise every reason against it."""
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
-    seed, reasons = as_plain(seed), [*growable.attached(), *non_finite_weights(model)]
+    reasons = [*growable.attached(), *non_finite_weights(growable.model)]
     odd = [
         f"got {name}={size!r}; expected a whole number, 1 or more"
         for name, size in asked.items()
@@ -257,27 +290,10 @@ def grow(
         reasons += wrong
     against = expansion.reasons_against(weights)
     if not against:
-        sketch, _ = expansion.expand(weights.sketch(), own(), seed)
+        sketch, _ = expansion.expand(weights.sketch(), own(), 0)
         against = growable.reasons_against_weights(sketch)
     GrowthError.raise_if([*reasons, *against])
-    larger, provenance = expansion.expand(in_float32(weights), init or own(), seed)
-    larger, error = _rounded(larger, weights, provenance)
-    originals = {}
-    for name, tensor in weights.tensors.items():
-        part = provenance.old_part(name, larger.tensors)
-        if not torch.equal(part, tensor):
-            originals[name] = _Original(tensor.clone(), _digest(part))
-    notes = [_CENTRED] * provenance.centred
-    notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
-    if error is not None:
-        notes.append(
-            f"rounded: weights that growth scaled were rounded to half precision once, which moved "
-            f"the tensor that it moved most by {error:.2g} of its norm"
-        )
-    provenance = replace(provenance, source=identity_of(weights.tensors))
-    grown = growable.write(_unshared(larger, weights), provenance.source_of)
-    GrowthError.raise_if(growable.trial(grown))
-    return Grown(grown, provenance, tuple(notes), originals)
+    return expansion
 
 
 def in_float32(weights: Weights) -> Weights:
