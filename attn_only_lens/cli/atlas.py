@@ -22,27 +22,35 @@ from attn_only_lens.neurons import neuron_statistics
 from attn_only_lens.viz import write_html
 from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
+_Texts = Annotated[
+    Path,
+    typer.Option(help="a corpus: one text per line, or a .jsonl file of objects with `text`"),
+]
+_Out = Annotated[Path, typer.Option(help="output folder; an interrupted run resumes from it")]
+_Layers = Annotated[str | None, typer.Option(help="source layers: 0,3; default: all")]
+_Names = Annotated[
+    str | None, typer.Option(help="names of neurons, instead of layers: L5N1234,L7N2")
+]
+_K = Annotated[
+    int, typer.Option(help="number of examples with the largest z, and with the smallest")
+]
+_Context = Annotated[
+    int | None,
+    typer.Option(help="tokens in one piece of a text; default: 128, or what the model allows"),
+]
+_BatchSize = Annotated[int, typer.Option(help="texts in one forward pass")]
+
 
 @command("Look at a model", "attn-only-lens atlas small-english --texts corpus.txt --out atlas/")
 def atlas(
     model: options.Model,
-    texts: Annotated[
-        Path,
-        typer.Option(help="a corpus: one text per line, or a .jsonl file of objects with `text`"),
-    ],
-    out: Annotated[Path, typer.Option(help="output folder; an interrupted run resumes from it")],
-    layers: Annotated[str | None, typer.Option(help="source layers: 0,3; default: all")] = None,
-    names: Annotated[
-        str | None, typer.Option(help="names of neurons, instead of layers: L5N1234,L7N2")
-    ] = None,
-    k: Annotated[
-        int, typer.Option(help="number of examples with the largest z, and with the smallest")
-    ] = 20,
-    context: Annotated[
-        int | None,
-        typer.Option(help="tokens in one piece of a text; default: 128, or what the model allows"),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="texts in one forward pass")] = 32,
+    texts: _Texts,
+    out: _Out,
+    layers: _Layers = None,
+    names: _Names = None,
+    k: _K = 20,
+    context: _Context = None,
+    batch_size: _BatchSize = 32,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,
     device: options.Device = "cpu",

@@ -20,6 +20,17 @@ from attn_only_lens.cli.common import (
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
 from attn_only_lens.viz import circuit_view, write_html
 
+_Out = Annotated[Path, typer.Option(help="output file: .html for a page, .json for the graph")]
+_Corrupted = Annotated[
+    list[str] | None,
+    typer.Option(help="a corrupted prompt for each prompt: also search for a minimal circuit"),
+]
+_Nodes = Annotated[int, typer.Option(help="number of heads and neurons in the graph")]
+_Faithfulness = Annotated[
+    float,
+    typer.Option(help="with --corrupted: the share of the effect that the circuit must keep"),
+]
+
 
 @command(
     "Find what matters",
@@ -31,20 +42,14 @@ from attn_only_lens.viz import circuit_view, write_html
 def circuit(
     model: options.Model,
     clean: options.Clean,
-    out: Annotated[Path, typer.Option(help="output file: .html for a page, .json for the graph")],
-    corrupted: Annotated[
-        list[str] | None,
-        typer.Option(help="a corrupted prompt for each prompt: also search for a minimal circuit"),
-    ] = None,
+    out: _Out,
+    corrupted: _Corrupted = None,
     answer: options.Answer = None,
     wrong: options.Wrong = None,
     metric: options.Metric = "logit_diff",
     tokens: options.TokenNumbers = False,
-    nodes: Annotated[int, typer.Option(help="number of heads and neurons in the graph")] = 300,
-    faithfulness: Annotated[
-        float,
-        typer.Option(help="with --corrupted: the share of the effect that the circuit must keep"),
-    ] = 0.9,
+    nodes: _Nodes = 300,
+    faithfulness: _Faithfulness = 0.9,
     top: options.Top = 20,
     chat: options.Chat = False,
     hooked: options.Hooked = False,

@@ -31,50 +31,60 @@ _NUMBERS = re.compile(r"\d+(,\d+)*")
 _PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, or 3,4,113"
 
 
+_Grown = Annotated[
+    Path, typer.Argument(help="a model that `grow` wrote; it may have been trained since")
+]
+_Tokens = Annotated[Path, typer.Option(help=_PROMPTS)]
+_Out = Annotated[Path, typer.Option(help="output folder for tables and pages")]
+_Provenance = Annotated[
+    Path | None,
+    typer.Option(
+        help="the folder that `grow` wrote, if GROWN was trained and saved in another one"
+    ),
+]
+_Corrupted = Annotated[
+    Path | None,
+    typer.Option(help="a file with a corrupted prompt for each prompt; default: the next prompt"),
+]
+_Null = Annotated[
+    Path | None,
+    typer.Option(help="a model that grew in the same way and was trained with another seed"),
+]
+_Faithfulness = Annotated[
+    float, typer.Option(help="the share of the effect that both circuits must keep")
+]
+_BatchSize = Annotated[int, typer.Option(help="largest number of prompts in one forward pass")]
+_Patched = Annotated[int, typer.Option(help="number of components to patch")]
+_Nodes = Annotated[int, typer.Option(help="number of nodes that get edges")]
+_Seed = Annotated[int, typer.Option(help="seed of the bootstrap")]
+_Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or mps; default: cuda if there is one")
+]
+
+
 @command(
     "Make models, and compare",
     "attn-only-lens compare gpt2 grown/ --tokens prompts.txt --out report/",
 )
 def compare(
     model: options.Model,
-    grown: Annotated[
-        Path, typer.Argument(help="a model that `grow` wrote; it may have been trained since")
-    ],
-    tokens: Annotated[Path, typer.Option(help=_PROMPTS)],
-    out: Annotated[Path, typer.Option(help="output folder for tables and pages")],
-    provenance: Annotated[
-        Path | None,
-        typer.Option(
-            help="the folder that `grow` wrote, if GROWN was trained and saved in another one"
-        ),
-    ] = None,
-    corrupted: Annotated[
-        Path | None,
-        typer.Option(
-            help="a file with a corrupted prompt for each prompt; default: the next prompt"
-        ),
-    ] = None,
-    null: Annotated[
-        Path | None,
-        typer.Option(help="a model that grew in the same way and was trained with another seed"),
-    ] = None,
+    grown: _Grown,
+    tokens: _Tokens,
+    out: _Out,
+    provenance: _Provenance = None,
+    corrupted: _Corrupted = None,
+    null: _Null = None,
     metric: options.Metric = "loss",
     answer: options.Answer = None,
     wrong: options.Wrong = None,
-    faithfulness: Annotated[
-        float, typer.Option(help="the share of the effect that both circuits must keep")
-    ] = 0.9,
-    batch_size: Annotated[
-        int, typer.Option(help="largest number of prompts in one forward pass")
-    ] = 32,
-    patched: Annotated[int, typer.Option(help="number of components to patch")] = 200,
-    nodes: Annotated[int, typer.Option(help="number of nodes that get edges")] = 100,
-    seed: Annotated[int, typer.Option(help="seed of the bootstrap")] = 0,
+    faithfulness: _Faithfulness = 0.9,
+    batch_size: _BatchSize = 32,
+    patched: _Patched = 200,
+    nodes: _Nodes = 100,
+    seed: _Seed = 0,
     chat: options.Chat = False,
     dtype: options.Dtype = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or mps; default: cuda if there is one")
-    ] = None,
+    device: _Device = None,
 ) -> None:
     """Compare a model with one grown from it: write tables and two pages to a folder."""
     with clear_errors():

@@ -32,26 +32,31 @@ from attn_only_lens.tl import require_hooked_transformer
 _BRIDGE = "TransformerBridge"  # in a manifest
 
 
+_Gate = Annotated[str, typer.Option(help="exact or bilinear")]
+_HeadsPerNeuron = Annotated[
+    int | None, typer.Option(help="number of heads per neuron, for bilinear gates")
+]
+_Tolerance = Annotated[
+    float | None, typer.Option(help="largest error of an activation, for bilinear gates")
+]
+_Text = Annotated[str | None, typer.Option(help="a text for the calibration of gated MLPs")]
+_Tokens = Annotated[
+    Path | None,
+    typer.Option(help="tokens for the calibration: a safetensors file, as for `verify`"),
+]
+
+
 @command("Make models, and compare", "attn-only-lens convert small-english attention-only/")
 def convert(
     model: options.Model,
     out: options.OutFolder,
     dtype: options.Dtype = None,
     device: options.Device = "cpu",
-    gate: Annotated[str, typer.Option(help="exact or bilinear")] = "exact",
-    heads_per_neuron: Annotated[
-        int | None, typer.Option(help="number of heads per neuron, for bilinear gates")
-    ] = None,
-    tolerance: Annotated[
-        float | None, typer.Option(help="largest error of an activation, for bilinear gates")
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="a text for the calibration of gated MLPs")
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(help="tokens for the calibration: a safetensors file, as for `verify`"),
-    ] = None,
+    gate: _Gate = "exact",
+    heads_per_neuron: _HeadsPerNeuron = None,
+    tolerance: _Tolerance = None,
+    text: _Text = None,
+    tokens: _Tokens = None,
 ) -> None:
     """Convert a model to an attention-only HookedTransformer, and save it (transformer-lens 3.9).
 
@@ -99,19 +104,24 @@ def convert(
         typer.echo(f"{out}: {', '.join(layers)}")
 
 
+_Converted = Annotated[
+    Path | None,
+    typer.Argument(
+        help="a folder that `convert` or `save` wrote; default: MODEL with exposed neuron-heads"
+    ),
+]
+_VerifiedText = Annotated[str | None, typer.Option(help="a text that both models run on")]
+_VerifiedTokens = Annotated[
+    Path | None, typer.Option(help="a safetensors file with `tokens`, integers [batch, pos]")
+]
+
+
 @command("Start here", 'attn-only-lens verify small-english --text "The keys near the cabinet"')
 def verify(
     model: options.Model,
-    converted: Annotated[
-        Path | None,
-        typer.Argument(
-            help="a folder that `convert` or `save` wrote; default: MODEL with exposed neuron-heads"
-        ),
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="a text that both models run on")] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(help="a safetensors file with `tokens`, integers [batch, pos]")
-    ] = None,
+    converted: _Converted = None,
+    text: _VerifiedText = None,
+    tokens: _VerifiedTokens = None,
     chat: options.Chat = False,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,

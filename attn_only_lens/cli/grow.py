@@ -14,6 +14,22 @@ from attn_only_lens.growth import grow as grow_model
 from attn_only_lens.models.in_place import hide
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
+_DMlp = Annotated[int | None, typer.Option(help="neurons in each layer")]
+_NHeads = Annotated[int | None, typer.Option(help="attention heads in each layer")]
+_DHead = Annotated[int | None, typer.Option(help="width of queries, keys and values")]
+_DModel = Annotated[int | None, typer.Option(help="width of the residual stream")]
+_NLayers = Annotated[int | None, typer.Option(help="layers; new ones come last")]
+_Insert = Annotated[
+    str | None,
+    typer.Option(
+        help="positions of new layers in the grown model: 4,9 (cannot be combined with sizes)"
+    ),
+]
+_Copy = Annotated[
+    bool, typer.Option(help="new layers start as copies of the layer before, with zero output")
+]
+_Seed = Annotated[int, typer.Option(help="seed of the new weights")]
+
 
 @command(
     "Make models, and compare",
@@ -22,21 +38,14 @@ from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 def grow(
     model: options.Model,
     out: options.OutFolder,
-    d_mlp: Annotated[int | None, typer.Option(help="neurons in each layer")] = None,
-    n_heads: Annotated[int | None, typer.Option(help="attention heads in each layer")] = None,
-    d_head: Annotated[int | None, typer.Option(help="width of queries, keys and values")] = None,
-    d_model: Annotated[int | None, typer.Option(help="width of the residual stream")] = None,
-    n_layers: Annotated[int | None, typer.Option(help="layers; new ones come last")] = None,
-    insert: Annotated[
-        str | None,
-        typer.Option(
-            help="positions of new layers in the grown model: 4,9 (cannot be combined with sizes)"
-        ),
-    ] = None,
-    copy: Annotated[
-        bool, typer.Option(help="new layers start as copies of the layer before, with zero output")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="seed of the new weights")] = 0,
+    d_mlp: _DMlp = None,
+    n_heads: _NHeads = None,
+    d_head: _DHead = None,
+    d_model: _DModel = None,
+    n_layers: _NLayers = None,
+    insert: _Insert = None,
+    copy: _Copy = False,
+    seed: _Seed = 0,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,
     device: options.Device = "cpu",

@@ -29,6 +29,34 @@ from attn_only_lens.patching.results import Sweep
 _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
 
 
+_Out = Annotated[Path, typer.Option(help="output file (.parquet or .csv)")]
+_Corrupted = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="a corrupted prompt for each prompt, with as many tokens; not needed for ablations"
+    ),
+]
+_Sites = Annotated[
+    str | None,
+    typer.Option(
+        help="neurons, heads, all, or names: L5H3,L5N1234@13; default: all heads with that part"
+    ),
+]
+_Layers = Annotated[str | None, typer.Option(help="source layers: 8,9,10; default: all")]
+_Part = Annotated[str, typer.Option(help="z, pattern, value, q, k")]
+_Positions = Annotated[str, typer.Option(help="each, all, or numbers: 3,4,-1")]
+_Direction = Annotated[
+    str, typer.Option(help="denoise, noise; or an ablation: zero, mean, resample, bias")
+]
+_Resume = Annotated[
+    Path | None, typer.Option(help="checkpoint folder: an interrupted run resumes from it")
+]
+_BatchSize = Annotated[
+    int | None,
+    typer.Option(help="sites in one forward pass; default: as many as fit in memory"),
+]
+
+
 @command(
     "Find what matters",
     "attn-only-lens patch small-english",
@@ -39,36 +67,19 @@ _SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
 def patch(
     model: options.Model,
     clean: options.Clean,
-    out: Annotated[Path, typer.Option(help="output file (.parquet or .csv)")],
-    corrupted: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="a corrupted prompt for each prompt, with as many tokens; not needed for ablations"
-        ),
-    ] = None,
+    out: _Out,
+    corrupted: _Corrupted = None,
     answer: options.Answer = None,
     wrong: options.Wrong = None,
     metric: options.Metric = "logit_diff",
     tokens: options.TokenNumbers = False,
-    sites: Annotated[
-        str | None,
-        typer.Option(
-            help="neurons, heads, all, or names: L5H3,L5N1234@13; default: all heads with that part"
-        ),
-    ] = None,
-    layers: Annotated[str | None, typer.Option(help="source layers: 8,9,10; default: all")] = None,
-    part: Annotated[str, typer.Option(help="z, pattern, value, q, k")] = "z",
-    positions: Annotated[str, typer.Option(help="each, all, or numbers: 3,4,-1")] = "each",
-    direction: Annotated[
-        str, typer.Option(help="denoise, noise; or an ablation: zero, mean, resample, bias")
-    ] = "denoise",
-    resume: Annotated[
-        Path | None, typer.Option(help="checkpoint folder: an interrupted run resumes from it")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(help="sites in one forward pass; default: as many as fit in memory"),
-    ] = None,
+    sites: _Sites = None,
+    layers: _Layers = None,
+    part: _Part = "z",
+    positions: _Positions = "each",
+    direction: _Direction = "denoise",
+    resume: _Resume = None,
+    batch_size: _BatchSize = None,
     top: options.Top = 20,
     chat: options.Chat = False,
     hooked: options.Hooked = False,

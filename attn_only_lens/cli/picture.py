@@ -30,16 +30,20 @@ from attn_only_lens.viz import (
 _PAGE = (".html",)
 
 
+_Source = Annotated[
+    Path, typer.Argument(help="a file that `patch` (.parquet, .csv) or `circuit` (.json) wrote")
+]
+_Bars = Annotated[
+    int | None,
+    typer.Option(help="for a sweep: draw this many ranked bars instead of a heatmap"),
+]
+
+
 @command("Find what matters", "attn-only-lens picture sweep.parquet --out sweep.html --bars 20")
 def picture(
-    source: Annotated[
-        Path, typer.Argument(help="a file that `patch` (.parquet, .csv) or `circuit` (.json) wrote")
-    ],
+    source: _Source,
     out: options.OutPage,
-    bars: Annotated[
-        int | None,
-        typer.Option(help="for a sweep: draw this many ranked bars instead of a heatmap"),
-    ] = None,
+    bars: _Bars = None,
 ) -> None:
     """Draw the results of `patch` as a heatmap or bars, or the graph of `circuit` as a page."""
     with clear_errors():
@@ -54,6 +58,14 @@ def picture(
         say_page(out)
 
 
+_Prompt = Annotated[str, typer.Option(help="the text to draw")]
+_Names = Annotated[str | None, typer.Option(help="up to 24 heads and neurons: L5N1234,L2H3")]
+_Layer = Annotated[
+    int | None, typer.Option(help="a source layer, instead of names: show its attention heads")
+]
+_Tokens = Annotated[bool, typer.Option("--tokens", help="the prompt is token numbers: 3,4,113")]
+
+
 @command(
     "Look at a model",
     'attn-only-lens pattern small-english --prompt "The keys near the cabinet are"',
@@ -61,17 +73,11 @@ def picture(
 )
 def pattern(
     model: options.Model,
-    prompt: Annotated[str, typer.Option(help="the text to draw")],
+    prompt: _Prompt,
     out: options.OutPage,
-    names: Annotated[
-        str | None, typer.Option(help="up to 24 heads and neurons: L5N1234,L2H3")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="a source layer, instead of names: show its attention heads")
-    ] = None,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="the prompt is token numbers: 3,4,113")
-    ] = False,
+    names: _Names = None,
+    layer: _Layer = None,
+    tokens: _Tokens = False,
     chat: options.Chat = False,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,
