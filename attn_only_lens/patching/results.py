@@ -244,7 +244,7 @@ class Sweep(ScoredFrame):
 
     def __post_init__(self) -> None:
         reasons = self._setting_reasons()
-        if self.tokens is not None and len(self.tokens.clean) != self.n_prompts:
+        if isinstance(self.tokens, PromptTokens) and len(self.tokens.clean) != self.n_prompts:
             got = f"tokens of {len(self.tokens.clean)} prompts"
             reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected the same number")
         InputError.raise_if(reasons, _PROBLEM)
