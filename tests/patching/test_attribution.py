@@ -290,7 +290,7 @@ def test_the_model_is_left_as_it_was(layout):
         ({"direction": "zero", "part": "q"}, "an ablation is of z"),
         ({"direction": "zero", "method": "integrated"}, "between the runs of two prompts"),
         ({"method": "atp"}, "got method='atp'; expected one of gradient, exact_gate"),
-        ({"part": "q", "method": "frozen_pattern"}, "no query or key moves"),
+        ({"part": "q", "method": "frozen_pattern"}, "queries and keys move nothing"),
         ({"steps": 3}, "takes none"),
         ({"steps": 0, "method": "integrated"}, "got steps=0"),
         ({"steps": True, "method": "integrated"}, "got steps=True"),
