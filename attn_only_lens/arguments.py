@@ -27,3 +27,12 @@ def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
 def is_number(value: Any, least: float = -float("inf"), most: float = float("inf")) -> bool:
     """Return True for a finite Python number (no bool) from `least` to `most`."""
     return type(value) in (int, float) and least <= value <= most and abs(value) < float("inf")
+
+
+def positive_reasons(**options: Any) -> list[str]:
+    """Return a reason for each option that is not a positive whole number."""
+    return [
+        f"got {name}={value!r}; expected 1 or more"
+        for name, value in options.items()
+        if not is_count(value, 1)
+    ]

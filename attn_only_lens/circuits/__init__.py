@@ -13,9 +13,13 @@ from attn_only_lens.circuits.weights._composition import (
     top_compositions,
     virtual_weights,
 )
-from attn_only_lens.circuits.weights._copying_scores import copying_scores
 from attn_only_lens.circuits.weights._token_paths import token_paths
-from attn_only_lens.circuits.weights.token_circuits import TokenCircuit, ov_circuit, qk_circuit
+from attn_only_lens.circuits.weights.token_circuits import (
+    TokenCircuit,
+    copying_scores,
+    ov_circuit,
+    qk_circuit,
+)
 
 __all__ = [
     "SHARES",

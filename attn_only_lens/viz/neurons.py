@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_only_lens.circuits.weights.partners import is_gated, strongest_partners
+from attn_only_lens.circuits.weights._composition import is_gated, strongest_partners
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites

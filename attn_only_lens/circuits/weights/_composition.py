@@ -1,7 +1,6 @@
 """Composition of heads and neuron-heads: how much of what one writes another reads.
 
-A writer W and a reader R act on rows of the residual stream (`head_matrices.py` defines both for
-each kind of head). Their composition score is
+A writer W and a reader R act on rows of the residual stream (`head_matrices.py`). Their score is
 
     ‖W R‖_F / (‖W‖_F ‖R‖_F)                 in [0, 1]
 
@@ -10,48 +9,44 @@ query (q), key (k) or value (v). Between two neurons W and R have rank one, and 
 |cos| of the vector that one writes and the vector that the other reads.
 
 Baseline. With R turned by a random rotation U, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model, since E U R Rᵀ Uᵀ
-= tr(R Rᵀ) I / d_model. So 1/√d_model is the root mean square score of unrelated heads, exactly and
-at any rank; `ratio_to_baseline` is the score over that.
+= tr(R Rᵀ) I / d_model. So 1/√d_model is the root mean square score of unrelated heads, at any rank;
+`ratio_to_baseline` is the score divided by it.
 
-Order. A pair counts if the writer has written before the reader reads: an attention head and a
-neuron of the same layer do (unless attention and MLP run in parallel), a neuron and an attention
-head of the same layer do not. TransformerLens compares layers, and drops the first. Frames leave
-out pairs in the wrong order; `virtual_weights` refuses them.
+Order. A pair counts if the writer has written before the reader reads. An attention head and a
+neuron of the same layer are in order (unless attention and MLP run in parallel), a neuron and an
+attention head of the same layer are not. TransformerLens compares layers, and drops the first.
+Frames leave out pairs in the wrong order; `virtual_weights` refuses them.
 
-K-composition into a neuron-head is zero by construction: its own token has key 0 and the bias token
-a constant one. `composition` returns 0 with a note, `top_compositions` leaves those pairs out,
-`virtual_weights` refuses them.
+K-composition into a neuron-head is zero by construction: its own token has key 0, and the bias
+token a constant key. `composition` returns 0 with a note, `top_compositions` leaves those pairs
+out, and `virtual_weights` refuses them.
 
-Norms are folded into the weights by default (`models/norms.py`), so a model loaded without
-processing has the scores of its processed twin. Rotary positions are left out of W_Q W_Kᵀ, as in
-TransformerLens: the score is that at distance 0. "embed" does not include positional embeddings. A
-head that writes or reads nothing (all weights zero) has score 0.
+Norms are folded into the weights by default (`models/norms.py`). Rotary positions are left out of
+W_Q W_Kᵀ, as in TransformerLens: the score is that at distance 0. "embed" does not include
+positional embeddings. A head that writes or reads nothing (all weights zero) has score 0.
 
-Many heads at once. Every head has a *factor*: a matrix [rank, d_model] of Frobenius norm 1 that
-stands for all that it writes, or reads. A score depends on W_OV through its products alone, and for
-any A with A = Q T, Q's columns orthonormal, ‖A B‖ = ‖T B‖. So
+Many heads at once. For each head there is a *factor*: a matrix [rank, d_model] of Frobenius norm 1
+for everything that it writes, or reads. With A = Q T and Q's columns orthonormal, ‖A B‖ = ‖T B‖, so
 
     of a writer  A B   T B         A = Q T
     of a reader  A B   (A Tᵀ)ᵀ     Bᵀ = Q T
 
 of rank d_head for an attention head, 1 for a neuron, d_model for the embedding (T Tᵀ is W_Eᵀ W_E,
-summed over slices of the vocabulary): no pair needs a d_model × d_model product. The scores of some
-writers and some readers are one matrix product of their factors, squared and summed over both
-ranks.
+summed over slices of the vocabulary). The scores of some writers and some readers are one product
+of their factors, squared and summed over both ranks.
 
-Memory, in numbers of the weights' dtype (float32 for half precision: 4 bytes), beyond the model:
+Memory beyond the model, in numbers of the weights' dtype (float32 for half precision):
 
     2 d_model Σ d_head                  once: the factors of all attention heads
     d_model²                            once: that of the embedding (four times that in float64,
                                         and a slice of W_E, while it is made)
     4 b d_model + 2 b² + 16 b min(k, b) a block of at most b rows of factors on either side (one
-                                        head, if it has more): factors, scores, the k largest of
-                                        each row
+                                        head, if it has more)
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
@@ -59,18 +54,21 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.circuits.weights.head_matrices import KINDS, HeadMatrices, Kind
 from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.inputs import option_reasons
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName
+from attn_only_lens.heads import HeadName, host_of
 
 _ROWS = 1024  # of W_E at once
+_BLOCK = 1024  # rows of factors at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"
 _PROBLEM = "these heads do not compose"
+_NO_SCORES = "no composition scores can be computed"
 _NO_KEYS = "zero by construction: a neuron-head's keys do not depend on the token"
 _NO_PAIR = (
     "expected a reader that reads after the writer has written: a later layer, or an attention "
@@ -96,7 +94,7 @@ def composition(
         kind: "q", "k" or "v", the reader's input. A neuron-head reads its pre-activation through
             "q" and its value through "v": the same vector in a plain MLP, W_gate and W_in in a
             gated one.
-        fold_norms: whether to fold norms into the weights; False takes weights as they stand.
+        fold_norms: fold norms into the weights; False uses the weights alone.
 
     Returns:
         A row for each pair, by writer and then reader: `writer`, `reader`, `kind`, `score`,
@@ -104,8 +102,7 @@ def composition(
 
     Raises:
         InputError: with every reason: an unknown kind, no pair in order, more than 4,000,000
-            pairs, weights that are unknown or not finite.
-        InputError: the model has no neuron-heads, or not those heads.
+            pairs, unknown heads, weights that are unknown or not finite.
 
     Example:
         >>> from attn_only_lens import circuits, convert, pretrained
@@ -121,10 +118,8 @@ def composition(
     n_writers = sum(1 if sites is None else len(sites.names) for sites in writing)
     n_pairs = n_writers * sum(len(sites.names) for sites in reading)
     if n_pairs > _MOST_PAIRS:
-        raise InputError(
-            [f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"],
-            "these scores would not fit a table",
-        )
+        reason = f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"
+        raise InputError([reason], "these scores would not fit a table")
     sources = [head_writers(matrices, sites) for sites in writing]
     frames = []
     for source in sources:
@@ -133,19 +128,17 @@ def composition(
             if source.stage > _read_stage(sites):
                 continue
             if kind == "k" and sites.kind == "neuron":
-                found, note = written.new_zeros(len(written), len(sites.names)), _NO_KEYS
+                values, note = written.new_zeros(len(written), len(sites.names)), _NO_KEYS
             else:
-                found = scores(written, head_readers(matrices, sites, kind).factors(slice(None)))
+                values = scores(written, head_readers(matrices, sites, kind).factors(slice(None)))
                 note = ""
             pairs = pd.MultiIndex.from_product([source.names, sites.names])
-            frames.append(_frame(model, pairs.to_frame().to_numpy(), found.flatten(), kind, note))
+            frames.append(_frame(model, pairs.to_frame().to_numpy(), values.flatten(), kind, note))
     if not frames:
         raise InputError([_NO_PAIR], _PROBLEM)
     frame = pd.concat(frames, ignore_index=True)
-    order = {name: place for place, name in enumerate(n for s in sources for n in s.names)}
-    return frame.sort_values(
-        "writer", key=lambda names: names.map(order), kind="stable", ignore_index=True
-    )
+    order = pd.Categorical(frame["writer"], [name for source in sources for name in source.names])
+    return frame.iloc[order.codes.argsort(kind="stable")].reset_index(drop=True)
 
 
 @torch.no_grad()
@@ -156,7 +149,7 @@ def top_compositions(
     writers: Sites | Literal["embed"] | None = None,
     readers: Sites | None = None,
     *,
-    block: int = 1024,
+    block: int = _BLOCK,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
     """Return the pairs with the largest composition scores, of all pairs of a model by default.
@@ -166,8 +159,8 @@ def top_compositions(
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
-    For GPT-2 small's 37,009 writers and k = 100 that is 82.5 MiB, and 52.8 were measured
-    (`analyses/benchmarks/bench_composition.py`); all scores would take 5.1 GiB.
+    For GPT-2 small's 37,009 writers and k = 100 that is 82.5 MiB, and 52.8 were measured; all
+    scores would take 5.1 GiB.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -184,8 +177,7 @@ def top_compositions(
 
     Raises:
         InputError: with every reason: an unknown kind, k or block not positive, no pair in
-            order, weights that are unknown or not finite.
-        InputError: the model has no neuron-heads, or not those heads.
+            order, unknown heads, weights that are unknown or not finite.
 
     Example:
         >>> from attn_only_lens import circuits, convert, patching as p, pretrained
@@ -194,18 +186,10 @@ def top_compositions(
         >>> len(frame), frame.attrs["pairs"], bool(frame.score.is_monotonic_decreasing)
         (3, 2048, True)
     """
-    reasons = [
-        f"got {name}={value!r}; expected a positive integer"
-        for name, value in (("k", k), ("block", block))
-        if not is_count(value, 1)
-    ]
-    InputError.raise_if(reasons, _PROBLEM)
-    every = all_heads()
-    writing, reading = _resolve_pairs(
-        model, every if writers is None else writers, every if readers is None else readers, kind
-    )
-    if writers is None:
-        writing = [None, *writing]
+    InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
+    chosen = [all_heads() if sites is None else sites for sites in (writers, readers)]
+    writing, reading = _resolve_pairs(model, *chosen, kind)
+    writing = [None, *writing] if writers is None else writing
     if kind == "k":
         reading = [sites for sites in reading if sites.kind != "neuron"]
         if not reading:
@@ -213,17 +197,15 @@ def top_compositions(
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
     sources = [head_writers(matrices, sites) for sites in writing]
     targets = [head_readers(matrices, sites, kind) for sites in reading]
-    largest = LargestScores(k)
-    first_writer = 0
+    largest, first_writer = LargestScores(k), 0
     for source in sources:
         first_reader = 0
         for target in targets:
-            if source.stage <= target.stage:
-                for columns in target.slices(block):
-                    read = target.factors(columns)
-                    for rows in source.slices(block):
-                        at = first_writer + rows.start, first_reader + columns.start
-                        largest.add(scores(source.factors(rows), read), at)
+            for columns in target.slices(block) if source.stage <= target.stage else ():
+                read = target.factors(columns)
+                for rows in source.slices(block):
+                    first = first_writer + rows.start, first_reader + columns.start
+                    largest.add(scores(source.factors(rows), read), first)
             first_reader += len(target.names)
         first_writer += len(source.names)
     if not largest.seen:
@@ -250,9 +232,9 @@ def virtual_weights(
 
     Rows are the writer's input: the stream at the token it attends to (d_model); for a neuron, its
     activation (1); for "embed", the token (d_vocab). Columns are the reader's output: for an
-    attention head the stream on the other side of its scores, by q and k, or what it writes, by v
-    (d_model); for a neuron its query or value (1), so that between two neurons the one entry is the
-    dot product of what one writes and the other reads, up to norms' scales.
+    attention head the stream on the other side of its scores (q, k), or what it writes (v): d_model
+    entries; for a neuron its query or value (1). So between two neurons the one entry is the dot
+    product of what one writes and the other reads, up to the scales of norms.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -267,9 +249,8 @@ def virtual_weights(
         A TransformerLens `FactoredMatrix`, its inner dimension at most d_head (1 for a neuron).
 
     Raises:
-        InputError: an unknown kind, a reader that reads before the writer has written, the key of
-            a neuron-head, unknown weights.
-        InputError: as in `composition`.
+        InputError: an unknown kind or head, a reader that reads before the writer has written, the
+            key of a neuron-head, unknown weights.
 
     Example:
         >>> from attn_only_lens import circuits, convert, pretrained
@@ -294,9 +275,8 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Writers, None for the embedding first; and readers."""
-    if kind not in KINDS:
-        raise InputError([f"got kind={kind!r}; expected one of {KINDS}"], _PROBLEM)
+    """Return writers (None for the embedding, which comes first) and readers."""
+    InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
         return list(resolve_sites(model, writers)), reading
@@ -312,7 +292,7 @@ def _read_stage(sites: LayerSites) -> int:
 
 
 def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
-    """The stage from which on the stream contains what these heads write."""
+    """Return the first stage at which the stream contains what these heads write."""
     if sites is None:
         return 0
     first = sites.kind == "attention" and not matrices.is_parallel(sites.layer)
@@ -321,14 +301,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class HeadFactors:
-    """Heads of one kind in one layer, as writers or as readers.
-
-    Attributes:
-        names: of each head.
-        stage: of their reading, or of their writing.
-        rank: of each factor.
-        factors: of a slice of the heads.
-    """
+    """The factors of heads of one kind in one layer, as writers or as readers at a stage."""
 
     names: tuple[str, ...]
     stage: int
@@ -336,7 +309,7 @@ class HeadFactors:
     factors: Callable[[slice], Float[Tensor, "head rank d_model"]]
 
     def slices(self, block: int) -> Iterator[slice]:
-        """Slices of heads with at most `block` rows of factors, or one head."""
+        """Yield slices of heads with at most `block` rows of factors, or one head."""
         step = max(1, block // self.rank)
         for start in range(0, len(self.names), step):
             yield slice(start, min(start + step, len(self.names)))
@@ -346,7 +319,7 @@ def head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> HeadFactor
     """Return heads as writers; of None, the embedding."""
     if sites is None:
         factor = _embedding_factor(matrices.embedding())
-        return HeadFactors((_EMBED,), 0, factor.shape[1], lambda part: factor[part])
+        return HeadFactors((_EMBED,), 0, factor.shape[1], lambda some: factor[some])
     return _head_factors(sites, _write_stage(matrices, sites), matrices.write_matrices)
 
 
@@ -358,21 +331,21 @@ def head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> HeadF
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
 ) -> HeadFactors:
-    """Factors of attention heads, kept; of neurons, which are many, made whenever asked for."""
+    """Keep the factors of attention heads; make those of neurons, which are many, on demand."""
     if sites.kind == "attention":
         kept = writer_factors(matrix(sites), sites.names)
-        return HeadFactors(sites.names, stage, kept.shape[1], lambda part: kept[part])
+        return HeadFactors(sites.names, stage, kept.shape[1], lambda some: kept[some])
 
-    def factors(part: slice) -> Tensor:
-        some = sites.names[part], sites.index[part], sites.member[part]
-        return writer_factors(matrix(LayerSites(sites.layer, sites.kind, *some)), some[0])
+    def factors(some: slice) -> Tensor:
+        columns = sites.names[some], sites.index[some], sites.member[some]
+        return writer_factors(matrix(LayerSites(sites.layer, sites.kind, *columns)), columns[0])
 
     return HeadFactors(sites.names, stage, 1, factors)
 
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
     """Return the factors of writers; those of readers from the transpose."""
-    # Of a neuron, whose A is one number, the factor has the sign too.
+    # A neuron's A is one number, whose sign the factor keeps.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
 
@@ -389,19 +362,14 @@ def _embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1
     return _normalize(factor.to(W_E)[None], (_EMBED,))
 
 
-_NO_SCORES = "no composition scores can be computed"
-
-
 def _normalize(factors: Tensor, names: tuple[str, ...]) -> Tensor:
     """Divide by the norm, in place; zeros stay zero."""
     # By the largest entry first: squares of large or small weights leave their type's range.
     largest = torch.linalg.vector_norm(factors, ord=torch.inf, dim=(-2, -1), keepdim=True)
     finite = largest.flatten().isfinite().tolist()
-    if not all(finite):
-        bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-        raise InputError(
-            [f"{len(bad)} heads, such as {bad[0]}, have weights that are not finite"], _NO_SCORES
-        )
+    if bad := [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]:
+        reason = f"{len(bad)} heads, such as {bad[0]}, have weights that are not finite"
+        raise InputError([reason], _NO_SCORES)
     factors /= torch.where(largest == 0, 1.0, largest)
     norm = torch.linalg.vector_norm(factors, dim=(-2, -1), keepdim=True)
     factors /= torch.where(norm == 0, 1.0, norm)
@@ -414,7 +382,7 @@ def scores(
     *,
     signed: bool = False,
 ) -> Float[Tensor, "writer reader"]:
-    """Return the composition score of every pair, from factors; of neurons `signed`, the cosine."""
+    """Return the composition score of every pair of factors; `signed`, the cosine of neurons."""
     product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
     if writers.shape[1] == readers.shape[1] == 1:
         return product if signed else product.abs_()
@@ -422,8 +390,84 @@ def scores(
     return product.square_().view(shape).sum(dim=(1, 3)).sqrt_()
 
 
-def _frame(model: Any, pairs: Any, found: Tensor, kind: str, note: str) -> pd.DataFrame:
+def _frame(model: Any, pairs: Any, values: Tensor, kind: str, note: str) -> pd.DataFrame:
     frame = pd.DataFrame(pairs, columns=["writer", "reader"])
-    score = found.cpu().double().numpy()
+    score = values.cpu().double().numpy()
     ratio = score * model.cfg.d_model**0.5
     return frame.assign(kind=kind, score=score, ratio_to_baseline=ratio, note=note)
+
+
+class Partner(NamedTuple):
+    """A head that a neuron composes with.
+
+    Attributes:
+        side: whether it "writes" what the neuron reads, or "reads" what the neuron writes.
+        kind: the reader's input; in a plain MLP "v" stands for "q" too.
+        name: of the partner.
+        score: the composition score; between two neurons, with the sign of the cosine.
+    """
+
+    side: Literal["writes", "reads"]
+    kind: Kind
+    name: str
+    score: float
+
+
+@torch.no_grad()
+def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Partner]]:
+    """Return the k partners with the largest |score| for each neuron, side and kind."""
+    matrices = HeadMatrices.of(model, fold_norms=True)
+    layers = resolve_sites(model, all_heads())
+    partners: dict[str, list[Partner]] = {}
+    for sites in resolve_sites(model, neurons):
+        partners |= {name: [] for name in sites.names}
+        for kind in _kinds(model, sites):
+            reader = head_readers(matrices, sites, kind)
+            writers = (head_writers(matrices, layer) for layer in layers)
+            earlier = [writer for writer in writers if writer.stage <= reader.stage]
+            for name, top in _strongest(reader, earlier, k):
+                partners[name] += [Partner("writes", kind, *pair) for pair in top]
+        writer = head_writers(matrices, sites)
+        for kind in ("v", "q", "k"):
+            of_kind = [layer for layer in layers if kind in _kinds(model, layer)]
+            readers = (head_readers(matrices, layer, kind) for layer in of_kind)
+            later = [reader for reader in readers if writer.stage <= reader.stage]
+            for name, top in _strongest(writer, later, k):
+                partners[name] += [Partner("reads", kind, *pair) for pair in top]
+    for of_neuron in partners.values():
+        of_neuron.sort(key=lambda partner: (partner.side == "reads", -abs(partner.score)))
+    return partners
+
+
+def _kinds(model: Any, reader: LayerSites) -> tuple[Kind, ...]:
+    if reader.kind == "attention":
+        return "v", "q", "k"
+    return ("v", "q") if is_gated(model, reader.layer) else ("v",)
+
+
+def is_gated(model: Any, layer: int) -> bool:
+    """Return whether the MLP of a source layer has a W_gate."""
+    return getattr(host_of(model).neurons[layer].module, "W_gate", None) is not None
+
+
+def _strongest(
+    neurons: HeadFactors, others: list[HeadFactors], k: int
+) -> Iterator[tuple[str, list[tuple[str, float]]]]:
+    """Yield each neuron with the heads of the largest |scores|."""
+    names = [name for group in others for name in group.names]
+    for some in neurons.slices(_BLOCK):
+        factors = neurons.factors(some)
+        values: Float[Tensor, "neuron kept"] = factors.new_empty(len(factors), 0)
+        places, first = values.long(), 0
+        for group in others:
+            for rows in group.slices(_BLOCK):
+                new = scores(group.factors(rows).to(factors), factors, signed=True).T
+                new_places = torch.arange(first + rows.start, first + rows.stop, device=new.device)
+                values = torch.cat([values, new], dim=1)
+                places = torch.cat([places, new_places.expand(len(new), -1)], dim=1)
+                kept = values.abs().topk(min(k, values.shape[1]), dim=1).indices
+                values, places = values.gather(1, kept), places.gather(1, kept)
+            first += len(group.names)
+        rows_of = zip(neurons.names[some], places.tolist(), values.tolist(), strict=True)
+        for name, indices, amounts in rows_of:
+            yield name, [(names[i], x) for i, x in zip(indices, amounts, strict=True)]

@@ -30,9 +30,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count
-from attn_only_lens.circuits.weights.partners import is_gated
-from attn_only_lens.circuits.weights.vocabulary_matrices import VocabularyMatrices
+from attn_only_lens.arguments import positive_reasons
+from attn_only_lens.circuits.weights._composition import is_gated
+from attn_only_lens.circuits.weights.vocabulary import VocabularyMatrices
 from attn_only_lens.engine.sites import LayerSites, Sites, neuron_heads, resolve_sites
 from attn_only_lens.engine.token_texts import token_text
 from attn_only_lens.errors import InputError
@@ -87,14 +87,10 @@ def token_paths(
         >>> bool(frame["score"].is_monotonic_decreasing), len(frame["reads"][0])
         (True, 5)
     """
-    given = (("k", k), ("n_tokens", n_tokens), ("block", block))
-    reasons = [
-        f"got {name}={value!r}; expected 1 or more"
-        for name, value in given
-        if not is_count(value, 1)
-    ]
+    reasons = positive_reasons(k=k, n_tokens=n_tokens, block=block)
     chosen = resolve_sites(model, neuron_heads() if neurons is None else neurons)
-    wrong = [name for each in chosen for name in each.names if "N" not in name or "." in name]
+    names = [name for sites in chosen for name in sites.names]
+    wrong = [name for name in names if "N" not in name or "." in name]
     reasons += [f"got {name}; expected whole neurons, such as L5N1234" for name in wrong[:3]]
     InputError.raise_if(reasons, _PROBLEM)
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
@@ -110,18 +106,16 @@ def token_paths(
             for name, x in (("drive", drive[:, 0]), ("write", write[:, 0]), ("score", score)):
                 frame[name] = x.cpu().double().numpy()
             frames.append(frame.nlargest(k, "score"))
-    found = pd.concat(frames).nlargest(k, "score").reset_index(drop=True)
-    ends = "reads", "writes"
-    for name, tokens_of_end in zip(
-        ends, (matrices.read_tokens, matrices.written_tokens), strict=True
+    paths = pd.concat(frames).nlargest(k, "score").reset_index(drop=True)
+    for end, chosen_tokens in (
+        ("reads", matrices.read_tokens),
+        ("writes", matrices.written_tokens),
     ):
-        named = {index for row in found[name] for index in row}
-        texts = {
-            index: token_text(model, index if tokens_of_end is None else tokens_of_end[index])
-            for index in named
-        }
-        found[name] = [tuple(texts[index] for index in row) for row in found[name]]
-    return found
+        paths[end] = [
+            tuple(token_text(model, i if chosen_tokens is None else chosen_tokens[i]) for i in row)
+            for row in paths[end]
+        ]
+    return paths
 
 
 _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
@@ -132,10 +126,12 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
     """The tokens of largest drive of each neuron, by the sign of its value."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
-    own: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
-    height = 1.0 if gated or not isinstance(own, Gate) else own.scale * own.side
+    neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
+    height = 1.0
+    if not gated and isinstance(neuron_gate, Gate):
+        height = neuron_gate.scale * neuron_gate.side
     signs = "+-" if gated else "+" if height > 0 else "-"
-    found: dict[str, _Top] = {}
+    tops: dict[str, _Top] = {}
     for first in range(0, len(matrices.W_E), block):
         E = matrices.W_E[first : first + block]
         drive = (E @ gate.to(E)).clamp_(min=0)
@@ -145,20 +141,20 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
             drive *= height
         for sign in signs:
             top = _top((drive if sign == "+" else -drive).T, n, first)
-            found[sign] = _merged(found[sign], top, n) if sign in found else top
-    return found
+            tops[sign] = _merged(tops[sign], top, n) if sign in tops else top
+    return tops
 
 
 def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
     """The tokens whose logits each neuron raises most, by the sign of its value."""
     rows = matrices.heads.write_matrices(sites).B[:, 0]
-    found = []
+    both = []
     for some in rows.split(_NEURONS):
         written = matrices.writes(some)
-        found.append((_top(written, n, 0), _top(-written, n, 0)))
+        both.append((_top(written, n, 0), _top(-written, n, 0)))
     return {
         sign: (torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))
-        for sign, tops in zip("+-", zip(*found, strict=True), strict=True)
+        for sign, tops in zip("+-", zip(*both, strict=True), strict=True)
     }
 
 
@@ -167,7 +163,7 @@ def _top(x: Float[Tensor, "neuron token"], n: int, first: int) -> _Top:
     return values, tokens + first
 
 
-def _merged(one: _Top, other: _Top, n: int) -> _Top:
-    values, tokens = (torch.cat(pair, dim=1) for pair in zip(one, other, strict=True))
-    values, at = values.topk(min(n, values.shape[1]), dim=1)
-    return values, tokens.gather(1, at)
+def _merged(first: _Top, second: _Top, n: int) -> _Top:
+    values, tokens = (torch.cat(pair, dim=1) for pair in zip(first, second, strict=True))
+    values, places = values.topk(min(n, values.shape[1]), dim=1)
+    return values, tokens.gather(1, places)

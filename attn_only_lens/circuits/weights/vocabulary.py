@@ -1,43 +1,155 @@
-"""Direct effects of heads on tokens: those that a node promotes, and those that a neuron reads.
+"""What heads read from the embedding and write to the logits: their weights in the vocabulary.
+
+    reads    W_E N W         N the gain of the norm that the head reads through
+    writes   W N W_U C       N that of the final norm; C removes the mean over the vocabulary
+
+The mean over the vocabulary is removed because the softmax ignores it. So a model with a centred
+unembedding has the same matrices as the same model without.
+
+`DirectEffects` gives one number for each token, for the direct path of one node:
 
     promotes z W_O N W_U     z of the node at its position in one run, N the final norm
     reads    W_E N W_in      W_gate of a gated MLP, which sets the neuron's pattern; N its norm
 
-One number for each token of the vocabulary, for the direct path alone. Scales of norms are left
-out: a positive factor does not change the order of tokens. So scores are standardized over the
-vocabulary, (x - mean) / deviation, which no factor changes, nor what promotes all tokens alike.
-
-The first is the logit lens on a component: nostalgebraist, "interpreting GPT: the logit lens"
-(2020); Geva et al., "Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the
-Vocabulary Space" (2022).
+The scales of norms are left out, because a positive factor does not change the order of tokens. So
+scores are standardized over the vocabulary, (x - mean) / deviation. The first is the logit lens on
+a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al., "Transformer
+Feed-Forward Layers Build Predictions by Promoting Concepts in the Vocabulary Space" (2022).
 """
 
+import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
-from attn_only_lens.devices import float32_if_half
+from attn_only_lens.devices import float32_if_half, normal_numbers
 from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.models.norms import NO_NORM, Norm
+from attn_only_lens.tolerances import rounding
 
+_PROBLEM = "heads of this model have no matrices in its vocabulary"
 _ROWS = 64  # of d_vocab numbers at once
 TokenScores: TypeAlias = list[tuple[int, float]]
 """Tokens of the largest scores and, after them, those of the smallest; each with its score."""
 
 
-class DirectEffects:
-    """Projections of a model's heads onto its vocabulary.
+@dataclass(frozen=True, eq=False)
+class InputVocabulary:
+    """The matrices of a model's heads, and its embedding of `read_tokens` (None for all)."""
 
-    Args:
-        model: converted, or with exposed neuron-heads.
+    heads: HeadMatrices
+    W_E: Float[Tensor, "d_vocab d_model"]
+    read_tokens: tuple[int, ...] | None
 
-    Raises:
-        InputError: norms or matrices of a bridge are unknown.
+    @classmethod
+    def of(cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool) -> "InputVocabulary":
+        """Return the matrices of a model for some tokens of the input vocabulary."""
+        heads, W_E = _embedding(model, fold_norms)
+        chosen = _checked(tokens, len(W_E))
+        return cls(heads, W_E if chosen is None else W_E[list(chosen)], chosen)
+
+    def reads(self, columns: Float[Tensor, "d_model n"]) -> Float[Tensor, "d_vocab n"]:
+        """Return what columns read of the embedding of each token."""
+        return self.W_E @ columns.to(self.W_E)
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyMatrices(InputVocabulary):
+    """The matrices of a model's heads, its embedding and its unembedding.
+
+    The input and the output vocabulary may differ. Of the tokens that are asked for, heads read
+    those of the input vocabulary, and write those of the output vocabulary.
+
+    Attributes:
+        W_U: the unembedding of `written_tokens` (None for all).
+        final: the norm before the unembedding.
+        mean: the mean of W_U over `written_tokens`.
     """
+
+    W_U: Float[Tensor, "d_model d_vocab_out"]
+    written_tokens: tuple[int, ...] | None
+    final: Norm
+    mean: Float[Tensor, "d_model"]
+
+    @classmethod
+    def of(
+        cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool
+    ) -> "VocabularyMatrices":
+        """Return the matrices of a model for some tokens of either vocabulary."""
+        heads, W_E = _embedding(model, fold_norms)
+        W_U = _finite(_unembedding(model), "unembedding")
+        sizes = {"input": len(W_E), "output": W_U.shape[1]}
+        chosen = _checked(tokens, max(sizes.values()))
+        read, written = (
+            None if chosen is None else tuple(token for token in chosen if token < size)
+            for size in sizes.values()
+        )
+        for name, some in (("input", read), ("output", written)):
+            if some == ():
+                reason = (
+                    f"got tokens={reprlib.repr(tokens)}, none of them in the {name} vocabulary; "
+                    f"expected at least one from 0 to {sizes[name] - 1}"
+                )
+                raise InputError([reason], _PROBLEM)
+        W_E = W_E if read is None else W_E[list(read)]
+        W_U = W_U if written is None else W_U[:, list(written)]
+        final = host_of(model).final_norm() if fold_norms else NO_NORM
+        return cls(heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
+
+    def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
+        """Return what rows in the stream add to each logit, up to a constant."""
+        normed = self.final.after(rows).to(self.W_U)
+        return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
+
+
+def _embedding(
+    model: Any, fold_norms: bool
+) -> tuple[HeadMatrices, Float[Tensor, "d_vocab d_model"]]:
+    heads = HeadMatrices.of(model, fold_norms=fold_norms)
+    return heads, _finite(heads.embedding(), "embedding")
+
+
+def _finite(matrix: Tensor, name: str) -> Tensor:
+    if not matrix.isfinite().all():
+        raise InputError([f"its {name} has weights that are not finite"], _PROBLEM)
+    return matrix
+
+
+def _checked(tokens: object, n: int) -> tuple[int, ...] | None:
+    if tokens is None:
+        return None
+    listed = as_plain(tokens)
+    ids = [as_plain(token) for token in listed] if isinstance(listed, Sequence) else []
+    if not ids or not all(is_count(token, 0, n - 1) for token in ids) or len({*ids}) < len(ids):
+        reason = f"got tokens={reprlib.repr(tokens)}; expected tokens from 0 to {n - 1}, each once"
+        raise InputError([reason], _PROBLEM)
+    return tuple(ids)
+
+
+def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
+    """Return W_U, after a check that the model applies it."""
+    unembed = model.unembed
+    W_U = getattr(unembed, "W_U", None)
+    if W_U is not None:
+        x = normal_numbers((1, 3, W_U.shape[0])).to(W_U)
+        logits = unembed(x) - unembed(torch.zeros_like(x))
+        expected = x @ W_U
+        allowed = 10 * rounding(W_U.dtype) * expected.norm()
+        if logits.shape == expected.shape and (logits - expected).norm() <= allowed:
+            return float32_if_half(W_U.detach())
+    raise InputError(["its unembedding does not multiply by one matrix W_U"], _PROBLEM)
+
+
+class DirectEffects:
+    """Projections of a model's heads onto its vocabulary; each for k tokens of either end."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._host = model, host_of(model)
@@ -53,60 +165,46 @@ class DirectEffects:
         Args:
             z: outputs of heads, by hook name: [batch, pos, head_index, d_head].
             nodes: names of heads or neurons, and positions.
-            k: tokens of each end; the whole vocabulary where it has no more than both.
+            k: tokens of each end.
             prompt: of the batch.
-
-        Returns:
-            The tokens of each node; none if it writes nothing.
         """
-        found: dict[int, TokenScores] = {}
+        tokens: dict[int, TokenScores] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
             name = self._host.hook_name(sites.layer, sites.kind, "z")
-            out, positions = z[name][prompt], [nodes[row][1] for row in rows]
+            outputs, positions = z[name][prompt], [nodes[row][1] for row in rows]
             if sites.kind == "neuron":
-                out = self._host.neurons[sites.layer].neuron_outputs(out.squeeze(-1)).unsqueeze(-1)
-            outputs = self._matrices.outputs(sites, out[positions, sites.index.to(out.device)])
-            found |= zip(rows, self._unembed(self._final.after(outputs), k), strict=True)
-        return [found[row] for row in range(len(nodes))]
+                neurons = self._host.neurons[sites.layer]
+                outputs = neurons.neuron_outputs(outputs.squeeze(-1)).unsqueeze(-1)
+            chosen = outputs[positions, sites.index.to(outputs.device)]
+            written = self._final.after(self._matrices.outputs(sites, chosen))
+            tokens |= zip(rows, self._unembed(written, k), strict=True)
+        return [tokens[row] for row in range(len(nodes))]
 
     @torch.no_grad()
     def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
-        """Return the tokens that each neuron raises most where its z is positive, and lowers most.
-
-        Args:
-            neurons: names.
-            k: tokens of each end.
-        """
-        found: dict[int, TokenScores] = {}
+        """Return the tokens that each neuron raises most where its z is positive, and lowers."""
+        tokens: dict[int, TokenScores] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
-            one = self._matrices.outputs(sites, sites.index.new_ones(len(rows), 1).float())
-            found |= zip(rows, self._unembed(self._final.after(one), k), strict=True)
-        return [found[row] for row in range(len(neurons))]
+            ones = sites.index.new_ones(len(rows), 1).float()
+            written = self._final.after(self._matrices.outputs(sites, ones))
+            tokens |= zip(rows, self._unembed(written, k), strict=True)
+        return [tokens[row] for row in range(len(neurons))]
 
     @torch.no_grad()
     def read_tokens(
         self, neurons: Sequence[str], k: int, kind: Literal["q", "v"] = "q"
     ) -> list[TokenScores]:
-        """Return the tokens whose embeddings raise the query of each neuron most, and lower it.
-
-        Args:
-            neurons: names.
-            k: tokens of each end.
-            kind: "v" for the value instead, which a gated MLP reads by other weights.
-
-        Raises:
-            InputError: the embedding is normed or projected before it enters the stream.
-        """
+        """Return the tokens whose embeddings raise each neuron's query most, and lower it most."""
         W_E = self._matrices.embedding()
-        found: dict[int, TokenScores] = {}
+        tokens: dict[int, TokenScores] = {}
         for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
             columns = self._matrices.read_matrices(sites, kind).A[:, :, 0].to(W_E.device)
             tops = [top for some in columns.split(_ROWS) for top in _extremes(some @ W_E.T, k)]
-            found |= zip(rows, tops, strict=True)
-        return [found[row] for row in range(len(neurons))]
+            tokens |= zip(rows, tops, strict=True)
+        return [tokens[row] for row in range(len(neurons))]
 
     def _unembed(self, outputs: Float[Tensor, "row d_model"], k: int) -> Iterator[TokenScores]:
-        """Tokens by the unembedding as the model applies it, without its bias."""
+        """Yield tokens by the unembedding as the model applies it, without its bias."""
         unembed, dtype = self._model.unembed, next(self._model.unembed.parameters()).dtype
         bias = unembed(outputs.new_zeros(1, 1, outputs.shape[1], dtype=dtype))
         for some in outputs.to(dtype).split(_ROWS):
@@ -114,7 +212,7 @@ class DirectEffects:
 
 
 def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
-    """Heads of one kind and layer together, with their rows in the list."""
+    """Yield heads of one kind and layer together, with their rows in the list."""
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
         groups.setdefault((head.layer, head.kind), []).append(row)
