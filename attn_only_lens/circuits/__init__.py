@@ -1,11 +1,11 @@
 """Circuits of attention heads and neuron-heads: composition, attribution graphs and search."""
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
-from attn_only_lens.circuits._faithfulness import SHARES, Faithfulness, faithfulness
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import Circuit, Evaluation, discover, evaluate
+from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
 from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.weights._composition import (

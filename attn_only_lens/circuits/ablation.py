@@ -1,27 +1,42 @@
-"""A model in which everything but a circuit is ablated, for many circuits at once.
+r"""A model in which everything but a circuit is ablated, and how faithful circuits are by size.
 
-Sites are attention heads and neuron-heads at positions, as the rows of a `Sweep` name them. A site
-of the circuit computes as usual, from what then reaches it. Any other is ablated: its z becomes
+Sites are attention heads and neuron-heads at positions, named as in the rows of a `Sweep`. A site
+of the circuit computes as usual, from what reaches it. Any other site is ablated: its z becomes
 
     "zero"      0
     "mean"      its mean over all real tokens of the clean prompts
     "resample"  its value in the corrupted run, at the same position
 
-Heads and positions that are no sites, the embedding and the biases are never ablated.
+Heads and positions that are not sites, the embedding and the biases are never ablated. Positions
+are numbers, "all" together, or roles (`engine/positions.py`). A site by role is a head at the
+role's token in each prompt; prompts may then differ in length.
 
-Positions are numbers, "all" together, or roles (`engine/positions.py`). A site by role is a head at
-the role's token in each prompt; prompts may then differ in length.
+Circuits are rows of one batch, each with its own sites (`engine/replay`). With resampling, nothing
+before the first token that differs can change, and those positions are not run again.
 
-Circuits are rows of one batch, each with its own sites (`engine/replay`). Resampled, nothing before
-the first token that differs can change, and those positions are not run again.
+With m the metric, M all sites, C a circuit, everything else ablated:
 
-With m the metric, C a circuit, M all sites, and g the gradient of m at a site where only C is left,
+    faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
+    completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
 
-    worth = g · (z - what it becomes if ablated) / (m(M) - m(∅))
+(Marks et al., "Sparse Feature Circuits", 2024.) With g the gradient of m at a site where only C is
+left, a site adds to the faithfulness of C, to first order,
 
-is what a site adds to the faithfulness of C, to first order: what it loses if taken away, for a
-site of C, and what it gains if put back, for any other. One forward pass and a backward one tell it
-of all sites.
+    worth = g · (z - its ablated value) / (m(M) - m(∅))
+
+For a site of C that is the loss if it is removed, for any other site the gain if it is put back.
+
+`faithfulness` measures circuits of the k highest ranked sites, for shares k of all sites. Its two
+areas are those of Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by the
+trapezoids of its code:
+
+    CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
+    CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better, 0 for a circuit that does
+                              what the model does, at any size
+
+from the smallest share to the largest, .001 to 1 in MIB. CPR rewards a circuit with f > 1, CMD
+does not. MIB ranks by signed scores for CPR, by |scores| for CMD, and counts edges; here each site
+counts as one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,17 +49,20 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 from jaxtyping import Float
+from scipy.integrate import trapezoid
 from torch import Tensor
 
+from attn_only_lens.arguments import as_plain, is_count, is_number
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
+from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.engine.interventions import ablate
 from attn_only_lens.engine.metrics import AnyMetric
-from attn_only_lens.engine.positions import Positions, PositionSet, resolve_positions
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
-from attn_only_lens.engine.recording import Hooks, record_pair
+from attn_only_lens.engine.positions import Positions, PositionSet, Roles, resolve_positions
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
+from attn_only_lens.engine.recording import Hooks, Recording, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
@@ -56,12 +74,138 @@ from attn_only_lens.patching.run_patches import Batching
 Ablation = Literal["zero", "mean", "resample"]
 Order = Literal["magnitude", "signed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The shares of all sites that MIB measures."""
 Rows: TypeAlias = npt.NDArray[np.int64]
 """Rows of a frame of sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 _PROBLEM = "these sites cannot be ablated"
-_EXPECTED_POSITIONS = "expected 'each', 'all', or numbers from 0"
+
+
+@dataclass(frozen=True, eq=False)
+class Faithfulness:
+    """Faithfulness over circuit size.
+
+    Attributes:
+        frame: a row for each share of all sites: `share`, `n_sites`, `faithfulness`,
+            `completeness`, `random` (mean faithfulness of random circuits of the same size), and
+            the `random_min` and `random_max` of those.
+        cpr: circuit performance ratio.
+        cmd: circuit-model distance.
+        random_cpr: mean CPR of random rankings.
+        random_cmd: mean CMD of random rankings.
+        whole: the metric of the model.
+        nothing: the metric with every site ablated.
+        ablation: "zero", "mean" or "resample".
+        order: of the ranking, "magnitude" or "signed".
+        method: of the ranking.
+    """
+
+    frame: pd.DataFrame
+    cpr: float
+    cmd: float
+    random_cpr: float
+    random_cmd: float
+    whole: float
+    nothing: float
+    ablation: str
+    order: str
+    method: str
+
+
+@warned_once()
+def faithfulness(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    ranking: Sweep,
+    *,
+    ablation: Ablation = "resample",
+    order: Order = "magnitude",
+    shares: Sequence[float] = SHARES,
+    positions: Roles | None = None,
+    n_random: int = 3,
+    seed: int = 0,
+    mask: Tensor | None = None,
+) -> Faithfulness:
+    """Measure the faithfulness and completeness of the highest ranked sites, by circuit size.
+
+    Args:
+        model: converted, or with exposed neuron-heads; without hooks of its own.
+        clean: the prompts whose circuit it is; see `prompt_pair`.
+        corrupted: the prompts to resample from, token for token.
+        metric: `logit_diff(...)` and the like, or any function of logits.
+        ranking: of sites, by `activation_patch` or `attribution`, with positions "each", "all" or
+            by role.
+        ablation: of everything outside: "zero", "mean", "resample".
+        order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
+        shares: of all sites, increasing; MIB's by default.
+        positions: for a ranking by role, where each role is in these prompts: `task.roles`.
+        n_random: random rankings to compare with; 0 for none.
+        seed: of those.
+        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+
+    Returns:
+        The curve, and its areas.
+
+    Raises:
+        InputError: with every reason: invalid shares, settings or sites; prompts or a metric that
+            do not fit; ablating everything changes nothing.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
+        >>> metric = p.logit_diff(correct=7, wrong=8)
+        >>> ranking = p.attribution(model, *prompts, metric, positions="each")
+        >>> curve = circuits.faithfulness(model, *prompts, metric, ranking)
+        >>> round(float(curve.frame["faithfulness"].iloc[-1]), 4), curve.cmd < curve.random_cmd
+        (1.0, True)
+    """
+    reasons = reasons_against_draws(n_random, seed) + option_reasons("order", order, ORDERS)
+    in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
+    if not in_range or list(shares) != sorted(set(shares)):
+        reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
+    if not isinstance(ranking, Sweep):
+        got = type(ranking).__name__
+        expected = "the result of `attribution` or `activation_patch`"
+        reasons.append(f"ranking: got a {got}; expected {expected}")
+    InputError.raise_if(reasons, "no curve can be drawn")
+    prompts = model, clean, corrupted, metric
+    where: dict[str, Any] = {"mask": mask, "positions": positions}
+    ablated = AblatedModel(*prompts, ranking.frame, ablation=ablation, **where)
+    highest = ablated.ranked(ranking, order)
+    sizes = [int(share * ablated.n_sites) for share in shares]
+    kept, others, random = ablated.curves([highest[:size] for size in sizes], n_random, seed)
+    if not n_random:
+        random = np.full((1, len(sizes)), np.nan)
+    columns = {"share": list(shares), "n_sites": sizes, "faithfulness": kept}
+    columns |= {"completeness": others, "random": random.mean(axis=0)}
+    columns |= {"random_min": random.min(axis=0), "random_max": random.max(axis=0)}
+    return Faithfulness(
+        pd.DataFrame(columns),
+        cpr=float(trapezoid(kept, shares)),
+        cmd=float(trapezoid(abs(1 - kept), shares)),
+        random_cpr=float(trapezoid(random, shares).mean()),
+        random_cmd=float(trapezoid(abs(1 - random), shares).mean()),
+        whole=ablated.whole,
+        nothing=ablated.nothing,
+        ablation=ablation,
+        order=order,
+        method=ranking.method,
+    )
+
+
+def reasons_against_draws(n_random: object, seed: object) -> list[str]:
+    """Return why random circuits cannot be drawn like this."""
+    return [
+        f"got {name}={number!r}; expected a whole number, 0 or more"
+        for name, number in (("n_random", n_random), ("seed", seed))
+        if not is_count(number)
+    ]
 
 
 class AblatedModel:
@@ -89,24 +233,8 @@ class AblatedModel:
     ) -> None:
         """Run both prompts, and the clean ones with every site ablated.
 
-        Args:
-            model: converted, or with exposed neuron-heads; without hooks of its own.
-            clean: the prompts whose circuits are measured.
-            corrupted: the prompts to resample from, token for token.
-            metric: that circuits are measured by.
-            sites: that may be ablated, as rows of `Sweep.frame`.
-            ablation: "zero", "mean", "resample".
-            mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-            positions: where each role is in the prompts, for sites by role.
-            on_done: called with the number of circuits that are done.
-
-        Raises:
-            InputError: an unknown ablation; positions from the end, or beyond the prompts; roles
-                without a position, or two of them at one token; single heads of a neuron; ablating
-                everything changes nothing.
-            InputError: prompts or a metric that do not fit.
-            UnsupportedModelError: ablating some heads has no effect, as the model does not read
-                them where they are hooked.
+        `sites` are rows of `Sweep.frame`; `positions` has the roles of sites by role; `on_done` is
+        called with the number of circuits that are done.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -118,29 +246,14 @@ class AblatedModel:
         self._sites = sites.groupby("name", observed=True)
         roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
-        source = (
-            runs.corrupted
-            if ablation == "resample"
-            else ablate(runs.clean, runs.clean, ablation, pair.real)
-        )
-        layers: dict[HeadKind, list[int]] = {}
-        self._points: list[_AblatedPoint] = []
-        for key, rows in sites.groupby(["layer", "kind"], observed=True):
-            layer, kind = cast("tuple[int, HeadKind]", key)
-            layers.setdefault(kind, []).append(layer)
-            name, width = host_of(model).hook_name(layer, kind, "z"), 1
-            if kind == "attention":
-                other = source.hooked[name]
-            else:
-                other = source.neurons[layer].z.unsqueeze(-1)
-                width = host_of(model).neurons[layer].heads_per_neuron
-            self._points.append(_AblatedPoint.of(name, other, width, rows, roles))
-        for kind, of_kind in layers.items():
-            require_edits_read(model, runs.clean, kind, of_kind, "z")
+        source = runs.corrupted
+        if ablation != "resample":
+            source = ablate(runs.clean, runs.clean, ablation, pair.real)
+        self._points = _ablated_points(model, source, sites, roles)
+        for kind, layers in sites.groupby("kind", observed=True)["layer"].unique().items():
+            require_edits_read(model, runs.clean, cast("HeadKind", kind), layers.tolist(), "z")
         self._replay = make_replay(model, runs.clean, runs.metric)
-        differs = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
-        earliest = int(differs.nonzero()[0]) if ablation == "resample" else 0
-        self._first = self._replay.start(0, earliest)
+        self._first = self._replay.start(0, _first_change(pair) if ablation == "resample" else 0)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole = runs.clean_value
         self.nothing = float(self._values([np.empty(0, dtype=np.int64)])[0])
@@ -152,58 +265,38 @@ class AblatedModel:
             raise InputError([reason], _PROBLEM)
 
     def ranked(self, ranking: Sweep, order: Order) -> Rows:
-        """Return the rows of a ranking, the highest ranked first; of equals the first.
-
-        Args:
-            ranking: of the sites.
-            order: by "magnitude" of effects, or "signed", with what helps faithfulness first.
-        """
+        """Return the rows of a ranking, the highest ranked first; of equals the first."""
         # The two spans may differ in sign: of two prompts, and of all sites and none.
-        own = ranking.clean_value - ranking.corrupted_value
+        span = ranking.clean_value - ranking.corrupted_value
         # What helps raises the score when put in, and lowers it when taken out.
-        helps = np.sign(own * (self.whole - self.nothing)) * (1 if ranking.baseline == 0 else -1)
+        helps = np.sign(span * (self.whole - self.nothing)) * (1 if ranking.baseline == 0 else -1)
         effect = ranking.effect.to_numpy() * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
-        """Return (m(C) - m(∅)) / (m(M) - m(∅)) of circuits C, with m the metric, M all sites.
-
-        Args:
-            circuits: rows of the sites of each.
-        """
+        """Return the faithfulness of circuits, each the rows of its sites."""
         return (self._values(circuits) - self.nothing) / (self.whole - self.nothing)
 
     def losses(self, names: Sequence[str], on_done: Callable[[int], object]) -> _Floats:
-        """Return how much of the metric is lost when one head is ablated, at all its positions.
-
-        Args:
-            names: of the heads.
-            on_done: called with the number of heads that are done, here and from then on.
-        """
+        """Return how much of the metric is lost when one head is ablated, at all its positions."""
         self._batching.on_done = on_done
         rows = self._sites.indices
         every = np.arange(self.n_sites)
-        found = self.faithfulness([np.delete(every, rows[name]) for name in names])
-        return (1 - found) * (self.whole - self.nothing)
+        left = self.faithfulness([np.delete(every, rows[name]) for name in names])
+        return (1 - left) * (self.whole - self.nothing)
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
     ) -> tuple[_Floats, _Floats, Float[np.ndarray, "random circuit"]]:
-        """Return the faithfulness of circuits, of all other sites, and of random ones.
-
-        Args:
-            circuits: rows of the sites of each.
-            n_random: random rankings, whose first sites are circuits of the same sizes.
-            seed: of those.
-        """
+        """Return the faithfulness of circuits, of all other sites, and of random ones alike."""
         every = np.arange(self.n_sites)
         others = [np.delete(every, circuit) for circuit in circuits]
         generator = np.random.default_rng(seed)
         orders = [generator.permutation(self.n_sites) for _ in range(n_random)]
         random = [order[: len(circuit)] for order in orders for circuit in circuits]
         n = len(circuits)
-        found = self.faithfulness([*circuits, *others, *random])
-        return found[:n], found[n : 2 * n], found[2 * n :].reshape(n_random, n)
+        values = self.faithfulness([*circuits, *others, *random])
+        return values[:n], values[n : 2 * n], values[2 * n :].reshape(n_random, n)
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
         """Return what each site adds to a circuit's faithfulness, to first order."""
@@ -221,13 +314,12 @@ class AblatedModel:
             worth = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
             worth = worth.sum(dim=0, keepdim=True) if point.role is None else worth
             worths.append(worth.to(to_float64_device(stream).device))
-        flat = torch.cat([worth.flatten() for worth in worths]).cpu()
+        sizes = [worth.numel() for worth in worths]
+        flat = torch.cat([worth.flatten() for worth in worths]).cpu().split(sizes)
         by_site = np.zeros(self.n_sites)
-        for point, worth in zip(
-            self._points, flat.split([worth.numel() for worth in worths]), strict=True
-        ):
-            of_heads = worth.view(-1, self.n_pos - self._first, point.replacement.shape[2])
-            by_site[point.rows] = point.by_site(of_heads.numpy(), self._first)
+        for point, of_point in zip(self._points, flat, strict=True):
+            by_head = of_point.view(-1, self.n_pos - self._first, point.replacement.shape[2])
+            by_site[point.rows] = point.by_site(by_head.numpy(), self._first)
         return by_site / (self.whole - self.nothing)
 
     @torch.no_grad()
@@ -237,8 +329,8 @@ class AblatedModel:
         def run(chosen: Tensor) -> Tensor:
             hooks = self._hooks(self._kept([circuits[i] for i in chosen.tolist()]))
             stream = self._replay.recorded_stream(0, self._first, len(chosen))
-            found = self._replay.values(Variants(0, self._first, stream, hooks))
-            return self._replay.metric.mean(found)
+            by_prompt = self._replay.values(Variants(0, self._first, stream, hooks))
+            return self._replay.metric.mean(by_prompt)
 
         every = torch.arange(len(circuits), device="cpu")
         per_variant = self._replay.numbers_per_variant(self._first)
@@ -255,23 +347,27 @@ class AblatedModel:
         return [point.hook(kept, self._first, computed) for point in self._points]
 
 
+def _first_change(pair: PromptPair) -> int:
+    """Return the first position at which the two prompts differ."""
+    differs = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
+    return int(differs.nonzero()[0])
+
+
 def _reasons_against_sites(
     sites: pd.DataFrame, n_pos: int, roles: Sequence[PositionSet]
 ) -> list[str]:
     reasons = []
     if "prompt" in sites:
         reasons.append('got rows of each prompt; expected means, or query("prompt == 0")')
-    single = [name for name in sites["name"].astype(str) if "." in name]
-    if single:
+    if single := [name for name in sites["name"].astype(str) if "." in name]:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
     numbers = set(sites["position"].unique().tolist()) - {"all"}
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
-        unknown = sorted(str(number) for number in numbers if number not in labels)
         reasons += [
             f"got sites at the role {label!r}; expected its position in each prompt: pass "
             f"positions={{{label!r}: …}}"
-            for label in unknown
+            for label in sorted(str(number) for number in numbers if number not in labels)
         ]
         reasons += [
             f"got {first.label!r} and {second.label!r}, the same token of prompt "
@@ -282,9 +378,9 @@ def _reasons_against_sites(
         ]
     elif roles:
         reasons.append("got positions by role, and sites without a role; expected sites by role")
-    elif any(each < 0 for each in numbers):
-        reasons.append(f"got positions from the end; {_EXPECTED_POSITIONS}")
-    elif any(each >= n_pos for each in numbers):
+    elif any(number < 0 for number in numbers):
+        reasons.append("got positions from the end; expected 'each', 'all', or numbers from 0")
+    elif any(number >= n_pos for number in numbers):
         reasons.append(
             f"got a site at position {max(numbers)}; the prompts have {n_pos} tokens: pass a "
             "ranking of prompts of this length"
@@ -298,13 +394,12 @@ class _AblatedPoint:
 
     Attributes:
         name: of the hook point.
-        replacement: of every z there.
+        replacement: the ablated value of every z there.
         width: heads of a node.
-        rows: of the sites, among all.
-        index: of each site's head or neuron.
-        position: of each site: a number, or its role's; None where a site is at all positions.
-        role: [batch, pos], the number of the role at each token, -1 for none; None where sites are
-            by position.
+        rows: the rows of the sites, among all.
+        index: the head or neuron of each site.
+        position: a number for each site, or that of its role; None for sites at all positions.
+        role: the number of the role at each token, -1 for none; None for sites by position.
     """
 
     name: str
@@ -315,37 +410,12 @@ class _AblatedPoint:
     position: Rows | None
     role: Rows | None
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        replacement: Tensor,
-        width: int,
-        rows: pd.DataFrame,
-        roles: Sequence[PositionSet],
-    ) -> "_AblatedPoint":
-        """Return the point of some rows of a frame of sites."""
-        position: npt.NDArray[Any] | None = None
-        role: npt.NDArray[Any] | None = None
-        if roles:
-            numbers = {one.label: number for number, one in enumerate(roles)}
-            position = rows["position"].map(numbers).to_numpy(dtype=np.int64)
-            is_role = torch.stack([one.where for one in roles]).cpu().numpy()
-            role = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
-        elif not (rows["position"] == "all").all():
-            position = rows["position"].to_numpy(dtype=np.int64)
-        at, index = rows.index.to_numpy(), rows["index"].to_numpy(dtype=np.int64)
-        return cls(name, replacement, width, at, index, position, role)
-
     def hook(
         self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return the hook that ablates the sites that each circuit does not keep.
 
-        Args:
-            kept: of all sites, for each circuit.
-            first: the position at which the activation that the hook will see begins.
-            computed: gets that activation, if given.
+        `first` is the position at which the hooked activation begins; `computed` gets it, if given.
         """
         replacement = self.replacement[:, first:]
 
@@ -353,37 +423,66 @@ class _AblatedPoint:
             if computed is not None:
                 computed[self.name] = value.detach()
             by_circuit = value.unflatten(0, (-1, len(replacement)))
-            where = self._where(kept, first).to(value.device)
-            return torch.where(where, replacement.to(value), by_circuit).flatten(0, 1)
+            ablated = self._ablated(kept, first).to(value.device)
+            return torch.where(ablated, replacement.to(value), by_circuit).flatten(0, 1)
 
         return self.name, hook
 
-    def _where(self, kept: _Flags, first: int) -> Tensor:
-        """Return where heads are ablated: [circuit, batch or 1, pos, head_index, 1]."""
+    def _ablated(self, kept: _Flags, first: int) -> Tensor:
+        """Return whether heads are ablated: [circuit, batch or 1, pos, head_index, 1]."""
         n_pos, n_heads = self.replacement.shape[1:3]
         n_places = n_pos if self.role is None else self.role.max() + 2  # the last: no role
         gone = np.zeros((len(kept), n_places, n_heads // self.width), dtype=bool)
-        at = slice(None) if self.position is None else self.position
         ablated = ~kept[:, self.rows]
-        gone[:, at, self.index] = ablated[:, None] if self.position is None else ablated
+        if self.position is None:
+            gone[:, :, self.index] = ablated[:, None]
+        else:
+            gone[:, self.position, self.index] = ablated
         gone = gone[:, None] if self.role is None else gone[:, self.role]
-        every_head = torch.from_numpy(gone[:, :, first:]).repeat_interleave(self.width, dim=3)
-        return every_head.unsqueeze(-1)
+        by_head = torch.from_numpy(gone[:, :, first:]).repeat_interleave(self.width, dim=3)
+        return by_head.unsqueeze(-1)
 
-    def by_site(self, of_heads: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Return a number for each site, from numbers for each head at each position.
+    def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
+        """Return a number for each site, from numbers for each head from position `first` on.
 
-        Args:
-            of_heads: the sums over prompts; for sites by role, a row for each prompt.
-            first: the position at which they begin; numbers before it are 0.
+        The rows are sums over prompts; for sites by role, one row for each prompt.
         """
         n_pos, n_heads = self.replacement.shape[1:3]
-        full = np.zeros((len(of_heads), n_pos, n_heads // self.width))
-        full[:, first:] = of_heads.reshape(*of_heads.shape[:2], -1, self.width).sum(-1)
+        full = np.zeros((len(by_head), n_pos, n_heads // self.width))
+        full[:, first:] = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         if self.position is None:
             return cast("_Floats", full.sum(axis=(0, 1))[self.index])
         if self.role is None:
             return cast("_Floats", full[0, self.position, self.index])
-        of_roles = np.zeros((self.role.max() + 2, full.shape[-1]))
-        np.add.at(of_roles, self.role, full)
-        return cast("_Floats", of_roles[self.position, self.index])
+        by_role = np.zeros((self.role.max() + 2, full.shape[-1]))
+        np.add.at(by_role, self.role, full)
+        return cast("_Floats", by_role[self.position, self.index])
+
+
+def _ablated_points(
+    model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
+) -> list[_AblatedPoint]:
+    """Return the hook points of some sites, with replacements from a run."""
+    role: npt.NDArray[Any] | None = None
+    if roles:
+        is_role = torch.stack([one.where for one in roles]).cpu().numpy()
+        role = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
+    points = []
+    for key, rows in sites.groupby(["layer", "kind"], observed=True):
+        layer, kind = cast("tuple[int, HeadKind]", key)
+        name, width = host_of(model).hook_name(layer, kind, "z"), 1
+        if kind == "attention":
+            replacement = source.hooked[name]
+        else:
+            replacement = source.neurons[layer].z.unsqueeze(-1)
+            width = host_of(model).neurons[layer].heads_per_neuron
+        position: npt.NDArray[Any] | None = None
+        if roles:
+            numbers = {one.label: number for number, one in enumerate(roles)}
+            position = rows["position"].map(numbers).to_numpy(dtype=np.int64)
+        elif not (rows["position"] == "all").all():
+            position = rows["position"].to_numpy(dtype=np.int64)
+        index = rows["index"].to_numpy(dtype=np.int64)
+        places = (rows.index.to_numpy(), index, position, role)
+        points.append(_AblatedPoint(name, replacement, width, *places))
+    return points
