@@ -221,11 +221,10 @@ def test_on_gpu_stops_a_step_and_what_it_started(tmp_path):
     assert on_gpu.run(failed, tmp_path / "log.txt", 60) == "failed: no device"
 
 
-def test_smoke_of_sweeps_in_every_precision():
+def test_smoke_of_sweeps():
     text = on_gpu.sweeps("cpu", smoke=True)
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| cpu")]
-    assert [row[1].strip() for row in rows] == ["float32", "bf16"]
-    assert float(rows[0][-2]) < 1e-5 < float(rows[1][-2])
+    (row,) = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| cpu")]
+    assert (int(row[1]), float(row[-1])) == (90, 0.0)
 
 
 def test_a_device_that_is_not_there_is_refused():

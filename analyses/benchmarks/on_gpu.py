@@ -168,7 +168,7 @@ def main(
         if left < 1:
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", step.module]
+        command = [sys.executable, "-m", step.module, "--out", str(folder), *flags]
         start = time.monotonic()
         reason = run(command, folder / "log.txt", min(step.seconds, left))
         took = time.monotonic() - start
