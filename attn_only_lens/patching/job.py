@@ -1,8 +1,8 @@
-"""A job: chunks of work, each computed once, stored if asked, and collected in order.
+"""A job: chunks of work that are computed, stored if asked, and collected in order.
 
-Every long computation is run the same way. It is cut into chunks; a function computes the named
-arrays of a chunk; a folder keeps them, so that an interrupted job resumes; and the processes of
-`accelerate launch` share the chunks, each with a fixed share. A method of
+Every long computation runs in the same way. It is cut into chunks, and a function computes the
+named arrays of a chunk. A folder keeps them, so that an interrupted job resumes. The processes of
+`accelerate launch` share the chunks: chunk i belongs to process i modulo their number. A method of
 patching only says what its chunks are and how one is computed:
 
     job = Job(resume, settings, progress)
@@ -27,7 +27,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-_POLL = 0.2  # seconds between two looks for a chunk of another process
+_POLL, _PATIENCE = 0.2, 3600.0  # seconds: how often, and how long, to look for a missing chunk
 # Variables in which torchrun, accelerate and MPI give the number of processes, and of this one.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -49,7 +49,7 @@ _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
 class Job:
-    """Run chunks of work, resume from a folder, and share the work with other
+    """Run chunks of work, resume from a folder, and share the work with other processes.
 
     Args:
         folder: where the arrays of chunks are stored; None to store nothing.
@@ -115,14 +115,25 @@ class Job:
     def _collected(self, chunk: Chunk) -> Arrays:
         """Return the stored arrays of a chunk; wait if another process still computes them."""
         assert self._store is not None
+        start = time.monotonic()
         while (arrays := self._store.get(chunk.key)) is None:
+            if n_launched() == 1 or time.monotonic() - start > _PATIENCE:
+                raise InputError(
+                    [
+                        f"{self._store.folder} lacks {chunk.key}: it was deleted, or another "
+                        "process died or writes to another folder of that name; expected one "
+                        "folder that every process sees"
+                    ],
+                    "this job is not whole; start it again, and it resumes",
+                )
             time.sleep(_POLL)
         return arrays
 
 
 def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
     """Return the chunks of this process."""
-    return chunks[_from_environment(_RANKS, 0) :: n_launched()]
+    n = n_launched()
+    return chunks[_from_environment(_RANKS, 0) % n :: n]
 
 
 def require_folder(folder: str | Path | None) -> None:

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import bridges
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,7 +19,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.replay import Replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.hooked import HookedReplay
-from attn_only_lens.patching import site_groups
+from attn_only_lens.patching import job, site_groups
 from attn_only_lens.patching.job import _share, is_first
 from attn_only_lens.storage.chunks import ChunkStore
 
@@ -144,3 +146,28 @@ def test_the_first_process_reports(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     assert not is_first()
+
+
+def test_a_chunk_that_nobody_writes_ends_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "_PATIENCE", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    chunks = [One("a"), One("b")]
+    waiting = job.Job(tmp_path, dict, progress=False).run(chunks, numbers, unit="site")
+    assert next(waiting)[0].key == "a"
+    with pytest.raises(InputError, match="lacks b: .*another process died"):
+        next(waiting)
+    # Started again alone, it computes what is missing; a rank without a size is no share.
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("RANK", "3")
+    again = job.Job(tmp_path, dict, progress=False).run(chunks, numbers, unit="site")
+    assert [chunk.key for chunk, _ in again] == ["a", "b"]
+
+
+class One(NamedTuple):
+    key: str
+    size: int = 1
+
+
+def numbers(chunk):
+    return {"n": np.array([len(chunk.key)])}
