@@ -155,7 +155,7 @@ def test_a_chunk_that_nobody_writes_ends_the_wait(tmp_path, monkeypatch):
     chunks = [One("a"), One("b")]
     waiting = job.Job(tmp_path, dict, progress=False).run(chunks, numbers, unit="site")
     assert next(waiting)[0].key == "a"
-    with pytest.raises(InputError, match="lacks b: .*another process died"):
+    with pytest.raises(InputError, match=r"lacks b: .*another process died"):
         next(waiting)
     # Started again alone, it computes what is missing; a rank without a size is no share.
     monkeypatch.delenv("WORLD_SIZE")
