@@ -72,7 +72,7 @@ def test_several_numbers(model, pair, kind):
     got, expected = (resolve_positions(pair, each) for each in (made([2, 5]), [2, 5]))
     for one, other in zip(got, expected, strict=True):
         assert (one.label, type(one.label)) == (other.label, int)
-        assert torch.equal(one.where, other.where)
+        assert torch.equal(one.chosen, other.chosen)
     assert p.neuron_heads(made([1, 0])) == p.neuron_heads([1, 0])
     both = [bind(p.logit_diff(made(a), 7), model, pair) for a in ([3, 5],)]
     assert both[0].of(model(pair.clean)) == bind(p.logit_diff([3, 5], 7), model, pair).of(

@@ -371,10 +371,10 @@ def _reasons_against_sites(
         ]
         reasons += [
             f"got {first.label!r} and {second.label!r}, the same token of prompt "
-            f"{int((first.where & second.where).any(dim=1).nonzero()[0])}; expected a token of its "
-            "own for each role"
+            f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected "
+            "another token for each role"
             for first, second in combinations(roles, 2)
-            if (first.where & second.where).any()
+            if (first.chosen & second.chosen).any()
         ]
     elif roles:
         reasons.append("got positions by role, and sites without a role; expected sites by role")
@@ -465,7 +465,7 @@ def _ablated_points(
     """Return the hook points of some sites, with replacements from a run."""
     role: npt.NDArray[Any] | None = None
     if roles:
-        is_role = torch.stack([one.where for one in roles]).cpu().numpy()
+        is_role = torch.stack([one.chosen for one in roles]).cpu().numpy()
         role = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):

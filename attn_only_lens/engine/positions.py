@@ -29,21 +29,21 @@ class PositionSet:
 
     Attributes:
         label: its name in the results: "all", the number asked for, or the role.
-        where: the positions of each prompt; padding never.
+        chosen: the positions of each prompt, without padding.
     """
 
     label: int | str
-    where: Bool[Tensor, "batch pos"]
+    chosen: Bool[Tensor, "batch pos"]
 
     @property
     def column(self) -> int | None:
         """The only position that it may have in any prompt; None if prompts may have others."""
-        inside = isinstance(self.label, int) and 0 <= self.label < self.where.shape[1]
+        inside = isinstance(self.label, int) and 0 <= self.label < self.chosen.shape[1]
         return int(self.label) if inside else None
 
     def of_prompts(self, prompts: range, n_pos: int) -> "PositionSet":
         """Return those of a run of prompts, before position n_pos."""
-        return PositionSet(self.label, self.where[prompts.start : prompts.stop, :n_pos])
+        return PositionSet(self.label, self.chosen[prompts.start : prompts.stop, :n_pos])
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
@@ -57,7 +57,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         ...                      torch.tensor([3, 5, 113]))
         >>> [each.label for each in resolve_positions(pair, "each")]
         [0, 1, 2]
-        >>> resolve_positions(pair, -1)[0].where
+        >>> resolve_positions(pair, -1)[0].chosen
         tensor([[False, False,  True]])
         >>> [each.label for each in resolve_positions(pair, {"operand": [1], "end": -1})]
         ['operand', 'end']
@@ -93,7 +93,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         reasons += [
             f"got {pos} and {others.label}, the same positions; expected each once"
             for others in sets
-            if torch.equal(others.where, at_position) and not without
+            if torch.equal(others.chosen, at_position) and not without
         ]
         sets.append(PositionSet(pos, at_position))
     InputError.raise_if(reasons, _PROBLEM)

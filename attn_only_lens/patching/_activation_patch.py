@@ -351,5 +351,5 @@ def prompt_settings(
         "mask": None if pair.mask is None else pair.mask.tolist(),
         "metric": metric.name,
         "metric_identity": metric.identity(),
-        "where": [role.where.nonzero().tolist() for role in roles(groups)],
+        "where": [role.chosen.nonzero().tolist() for role in roles(groups)],
     }

@@ -104,7 +104,7 @@ def _in_order(run: Decomposition, sending: LayerSites, receiving: LayerSites | N
 
 def _split(run: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
     """Cut a block into ones of a size that fits."""
-    chosen, receivers = whole.positions.where, whole.receivers
+    chosen, receivers = whole.positions.chosen, whole.receivers
     batch, n_pos = prompts_at_once, chosen.shape[1]
     some = chosen.any(dim=0)
     width = run.embedding.shape[-1]
@@ -175,7 +175,7 @@ class PathRunner:
         A path that cannot affect the metric gives the baseline, without a run.
         """
         values = self.baseline.repeat(len(i), 1)
-        if not block.positions.where.any():  # no prompt of this chunk has such a position
+        if not block.positions.chosen.any():  # no prompt of this chunk has such a position
             self.batching.on_done(len(i))
             return values
         senders, i = i.unique(return_inverse=True)
@@ -223,7 +223,7 @@ class PathRunner:
             run.of(layer, kind).written(block.senders, positions)
             for run in (self.source, self.target)
         )
-        chosen = block.positions.where.to(target.device)[:, positions]
+        chosen = block.positions.chosen.to(target.device)[:, positions]
         return (source - target) * chosen.unsqueeze(-1)
 
     def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
@@ -240,7 +240,7 @@ class PathRunner:
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
         """Return the change of z of each receiver by each sender × prompt, and its positions."""
         neuron_run = self.target.of(receivers.layer, "neuron")
-        columns = block.positions.where.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
+        columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
         entering = reads.change(self._sent(block, columns), self.scale)
         change = self.readers.neuron_change(receivers, entering, self.part, columns)
@@ -273,7 +273,7 @@ class PathRunner:
         """Return z of all heads of the receivers' layer for each sender, from a position on."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
-        begins = int(block.positions.where.any(dim=0).nonzero()[0])
+        begins = int(block.positions.chosen.any(dim=0).nonzero()[0])
         first = begins if replay.can_start_at(number, begins) else 0
         here = slice(first, None)
         sent = self._sent(block, here)
@@ -323,7 +323,7 @@ class PathRunner:
     ) -> Float[Tensor, "sender receiver"]:
         """Return the expected change of the metric by each path; to the logits, the exact one."""
         receivers, n = block.receivers, len(block.senders.names)
-        if not block.positions.where.any():
+        if not block.positions.chosen.any():
             return torch.zeros(block.shape, device="cpu")
         if receivers is None:
             senders = torch.arange(n, device="cpu")

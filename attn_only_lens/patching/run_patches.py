@@ -298,7 +298,7 @@ def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
     """Compare the edits of a sweep with hooks in a whole run, from some positions on."""
-    somewhere = [position.where.any(dim=0) for position in position_sets(groups)]
+    somewhere = [position.chosen.any(dim=0) for position in position_sets(groups)]
     firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a chunk may have none
     later = sorted(firsts - {0}) or [0]
     for kind in HEAD_KINDS:

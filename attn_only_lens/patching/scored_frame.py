@@ -57,7 +57,7 @@ class PromptTokens:
         single = pair.corrupted is pair.clean
         corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
         positions = {
-            str(role.label): role.where.int().argmax(dim=1).tolist() for role in roles(groups)
+            str(role.label): role.chosen.int().argmax(dim=1).tolist() for role in roles(groups)
         }
         return cls(clean, corrupted, positions)
 

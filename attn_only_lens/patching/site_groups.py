@@ -97,7 +97,7 @@ class SiteGroup:
     @property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
         """The positions in each set, as a mask."""
-        return torch.stack([position.where for position in self.positions])
+        return torch.stack([position.chosen for position in self.positions])
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
@@ -253,7 +253,7 @@ def _resolve_placed(
 def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionSet]) -> None:
     # -1 may be position 4, which may be a site of another head.
     first = [
-        next(i for i, other_set in enumerate(sets) if torch.equal(other_set.where, some.where))
+        next(i for i, other_set in enumerate(sets) if torch.equal(other_set.chosen, some.chosen))
         for some in sets
     ]
     counts = Counter((name, first[i]) for name, i in rows)

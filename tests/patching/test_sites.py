@@ -120,7 +120,7 @@ def pair_of(lengths, side="right"):
 
 
 def shown(sets):
-    return {each.label: each.where.nonzero().tolist() for each in sets}
+    return {each.label: each.chosen.nonzero().tolist() for each in sets}
 
 
 def test_each_and_all_leave_padding_out():
@@ -134,7 +134,7 @@ def test_each_and_all_leave_padding_out():
     }
     (whole,) = resolve_positions(pair, "all")
     assert whole.label == "all"
-    assert torch.equal(whole.where, pair.real)
+    assert torch.equal(whole.chosen, pair.real)
 
 
 @pytest.mark.parametrize(("side", "ends"), [("right", [4, 1, 2]), ("left", [6, 6, 6])])
