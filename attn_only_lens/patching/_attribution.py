@@ -441,11 +441,11 @@ def integrated_gradients(
     return total
 
 
-@torch.no_grad()
 def _replace_stream(stream: Residual, _: Residual) -> Residual:
     return stream
 
 
+@torch.no_grad()
 def _require_whole(model: Any, target: Recording, source: Recording) -> None:
     """Refuse models in which tokens also enter elsewhere, not only in the first block's stream."""
     with edit_input(model, lambda _: source.streams[0]):
