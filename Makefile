@@ -27,7 +27,7 @@ FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/test_attribu
 # Nothing of transformer-lens is in these, or they are of a study: they run with 3.9 alone.
 OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_own_tests.py \
 	tests/test_circuits_in_growth.py \
-	tests/patching/test_agreement.py tests/patching/test_identity.py \
+	tests/patching/test_agreement.py \
 	tests/patching/test_processes.py tests/patching/test_results.py tests/test_attention_only.py \
 	tests/test_framework_on_models.py tests/test_layernorm_gap.py tests/test_omega_study.py \
 	tests/test_studies.py tests/viz/test_circuit_page.py \
