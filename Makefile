@@ -22,15 +22,15 @@ PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 # test may depend on them.
 ANOTHER_MACHINE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 # Examples, notebooks and figures: with 3.9 they run once, by that arithmetic.
-FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/test_attribution_vs_patching.py \
-	tests/test_bilinear_models.py tests/test_examples.py tests/test_notebooks.py
+FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/analyses/test_attribution_vs_patching.py \
+	tests/models/test_bilinear_models.py tests/test_examples.py tests/test_notebooks.py
 # Nothing of transformer-lens is in these, or they are of a study: they run with 3.9 alone.
 OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_own_tests.py \
-	tests/test_circuits_in_growth.py \
+	tests/analyses/test_circuits_in_growth.py \
 	tests/patching/test_agreement.py \
-	tests/patching/test_processes.py tests/patching/test_results.py tests/test_attention_only.py \
-	tests/test_framework_on_models.py tests/test_layernorm_gap.py tests/test_omega_study.py \
-	tests/test_studies.py tests/viz/test_circuit_page.py \
+	tests/patching/test_processes.py tests/patching/test_results.py tests/analyses/test_attention_only.py \
+	tests/analyses/test_framework_on_models.py tests/analyses/test_layernorm_gap.py tests/analyses/test_omega_study.py \
+	tests/analyses/test_studies.py tests/viz/test_circuit_page.py \
 	tests/viz/test_comparison_pages.py tests/viz/test_neuron_page.py tests/viz/test_page.py \
 	tests/viz/test_sweeps.py \
 	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))

@@ -7,7 +7,7 @@ import torch
 import transformers
 from bridges import SIZES, WIDE, boot, bridged, randomise
 from common import D_MLP, D_VOCAB, mlp_hook, relative, tokens
-from test_expose_bridge import state
+from exposed_states import state
 from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge

@@ -18,7 +18,7 @@ from analyses.studies import train_attention_only as study
 from attn_only_lens import expose_neuron_heads, neuron_gate, reference
 
 NAME = Path(study.__file__).stem
-KEPT = Path(__file__).parents[1] / "analyses" / "results"
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
 D, H, POS = 5, 3, 7
 TINY = {"text": study.SMOKE.text, "addition": study.SMOKE.addition}
 TASKS = ["text", pytest.param("addition", marks=needs_hooked_transformer)]

@@ -16,7 +16,7 @@ from attn_only_lens import convert
 from attn_only_lens.circuits import score_edges
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-RESULTS = Path(__file__).parents[1] / "analyses" / "results"
+RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 
 pytestmark = pytest.mark.skipif(
     not HAS_HOOKED_TRANSFORMER, reason="needs HookedTransformer: run with transformer-lens 3.9"

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from analyses.studies import framework_on_models as study
 
-KEPT = Path(__file__).parents[1] / "analyses" / "results"
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 
 @pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

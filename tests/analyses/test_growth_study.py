@@ -18,7 +18,7 @@ from analyses.tools.train_modular_addition import Recipe, pairs
 pytestmark = needs_hooked_transformer
 
 NAME = Path(study.__file__).stem
-KEPT = Path(__file__).parents[1] / "analyses" / "results"
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
 TINY = Recipe(modulus=7, d_model=10, n_heads=2, d_mlp=11)
 STUDY = replace(arms.SMOKE, n_seeds=1)
 

@@ -8,7 +8,7 @@ from common import needs_hooked_transformer
 
 from analyses.studies import edges_against_cuts as study
 
-KEPT = Path(__file__).parents[1] / "analyses" / "results"
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 
 @needs_hooked_transformer

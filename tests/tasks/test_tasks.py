@@ -21,7 +21,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 N = 23
-SMOLLM2 = Path(__file__).parents[1] / "out" / "smollm2"
+SMOLLM2 = Path(__file__).parents[2] / "out" / "smollm2"
 
 
 @pytest.fixture(scope="module", params=["words", "gpt2", "smollm2"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from bridges import NEURON, boot
 from common import in_threads, meeting, mlp_hook, relative, tokens
-from test_expose_bridge import EXACT, drop, same, state
+from exposed_states import EXACT, drop, same, state
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 

@@ -119,6 +119,6 @@ def test_the_posts_heads_are_those_of_its_construction():
 
 
 def test_the_page_has_the_tables():
-    page = (Path(__file__).parents[1] / "docs" / "limits.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
     assert count_heads.layers() in page
     assert count_heads.post() in page

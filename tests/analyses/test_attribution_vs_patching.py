@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from analyses.studies import attribution_repairs
 from analyses.studies import attribution_vs_patching as study
 
-KEPT = Path(__file__).parents[1] / "analyses" / "results"
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 
 def test_smoke(tmp_path):

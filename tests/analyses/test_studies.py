@@ -17,7 +17,7 @@ from analyses.benchmarks import cost_at_scale
 from analyses.studies import figures_on_smollm2
 from analyses.tools import benching, study_files
 
-RESULTS = Path(__file__).parents[1] / "analyses" / "results"
+RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 
 
 def digest(path):

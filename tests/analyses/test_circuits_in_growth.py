@@ -16,7 +16,7 @@ from analyses.studies import circuits_in_growth as study
 from analyses.studies import circuits_report as report
 
 NAME = Path(study.__file__).stem
-KEPT = Path(__file__).parents[1] / "analyses" / "results"
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 
 def frames_in(folder):

@@ -17,7 +17,7 @@ pytestmark = needs_transformer_lens_4
 
 NAME = Path(study.__file__).stem
 FAMILIES = ("grown", "scratch")
-KEPT = Path(__file__).parents[1] / "analyses" / "results"
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 
 def stored():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bridges import EVERY, FAMILIES, NEURON, boot, inputs, original
 from common import BATCH, D_MLP, mlp_hook, relative, tokens
+from exposed_states import EXACT, drop, same, state
 
 from attn_only_lens import (
     Bilinear,
@@ -22,7 +23,6 @@ from attn_only_lens import (
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
-EXACT = 1e-12
 # Its attention of GPT-NeoX and Phi 3 computes its rotations in float32, transformers' in float64.
 THEIR_FLOAT32 = {"neox": 1e-6, "neox_sequential": 1e-6, "phi3": 1e-6}
 NOT_NATIVE = [name for name in EVERY if not name.startswith("native")]
@@ -48,28 +48,8 @@ def out_in(layer=1):
     return f"blocks.{layer}.mlp.out.hook_in"
 
 
-def drop(index, dim):
-    return lambda x, hook: x.index_fill(dim, torch.tensor(index), 0.0)
-
-
-def same(cache, theirs, bound=EXACT):
-    """Every hook that fires alone fires exposed, with the same values."""
-    for key, value in theirs.items():
-        if value is not None and value.is_floating_point():
-            finite = value.isfinite()
-            assert relative(cache[key][finite], value[finite]) <= bound, key
-
-
 def compatibility_mode(bridge, name):
     bridge.enable_compatibility_mode(disable_warnings=True, no_processing=name in UNPROCESSED)
-
-
-def state(bridge):
-    """What undo has to restore."""
-    modules = {name: (type(m), m.training) for name, m in bridge.named_modules()}
-    points = {name: (type(p), p.name, set(vars(p))) for name, p in bridge.hook_dict.items()}
-    registries = [list(block.mlp._hook_registry) for block in bridge.blocks]
-    return type(bridge), modules, list(points.items()), registries, list(bridge._hook_registry)
 
 
 @pytest.mark.parametrize("compatible", ["never", "before", "after"])
