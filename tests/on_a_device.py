@@ -550,7 +550,9 @@ def test_kernels_of_a_graph(counted):
         )
 
     few, many = graph(5), graph(50)
-    assert many.total("kernel") <= 5_000
+    # Most are of the runs that take the model apart and test it, whatever the number of nodes.
+    assert many.total("kernel") <= 11_000
+    assert many.total("kernel") - few.total("kernel") <= 2_500
     # Two in a layer, where activations are checked, and some of the run; none of a node.
     assert few.synchronisations == many.synchronisations <= 2 * 12 + 30
 

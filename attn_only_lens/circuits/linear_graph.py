@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
@@ -281,25 +281,27 @@ class _AttentionSlope:
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
         """Return the gradient at the inputs through the pattern's row of each target alone."""
-        rows = torch.zeros(len(nodes), *self.gradient.shape).to(self.gradient)
+        rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
 
         # Not is_grads_batched, which takes some operations row by row, such as softmax.
         def gradient(row: Tensor) -> Tensor:
             graph = (self.pattern, self.inputs, row)
-            (found,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
-            return torch.zeros_like(self.inputs) if found is None else found
+            (slope,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
+            return torch.zeros_like(self.inputs) if slope is None else slope
 
-        found: Tensor = torch.func.vmap(gradient)(rows)
-        return found
+        slopes: Tensor = torch.func.vmap(gradient)(rows)
+        return slopes
 
     def covectors(
-        self, gradients: Float[Tensor, "target batch group d_head"], position: int
-    ) -> Float[Tensor, "batch target d_model"]:
-        """Return what targets read at a position, from the gradients at the inputs there."""
-        entering = torch.einsum("tbgd,gmd->btm", gradients, self.W)
-        return self.sublayer.writes.reads.back(entering, slice(position, position + 1))
+        self, gradients: Float[Tensor, "target batch pos group d_head"]
+    ) -> Float[Tensor, "batch target pos d_model"]:
+        """Return what targets read at every position, from the gradients at the inputs."""
+        n_targets, _, n_pos = gradients.shape[:3]
+        entering = torch.einsum("tbpgd,gmd->btpm", gradients, self.W).flatten(1, 2)
+        positions = torch.arange(n_pos, device=entering.device).repeat(n_targets)
+        return self.sublayer.writes.reads.back(entering, positions).unflatten(1, (-1, n_pos))
 
 
 def _attention_slopes(
@@ -379,8 +381,7 @@ class LinearGraph:
         """Return the contributions to the metric."""
         gradient, n = self._attributed.stream_gradients[-1], len(self._linear.sublayers)
         sums = self._sources.contributions(n, 1, self._logit_bias()[:, None])
-        for position in range(gradient.shape[1]):
-            sums.add(slice(None), gradient[:, [position]], position)
+        sums.add_all(gradient[:, None])
         return sums.columns
 
     def _logit_bias(self) -> Float[Tensor, "batch"]:
@@ -394,7 +395,7 @@ class LinearGraph:
         """Yield blocks of nodes of a sublayer, and the contributions to them."""
         gradient = self._attributed.gradients[index]
         slope = self._attributed.slopes[index].get(kind)
-        size = len(self._sources.positions) + self._linear.run.embedding.shape[2]
+        size = len(self._sources.positions) + self._linear.run.embedding[0].numel()
         if isinstance(slope, _AttentionSlope):
             size += slope.gradient[0].numel() + slope.inputs[0].numel()
         at_once = max(1, _numbers_at_once(gradient) // (len(gradient) * size))
@@ -413,26 +414,26 @@ class LinearGraph:
         sublayer, gradient = self._linear.sublayers[index], self._attributed.gradients[index]
         of_targets = gradient[:, positions, nodes]
         n_before, n_pos = self._linear.n_before(index), gradient.shape[1]
-        own = None  # covectors of targets that read their own position alone
-        if slope is None:
-            bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
-            if not isinstance(sublayer, LinearAttention):
-                own = sublayer.covectors(of_targets, nodes, positions, positions)
-        elif isinstance(slope, _NeuronSlope):
-            own, bias = slope.covectors(positions, nodes)
-        else:
+        if isinstance(slope, _AttentionSlope):
             inputs = slope.input_gradients(positions, nodes)
             bias = torch.einsum("tbpgd,bpgd->bt", inputs, slope.constant)
-        sums = self._sources.contributions(n_before, len(nodes), bias)
-        for position in range(n_pos):
-            if own is not None:
-                rows = (positions == position).nonzero()[:, 0]
-                sums.add(rows, own[:, rows], position)
-            elif isinstance(slope, _AttentionSlope):
-                sums.add(slice(None), slope.covectors(inputs[:, :, position], position), position)
+            sums = self._sources.contributions(n_before, len(nodes), bias)
+            sums.add_all(slope.covectors(inputs))
+        elif isinstance(slope, _NeuronSlope):
+            covectors, bias = slope.covectors(positions, nodes)
+            sums = self._sources.contributions(n_before, len(nodes), bias)
+            sums.add(covectors, positions)
+        else:
+            bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
+            sums = self._sources.contributions(n_before, len(nodes), bias)
+            if isinstance(sublayer, LinearAttention):  # a target reads at every position
+                keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
+                node, at = (x.repeat_interleave(n_pos) for x in (nodes, positions))
+                gradients = of_targets.repeat_interleave(n_pos, dim=1)
+                covectors = sublayer.covectors(gradients, node, at, keys)
+                sums.add_all(covectors.unflatten(1, (-1, n_pos)))
             else:
-                covectors = sublayer.covectors(of_targets, nodes, positions, position)
-                sums.add(slice(None), covectors, position)
+                sums.add(sublayer.covectors(of_targets, nodes, positions, positions), positions)
         return sums.columns
 
     def nodes(self, rest: float) -> pd.DataFrame:
@@ -532,6 +533,8 @@ class _Sources:
             self._rest.append(self._rest[-1] + written)
             self._bias.append(self._bias[-1] + sublayer.writes.bias.to(embedding))
         self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
+        # The sources of a position, numbered from 0: rows of a table with a place for each.
+        self._slots = pd.Series(positions).groupby(positions).cumcount().to_numpy()
 
     def contributions(
         self, n_before: int, n_targets: int, bias: Float[Tensor, "batch target"]
@@ -541,7 +544,11 @@ class _Sources:
         columns = self._vectors.new_zeros(len(self._vectors), n_targets, n + 2)
         columns[:, :, -1] = bias.to(columns)
         of_all = self._rest[n_before], self._bias[n_before]
-        return _Contributions(columns, self._vectors[:, :n], self.positions[:n], *of_all)
+        places = torch.from_numpy(np.stack([self.positions[:n], self._slots[:n]]))
+        width = int(self._slots[:n].max(initial=0)) + 1
+        vectors = self._vectors[:, :n]
+        positions, slots = places.to(columns.device)
+        return _Contributions(columns, vectors, positions, slots, width, *of_all)
 
 
 @dataclass(frozen=True, eq=False)
@@ -550,22 +557,32 @@ class _Contributions:
 
     sums: Float[Tensor, "batch target column"]
     vectors: Float[Tensor, "batch column d_model"]
-    positions: np.ndarray[Any, Any]
+    positions: Int[Tensor, "column"]
+    slots: Int[Tensor, "column"]
+    width: int
     rest: Residual
     bias: Residual
 
     def add(
-        self, rows: Any, covectors: Float[Tensor, "batch target d_model"], position: int
+        self, covectors: Float[Tensor, "batch target d_model"], positions: Int[Tensor, "target"]
     ) -> None:
-        """Add what some targets read at a position."""
+        """Add what each target reads at one position."""
+        covectors, positions = covectors.to(self.vectors), positions.to(self.positions.device)
+        products = covectors @ self.vectors.transpose(1, 2)
+        self.sums[:, :, :-2] += products * (self.positions == positions[:, None])
+        for column, stream in ((-2, self.rest), (-1, self.bias)):
+            self.sums[:, :, column] += (covectors * stream[:, positions]).sum(-1)
+
+    def add_all(self, covectors: Float[Tensor, "batch target pos d_model"]) -> None:
+        """Add what each target reads at every position."""
         covectors = covectors.to(self.vectors)
-        here = torch.from_numpy(np.flatnonzero(self.positions == position)).to(covectors.device)
-        read = self.vectors[:, here], self.rest[:, [position]], self.bias[:, [position]]
-        products = covectors @ torch.cat(read, dim=1).transpose(1, 2)
-        n = self.sums.shape[2]
-        columns = torch.cat([here, here.new_tensor([n - 2, n - 1])])
-        every = torch.arange(self.sums.shape[1], device=here.device)[rows]
-        self.sums[:, every[:, None], columns] += products
+        batch, _, n_pos, d_model = covectors.shape
+        table = self.vectors.new_zeros(batch, n_pos, self.width, d_model)
+        table[:, self.positions, self.slots] = self.vectors
+        products = torch.einsum("btpm,bpwm->btpw", covectors, table)
+        self.sums[:, :, :-2] += products[:, :, self.positions, self.slots]
+        for column, stream in ((-2, self.rest), (-1, self.bias)):
+            self.sums[:, :, column] += torch.einsum("btpm,bpm->bt", covectors, stream)
 
     @property
     def columns(self) -> Float[Tensor, "batch target column"]:

@@ -287,16 +287,10 @@ def _fitted(module: Any, name: str, inputs: Tensor, outputs: Tensor) -> Norm:
         centred = x - x.mean(-1, keepdim=True) if centres else x
         scale = centred.square().mean(-1, keepdim=True).sqrt()
         expected = (centred if w is None else centred * w.cpu().double()) / scale
-        silent = not (expected.any() or y.any())  # a gain of zero
-        fits.append(
-            (
-                (expected - y).norm().item(),
-                silent or _parallel(expected, y),
-                Norm(w, centres, bias, module),
-            )
-        )
-    _, fits_well, norm = min(fits, key=lambda fit: fit[0])
-    if not fits_well:
+        fits.append(((expected - y).norm().item(), expected, Norm(w, centres, bias, module)))
+    _, expected, norm = min(fits, key=lambda fit: fit[0])
+    silent = not (expected.any() or y.any())  # a gain of zero
+    if not silent and not _parallel(expected, y):
         raise _UnknownError(f"its {name} is neither LayerNorm nor RMSNorm")
     return norm
 
