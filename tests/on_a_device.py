@@ -553,8 +553,9 @@ def test_kernels_of_a_graph(counted):
     # Most are of the runs that take the model apart and test it, whatever the number of nodes.
     assert many.total("kernel") <= 11_000
     assert many.total("kernel") - few.total("kernel") <= 2_500
-    # Two in a layer, where activations are checked, and some of the run; none of a node.
-    assert few.synchronisations == many.synchronisations <= 2 * 12 + 30
+    # Taking the model apart compares some numbers of every norm and sublayer; a node needs none.
+    assert many.synchronisations <= 900
+    assert many.synchronisations - few.synchronisations <= 60
 
 
 @of_bridges
