@@ -122,10 +122,10 @@ def score_sources(
     if head.member is not None:
         raise UnknownHeadError(f"got {head}, one head of a neuron; expected the neuron")
     pair = single_prompts(model, prompt)
-    at, asked = _positions(pair.clean, head, query, key)
+    asked_positions, asked = _positions(pair.clean, head, query, key)
     if head.kind == "neuron":
-        return _of_neuron(model, pair.clean, head, at, top)
-    return _of_attention(model, pair.clean, head, at, asked, top)
+        return _of_neuron(model, pair.clean, head, asked_positions, top)
+    return _of_attention(model, pair.clean, head, asked_positions, asked, top)
 
 
 def _positions(tokens: Tensor, head: HeadName, query: object, key: object) -> tuple[int, int]:
@@ -135,14 +135,16 @@ def _positions(tokens: Tensor, head: HeadName, query: object, key: object) -> tu
     if n_prompts > 1:
         reasons.append(f"got {n_prompts} prompts; expected one")
     wanted = {"query": query} | ({"key": key} if head.kind == "attention" else {})
-    for label, at in wanted.items():
-        if not is_count(at, -n_pos, n_pos - 1):
-            reasons.append(f"got {label}={at!r}; expected a position from {-n_pos} to {n_pos - 1}")
+    for label, position in wanted.items():
+        if not is_count(position, -n_pos, n_pos - 1):
+            reasons.append(
+                f"got {label}={position!r}; expected a position from {-n_pos} to {n_pos - 1}"
+            )
     if head.kind == "neuron" and key is not None:
         reasons.append(f"got key={key!r} for {head}: a neuron-head's keys do not depend on tokens")
     InputError.raise_if(reasons, _PROBLEM)
-    found = [int(as_plain(at)) % n_pos for at in wanted.values()]
-    return found[0], found[-1]
+    positions = [int(as_plain(position)) % n_pos for position in wanted.values()]
+    return positions[0], positions[-1]
 
 
 def _written(
@@ -150,14 +152,14 @@ def _written(
 ) -> Iterator[tuple[list[str], Tensor]]:
     """What each writer before a head wrote at a position, one sublayer after another."""
     yield ["embed"], parts.embedding[:, at]
-    where = slice(at, at + 1)
-    for each in parts.before(head.layer, head.kind):
-        kinds = {sites.kind: sites for sites in resolve_sites(model, all_heads(each.layer))}
-        sites = kinds[each.kind]
-        yield list(sites.names), each.written(sites, where)[:, 0, 0]
-        bias = each.bias[:, at]
+    one_position = slice(at, at + 1)
+    for writes in parts.before(head.layer, head.kind):
+        kinds = {sites.kind: sites for sites in resolve_sites(model, all_heads(writes.layer))}
+        sites = kinds[writes.kind]
+        yield list(sites.names), writes.written(sites, one_position)[:, 0, 0]
+        bias = writes.bias[:, at]
         if bias.any():
-            yield [f"L{each.layer}.{'b_O' if each.kind == 'attention' else 'b_out'}"], bias
+            yield [f"L{writes.layer}.{'b_O' if writes.kind == 'attention' else 'b_out'}"], bias
 
 
 def _reads(
@@ -184,9 +186,9 @@ def _of_neuron(
     this = parts.of(head.layer, "neuron")
     names, shares = _reads(parts, head, at, model, W)
     names.append(_OWN)
-    own = heads.projections(torch.zeros_like(this.entered))[0][0, at, [head.index]]
-    own = own if this.reads.norm.bias is None else own + this.reads.norm.bias @ W
-    shares = torch.cat([shares[:, 0], own])
+    bias_only = heads.projections(torch.zeros_like(this.entered))[0][0, at, [head.index]]
+    bias_only = bias_only if this.reads.norm.bias is None else bias_only + this.reads.norm.bias @ W
+    shares = torch.cat([shares[:, 0], bias_only])
     score = heads.projections(this.entered)[0][0, at, head.index]
     _require_sum(shares.sum(), score, shares.abs().sum())
     frame = pd.DataFrame({"name": names, "position": at, "share": shares.cpu().double().numpy()})
@@ -213,7 +215,8 @@ def _of_attention(
     scales = _own_scales(host.attention(head.layer))
     parts = decompose(model, tokens, None, names=(q_name, k_name, seen_at, pattern_at, *scales))
     seen, pattern = (
-        parts.recording.hooked[at][0, head.index, query] for at in (seen_at, pattern_at)
+        parts.recording.hooked[seen_position][0, head.index, query]
+        for seen_position in (seen_at, pattern_at)
     )
     # Some bridges show the pattern where the scores should be: there its logarithm takes their
     # place, which is the score less a constant of the query.
@@ -231,10 +234,12 @@ def _of_attention(
     score = left.sum(0) @ k.sum(0)
     size = (left.abs().sum(0) * k.abs().sum(0)).sum()
     if hidden:  # a difference of two scores is that of the logarithms
-        other = int(pattern.index_fill(0, torch.tensor(key, device=pattern.device), 0).argmax())
-        form = _bilinear_form(model, parts, head, query, other, names, scales, hidden=hidden)
-        _, theirs = _side(model, parts, head, "K", other, parts.recording.hooked[k_name])
-        _require_score(model, [score, (q @ form).sum(0) @ theirs.sum(0)], seen[[key, other]], size)
+        other_key = int(pattern.index_fill(0, torch.tensor(key, device=pattern.device), 0).argmax())
+        form = _bilinear_form(model, parts, head, query, other_key, names, scales, hidden=hidden)
+        _, other_side = _side(model, parts, head, "K", other_key, parts.recording.hooked[k_name])
+        _require_score(
+            model, [score, (q @ form).sum(0) @ other_side.sum(0)], seen[[key, other_key]], size
+        )
     else:
         _require_score(model, [score], seen[[key]], size)
     return _pairs((q_names, left, query), (k_names, k, key), float(score), top)
@@ -288,13 +293,13 @@ def _bilinear_form(
     """The score as a function of one query and one key, both with a 1 appended."""
     recorded, n_heads = parts.recording.hooked, host_of(model).n_heads[head.layer]
     leaves = [torch.zeros_like(recorded[name]).requires_grad_() for name in names[:2]]
-    found: list[Tensor] = []
+    scores: list[Tensor] = []
 
     def put(value: Tensor) -> Callable[[Tensor, Any], Tensor]:
         return lambda old, hook: value
 
     def keep(value: Tensor, hook: Any) -> None:
-        found.append(value[0, head.index, query, key])
+        scores.append(value[0, head.index, query, key])
         raise _Stop
 
     hooks: Hooks = [
@@ -304,13 +309,13 @@ def _bilinear_form(
     ]
     with torch.enable_grad(), suppress(_Stop), silent_scale_edits():
         run(model, parts.recording.tokens, parts.recording.mask, hooks)
-    at = [
-        (0, where, head.index * leaf.shape[2] // n_heads)
-        for where, leaf in zip((query, key), leaves, strict=True)
+    places = [
+        (0, axis, head.index * leaf.shape[2] // n_heads)
+        for axis, leaf in zip((query, key), leaves, strict=True)
     ]
     if not hidden:
-        return _taylor(found[0], leaves, at)
-    alone = 1 - float(found[0].detach())
+        return _taylor(scores[0], leaves, places)
+    alone = 1 - float(scores[0].detach())
     if not alone > 0:
         raise UnsupportedModelError(
             [
@@ -319,7 +324,7 @@ def _bilinear_form(
             ],
             _NOT_A_SUM,
         )
-    form = _taylor(found[0].log(), leaves, at) / alone
+    form = _taylor(scores[0].log(), leaves, places) / alone
     form[-1, -1] = 0.0  # of the constant
     return form
 
@@ -342,13 +347,13 @@ def _taylor(
 def _require_score(model: Any, scores: list[Tensor], seen: Tensor, size: Tensor) -> None:
     """Hold sums against scores in the run, before or after a soft cap; or their difference."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
-    found = torch.stack(scores)
-    capped = cap * torch.tanh(found / cap) if cap > 0 else found
+    total = torch.stack(scores)
+    capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(scores) == 2:
-        found, capped, seen = (each.diff() for each in (found, capped, seen))
+        total, capped, seen = (logits.diff() for logits in (total, capped, seen))
     if (capped - seen).abs() <= _allowed(seen) * size:
         return
-    _require_sum(found, seen, size)
+    _require_sum(total, seen, size)
 
 
 def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:

@@ -202,8 +202,8 @@ def search_circuit(
     InputError.raise_if(reasons, "no circuit can be searched")
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
-    where: dict[str, Any] = {"positions": positions, "mask": mask}
-    settings = where | {"sites": sites, "direction": "noise", "progress": False}
+    prompt_options: dict[str, Any] = {"positions": positions, "mask": mask}
+    settings = prompt_options | {"sites": sites, "direction": "noise", "progress": False}
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         if method == MEASURED:
@@ -213,7 +213,7 @@ def search_circuit(
             ranking = attribution(*prompts, **settings)
         bar.set_description_str(f"{label}search")
         ablated = AblatedModel(
-            *prompts, ranking.frame, **where, ablation=ablation, on_done=bar.update
+            *prompts, ranking.frame, **prompt_options, ablation=ablation, on_done=bar.update
         )
         search = _Search(ablated, faithfulness)
         orders: dict[_Step, Rows] = {

@@ -175,8 +175,8 @@ def faithfulness(
         reasons.append(f"ranking: got a {got}; expected {expected}")
     InputError.raise_if(reasons, "no curve can be drawn")
     prompts = model, clean, corrupted, metric
-    where: dict[str, Any] = {"mask": mask, "positions": positions}
-    ablated = AblatedModel(*prompts, ranking.frame, ablation=ablation, **where)
+    prompt_options: dict[str, Any] = {"mask": mask, "positions": positions}
+    ablated = AblatedModel(*prompts, ranking.frame, ablation=ablation, **prompt_options)
     highest = ablated.ranked(ranking, order)
     sizes = [int(share * ablated.n_sites) for share in shares]
     kept, others, random = ablated.curves([highest[:size] for size in sizes], n_random, seed)

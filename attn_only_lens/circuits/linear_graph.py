@@ -125,14 +125,14 @@ def _slopes(
     linear: LinearRun, gradients: list[Outputs]
 ) -> list[dict[str, "_NeuronSlope | _AttentionSlope"]]:
     graphs = iter(_pattern_graphs(linear))
-    found: list[dict[str, _NeuronSlope | _AttentionSlope]] = []
+    slopes: list[dict[str, _NeuronSlope | _AttentionSlope]] = []
     for sublayer, gradient in zip(linear.sublayers, gradients, strict=True):
         if isinstance(sublayer, LinearAttention):
-            found.append(_attention_slopes(linear, sublayer, gradient, next(graphs)))
+            slopes.append(_attention_slopes(linear, sublayer, gradient, next(graphs)))
         else:
             slope = _NeuronSlope.of(sublayer, gradient)
-            found.append({} if slope is None else {"q": slope})
-    return found
+            slopes.append({} if slope is None else {"q": slope})
+    return slopes
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +314,7 @@ def _attention_slopes(
     if b_V is not None:
         values = values + by_head(b_V.view(-1, values.shape[3]), values.shape[2])
     pattern_gradient = torch.einsum("bqhd,bkhd->bhqk", gradient, values)
-    found: dict[str, _NeuronSlope | _AttentionSlope] = {}
+    slopes: dict[str, _NeuronSlope | _AttentionSlope] = {}
     for kind, inputs in graph.inputs.items():
         n_groups, d_head = inputs.shape[2:]
         W = _by_group(getattr(attention, f"W_{kind.upper()}"), n_groups)
@@ -328,10 +328,10 @@ def _attention_slopes(
         left = inputs.detach() - torch.einsum("bpm,gmd->bpgd", entering, W) - constant
         if left.abs().amax() > LOGIT_TOLERANCE[torch.float32] * inputs.abs().amax():
             constant = constant + left  # positions that only queries and keys have (Shortformer)
-        found[kind] = _AttentionSlope(
+        slopes[kind] = _AttentionSlope(
             sublayer, graph.pattern, pattern_gradient, inputs, W, constant
         )
-    return found
+    return slopes
 
 
 def _by_group(weights: Tensor, n_groups: int) -> Tensor:
@@ -428,9 +428,9 @@ class LinearGraph:
             sums = self._sources.contributions(n_before, len(nodes), bias)
             if isinstance(sublayer, LinearAttention):  # a target reads at every position
                 keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
-                node, at = (x.repeat_interleave(n_pos) for x in (nodes, positions))
+                node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
                 gradients = of_targets.repeat_interleave(n_pos, dim=1)
-                covectors = sublayer.covectors(gradients, node, at, keys)
+                covectors = sublayer.covectors(gradients, node, node_positions, keys)
                 sums.add_all(covectors.unflatten(1, (-1, n_pos)))
             else:
                 sums.add(sublayer.covectors(of_targets, nodes, positions, positions), positions)
@@ -474,7 +474,7 @@ class LinearGraph:
         attributed, writes = self._attributed, self._linear.sublayers[index].writes
         gradients, attributions = attributed.gradients[index], attributed.attributions(index)
         n_nodes, batch = gradients.shape[2], len(gradients)
-        at, index_of = torch.tensor(nodes, dtype=torch.int64, device=gradients.device).T
+        positions, index_of = torch.tensor(nodes, dtype=torch.int64, device=gradients.device).T
         slopes = torch.full_like(gradients[0, ..., 0], torch.nan)
         if writes.kind == "attention":
             values = writes.z.norm(dim=-1).mean(0)
@@ -482,7 +482,7 @@ class LinearGraph:
             values = writes.z.unflatten(2, (n_nodes, -1)).sum((3, 4)).mean(0)
             if batch == 1 and writes.z.shape[2] == n_nodes:
                 slopes = gradients[0, ..., 0]
-        columns = (x[at, index_of].tolist() for x in (values, slopes, attributions))
+        columns = (x[positions, index_of].tolist() for x in (values, slopes, attributions))
         ids = self._ids(index, nodes)
         return [
             (id_, writes.kind, writes.layer, id_.partition("@")[0], pos, *numbers)
@@ -523,11 +523,15 @@ class _Sources:
         for sublayer, nodes in zip(linear.sublayers, chosen, strict=True):
             outputs = sublayer.writes.outputs
             place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
-            at, index = place.T
-            vectors.append(sublayer.write_vectors(outputs[:, at, index], index, at).to(embedding))
-            positions += at.tolist()
+            node_positions, index = place.T
+            vectors.append(
+                sublayer.write_vectors(outputs[:, node_positions, index], index, node_positions).to(
+                    embedding
+                )
+            )
+            positions += node_positions.tolist()
             others = outputs.clone()
-            others[:, at, index] = 0.0
+            others[:, node_positions, index] = 0.0
             written = sublayer.written(others[None])[0].to(embedding)
             self._n_columns.append(len(positions))
             self._rest.append(self._rest[-1] + written)

@@ -84,9 +84,13 @@ class LinearSublayer:
         raise NotImplementedError
 
     def covectors(
-        self, gradient: Float[Tensor, "batch target d_head"], nodes: Nodes, at: Place, key: Place
+        self,
+        gradient: Float[Tensor, "batch target d_head"],
+        nodes: Nodes,
+        position: Place,
+        key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at the stream at `key`, from that at the outputs of nodes at `at`."""
+        """Return the gradient at the stream at `key`, from that at the outputs of nodes at `position`."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
@@ -94,11 +98,11 @@ class LinearSublayer:
         return self.writes.writes.change(z.flatten(3) @ self.writes.matrix.flatten(0, 1))
 
     def write_vectors(
-        self, z: Float[Tensor, "batch target d_head"], nodes: Nodes, at: Place
+        self, z: Float[Tensor, "batch target d_head"], nodes: Nodes, position: Place
     ) -> Float[Tensor, "batch target d_model"]:
         """Return what each of some nodes writes at its position."""
         by_node = torch.einsum("btd,tdm->btm", z, self.writes.matrix[nodes])
-        return self.writes.writes.at(places(at)).change(by_node)
+        return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
         """Return the gradient at the nodes' outputs, from that at the stream behind them."""
@@ -123,9 +127,9 @@ class LinearAttention(LinearSublayer):
         values = torch.einsum("bhqk,bqhd->bkhd", self.pattern, gradient)
         return self.writes.reads.back(torch.einsum("bkhd,hmd->bkm", values, self.W_V))
 
-    def covectors(self, gradient: Tensor, nodes: Nodes, at: Place, key: Place) -> Tensor:
+    def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
         """Return the gradient at the stream at `key`."""
-        values = gradient * self.pattern[:, nodes, at, key].unsqueeze(-1)
+        values = gradient * self.pattern[:, nodes, position, key].unsqueeze(-1)
         entering = torch.einsum("btd,tmd->btm", values, self.W_V[nodes])
         return self.writes.reads.back(entering, places(key))
 
@@ -146,18 +150,18 @@ class LinearNeurons(LinearSublayer):
         terms = [(gradient.squeeze(-1) * factor) @ W.T for W, factor in self.terms]
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
-    def covectors(self, gradient: Tensor, nodes: Nodes, at: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at `at`: neurons read no other position."""
+    def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
+        """Return the gradient at the stream at `position`: neurons read no other position."""
         terms = [
-            (gradient.squeeze(-1) * factor[:, at, nodes]).unsqueeze(-1) * W.T[nodes]
+            (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
         ]
-        return self.writes.reads.back(sum(terms[1:], terms[0]), places(at))
+        return self.writes.reads.back(sum(terms[1:], terms[0]), places(position))
 
 
-def places(at: Place) -> Positions:
+def places(position: Place) -> Positions:
     """Return positions to index [batch, pos, …] with, so that [batch, target, …] fits."""
-    return slice(at, at + 1) if isinstance(at, int) else at
+    return slice(position, position + 1) if isinstance(position, int) else position
 
 
 @dataclass(frozen=True, eq=False)
