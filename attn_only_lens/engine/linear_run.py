@@ -90,7 +90,7 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at the stream at `key`, from that at the outputs of nodes at `position`."""
+        """Return the gradient at the stream at `key`, given one at the outputs of nodes."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
