@@ -1,7 +1,7 @@
-"""Answers of metrics: as texts of one token or as tokens, for all prompts or for each.
+"""Answers of metrics: texts of one token, or tokens; one for all prompts or one per prompt.
 
-Every metric takes the same forms. A list has an item for each prompt, or one for all; an item is
-one answer or, for a metric that adds up several answers, a list of them.
+All metrics take the same forms. A list has one item per prompt, or a single item for all prompts.
+An item is one answer or, for a metric that sums over several answers, a list of answers.
 
 A space before a word is part of its token in most vocabularies: " are" and "are" are two tokens.
 The logits of the clean run show which of the two the model expects after a prompt.
@@ -79,7 +79,7 @@ def answer_tokens(
     *,
     several: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Return the tokens of each prompt's answers, and add reasons for those that are none."""
+    """Return the tokens of each prompt's answers; add a reason for each invalid answer."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or {pair.n_all}, one for each prompt"
@@ -173,9 +173,9 @@ def warn_of_spaces(
     answers: Mapping[str, Sequence[tuple[int, ...]]],
     logits: Logits | None,
 ) -> None:
-    """Warn of answers that are far more probable with a space added before them, or removed.
+    """Warn if an answer is far more probable with its leading space added or removed.
 
-    Far is `FAR_MORE_PROBABLE`, ten times, in the geometric mean over the prompts of the answer.
+    "Far" means a factor of `FAR_MORE_PROBABLE`, in the geometric mean over the answer's prompts.
     """
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None or logits is None:
@@ -207,10 +207,10 @@ def _prompts_of(rows: Sequence[tuple[int, ...]]) -> dict[int, list[int]]:
 
 
 def _twin(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the token of the same word with one space more or less; None if there is none.
+    """Return the same word's token with the leading space added or removed; None if there is none.
 
-    It is looked up in the vocabulary: SentencePiece adds a space to every text, so that no text
-    gives the token without a space.
+    It is looked up in the vocabulary: SentencePiece adds a space to every text, so tokenizing
+    a text never gives the token without a space.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:

@@ -3,8 +3,8 @@
 Libraries hook models themselves. transformers leaves hooks behind that collect outputs on request;
 TransformerBridge captures the input of norms and MLPs, and in transformer-lens 4 shows activations
 of parts that have no module, such as BERT's MLPs; accelerate replaces `forward`, which is no hook.
-None of these changes what a model computes. All others may: a hook's owner is told by the package
-of its code.
+These hooks do not change what a model computes; any other hook may. The package that defines a
+hook identifies its owner.
 """
 
 import re

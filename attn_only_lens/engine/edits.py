@@ -1,7 +1,7 @@
-"""Patches of heads, as the changes and hooks that a sweep runs with.
+"""Turn patches of heads into changes of the stream and hooks.
 
-A neuron-head puts out z = w v, with w its attention to its own token and v its value. So whatever
-part is taken from another run, here with a prime, later blocks see only a new z:
+A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
+marks the run that is patched in. Later blocks see only the new z, whichever part is patched:
 
     "z"         z'
     "pattern"   w' v
@@ -14,14 +14,14 @@ and the head's output to the stream moves by Δz times its neuron's row of W_out
 
 to pattern, value and interaction.
 
-An attention head moves information between positions, so a patch of its value, query or pattern is
-not one of z at the same place. Its block runs again, for many variants at once, with a hook that
-patches another head at other positions in each.
+An attention head moves information between positions, so patching its value, query or pattern
+differs from patching z at the same position. Its block runs again, for many variants at once, with
+a hook that patches another head at other positions in each variant.
 
 With grouped queries, heads share keys and values. To patch a key or value for one head, the shared
 one is patched, and the z of all other heads is restored: so only this head reads the patched one.
-The model's own code computes z, whatever its rotations, norms, caps and masks. The result is that
-of a usual patch in a model in which each head has its own copy of the shared key or value.
+The model's own code computes z, including rotations, norms, caps and masks. The result equals an
+ordinary patch in a model where each head has its own copy of the shared key or value.
 """
 
 from collections.abc import Callable
@@ -52,21 +52,21 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return the whole change of z less those by pattern and by value."""
+    """Return the change of z minus the changes by pattern alone and by value alone."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return the change of each site's neuron activation, from that of z."""
+    """Return the change of each site's neuron activation, given the change of z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
 def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Sum a quantity over the heads of each site: all of its neuron, or one."""
+    """Sum a quantity over the heads of each site: all heads of its neuron, or one head."""
     by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
@@ -90,7 +90,7 @@ def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> 
 
 
 def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
-    """Return where a patch of all heads would change anything."""
+    """Return the heads and positions whose activations differ between two runs."""
     differs = (target != source).any(dim=-1)
     return differs.transpose(1, 2) if part == "pattern" else differs
 

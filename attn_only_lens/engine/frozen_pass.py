@@ -55,7 +55,7 @@ class FrozenPass:
 
     @property
     def record_hooks(self) -> Hooks:
-        """The hooks for the run at which the model is frozen; its logits stay the same."""
+        """Hooks that record patterns and scales in a run without changing its logits."""
 
         def recording(change: Callable[[Tensor], Tensor], name: str) -> Callable[..., Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
@@ -73,8 +73,8 @@ class FrozenPass:
     def linear_hooks(self) -> Hooks:
         """The hooks for a run of the linear model on pairs of rows, x + δ and x - δ.
 
-        First x + δ of every δ, then x - δ of each. The values g u of such a pair differ by
-        2 (g_0 δu + u_0 δg), of which a half is the half rule.
+        The first half of the rows are x + δ, the second half x - δ. The values g u of a pair
+        differ by 2 (g_0 δu + u_0 δg); the half rule keeps half of this difference.
         """
 
         def rows(name: str, n: int) -> Tensor:

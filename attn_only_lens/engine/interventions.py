@@ -1,4 +1,4 @@
-"""Directions of patches, and ablations: activations to patch in that are of no other run."""
+"""Directions of patches, and ablations of z: zero, mean, resample and bias."""
 
 from dataclasses import replace
 from typing import Literal, get_args

@@ -1,4 +1,4 @@
-"""The largest entries of a matrix that is made block by block, and never held."""
+"""Find the largest entries of a matrix block by block, without holding the whole matrix."""
 
 from typing import TypeAlias
 
@@ -11,7 +11,7 @@ _ROUNDED = 1.001  # of products and lengths in any dtype
 
 
 class LargestScores:
-    """The k largest scores so far, of a writer and a reader each.
+    """The k largest scores so far, each of one pair of writer and reader.
 
     Example:
         >>> largest = LargestScores(2)
@@ -50,7 +50,7 @@ class LargestScores:
 
     @property
     def _least(self) -> float:
-        """What a score, or its size, must exceed to be kept."""
+        """The threshold that a score (or its absolute value) must exceed to be kept."""
         full = len(self.values) == self.k
         return self._sizes(self.values[-1]).item() if full else -float("inf")
 
@@ -65,7 +65,7 @@ class LargestScores:
         *,
         block: int,
     ) -> None:
-        """Add the product of every two rows, longest first, until no longer product is left.
+        """Add the products of all pairs of rows; skip pairs that are too short to be kept.
 
         |a · b| is at most ‖a‖ ‖b‖, so blocks of short rows are never computed. Takes the memory of
         2 block d + 2 block² + 16 block min(k, block) numbers.

@@ -1,6 +1,6 @@
-"""Metrics: one number of the logits of each prompt, by whose mean a patch is measured.
+"""Metrics: one number per prompt, computed from the logits and averaged over prompts.
 
-Unless stated otherwise a metric reads each prompt's last real token, and is the mean over prompts.
+Unless stated otherwise, a metric reads the logits at each prompt's last real token.
 With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean run's softmax:
 
     logit_diff         ℓ[c] - ℓ[w]
@@ -9,14 +9,14 @@ With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean 
     log_probability    log P[c]
     kl                 KL(C ‖ P) = Σ_v C[v] (log C[v] - log P[v]): 0 on the clean run
     loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean
-                       prompts: over those of each prompt, and over prompts weighted by their number
-    custom             any function of the logits [batch, pos, d_vocab], to one number, or to one of
-                       each prompt
+                       prompts; longer prompts weigh more
+    custom             any function of the logits [batch, pos, d_vocab] that returns one number,
+                       or one number per prompt
 
 A `Metric` holds for any model and prompts. Bound to one model and pair, it states which logits it
-reads, so that a sweep computes no others: for a logit difference, one position of each prompt and
-two columns of the vocabulary. Logits in half precision are summed in float32, except those that a
-custom function gets.
+reads, so a sweep computes only these: for a logit difference, one position of each prompt and
+two columns of the vocabulary. Logits in half precision are converted to float32, except for
+custom functions.
 """
 
 import inspect
@@ -59,12 +59,12 @@ class BoundMetric:
 
     Attributes:
         name: of the metric, with its answers.
-        positions: the one position of each prompt that it reads; None where it reads all.
-        columns: the entries of the vocabulary that it reads; None where it reads all.
-        shape: batch, pos and vocabulary of the logits of a whole run.
-        compute: the formula, from logits as `value` takes them, to one number of each prompt; or of
-            all prompts together, [site, 1], where they have none of their own.
-        weights: of each prompt in the mean, with a sum of 1; None where prompts weigh the same.
+        positions: the position that it reads in each prompt; None if it reads all positions.
+        columns: the tokens of the vocabulary that it reads; None if it reads all.
+        shape: the shape [batch, pos, d_vocab] of the logits of a whole run.
+        compute: the formula: from the selected logits to one number per prompt, or to one number
+            for all prompts together, [site, 1].
+        weights: the weight of each prompt in the mean, summing to 1; None if they are equal.
     """
 
     name: str
@@ -108,11 +108,11 @@ class BoundMetric:
         return values
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the weights of n numbers in their mean: one of each prompt, or one of all."""
+        """Return the weights of n numbers in their mean: one number per prompt, or one for all."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
-        """Return the weighted mean over prompts, summed alike for one site and for many."""
+        """Return the weighted mean over prompts, summed in the same order for all sites."""
         weighted = zip(self.shares(values.shape[-1]), values.unbind(-1), strict=True)
         return sum((share * term for share, term in weighted), torch.zeros_like(values[..., 0]))
 
@@ -155,7 +155,7 @@ class BoundMetric:
         return self.value(self.select(logits)[None])[0]
 
     def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
-        """Return the gradient with respect to what it reads of a run; None if it is detached."""
+        """Return the gradient with respect to the logits that it reads; None if it is detached."""
         with torch.enable_grad():
             leaf = self.select(logits.detach()).clone().requires_grad_()
             value = self.value(leaf[None])[0]
@@ -179,8 +179,8 @@ class Metric:
         version: tells this metric from later ones of the same name; None if it has no version.
         answers: the answers that it compares.
         source: the source text of a user's function; None if there is none.
-        by_prompt: whether it may be measured on some of the prompts: the number of each then hangs
-            on its own logits alone.
+        by_prompt: whether each prompt's number depends on that prompt's logits alone, so that
+            the metric can be measured on a subset of the prompts.
     """
 
     name: str
@@ -429,8 +429,8 @@ def kl() -> Metric:
 def loss() -> Metric:
     """Return the cross-entropy of the clean prompts' next tokens, in nats, as a metric.
 
-    Every token that follows a real one in the clean prompts is a target, whichever run is patched;
-    the metric is the mean over these, in which a prompt of more tokens weighs more.
+    The targets are the real tokens of the clean prompts, except each prompt's first token. The
+    metric is the mean over all targets, so longer prompts weigh more.
 
     Returns:
         The metric, for any model and prompts.
@@ -528,7 +528,7 @@ def _source_of(fn: Callable[..., Any]) -> str | None:
 
 
 def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
-    """Return what a function made of a run, one number or one of each prompt, as a row."""
+    """Return a custom function's result as a row: one number, or one number per prompt."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.shape in ((), (batch,)):
         return value.reshape(-1)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -561,9 +561,9 @@ def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "si
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
-    """Refuse a metric that does not tell the clean run from the corrupted one.
+    """Refuse a metric that is equal on the clean and the corrupted run, up to rounding.
 
-    Scores divide by the difference of the two: where that is rounding, scores are noise.
+    Scores are divided by this difference; if it is only rounding, scores are noise.
     """
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
@@ -579,7 +579,7 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
-    """Return why a metric is not of one run alone."""
+    """Return why a metric cannot be measured on a single run."""
     if not as_metric(metric).needs_reference:
         return []
     return [
@@ -612,7 +612,7 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
     """Refuse a metric that is flat at the run patched into, such as `kl` at its minimum.
 
-    Every estimate by the gradient there would be zero, or rounding. The metric's span is compared
+    Every gradient estimate there would be zero or rounding noise. The metric's span is compared
     with Σ |∂metric/∂logits · (other - logits)|.
     """
     gradient = metric.gradient(logits)

@@ -1,7 +1,7 @@
-"""Positions to patch: sets of them, each patched at once.
+"""Sets of positions to patch; all positions of a set are patched together.
 
-A number from 0 up is a position of the token tensor, padding counted; -1 is each prompt's last
-real token, -2 the one before. `"each"` and `"all"` never touch padding. Roles, such as
+A number from 0 up is a column of the token tensor, counting padding; -1 is each prompt's last
+real token, -2 the token before it. `"each"` and `"all"` never touch padding. Roles, such as
 `{"subject": [2, 4], "end": -1}`, name a position of each prompt, counted in its own real tokens
 from either end, so that prompts may differ in length.
 """
@@ -37,12 +37,12 @@ class PositionSet:
 
     @property
     def column(self) -> int | None:
-        """The only position that it may have in any prompt; None if prompts may have others."""
+        """The position, if it is the same in all prompts; otherwise None."""
         inside = isinstance(self.label, int) and 0 <= self.label < self.chosen.shape[1]
         return int(self.label) if inside else None
 
     def of_prompts(self, prompts: range, n_pos: int) -> "PositionSet":
-        """Return those of a run of prompts, before position n_pos."""
+        """Return the same set for some consecutive prompts, cut to the first n_pos positions."""
         return PositionSet(self.label, self.chosen[prompts.start : prompts.stop, :n_pos])
 
 

@@ -1,7 +1,7 @@
-"""Pairs of prompts, or of batches of them, that differ in the information that patches move.
+"""Pairs of clean and corrupted prompts.
 
 A patch moves an activation from a position of one run to the same position of the other, so the
-two prompts of a pair must have as many tokens, and padding at the same places.
+two prompts of a pair must have the same number of tokens, and the same padding.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class PromptPair:
         corrupted: tokens of the corrupted prompts.
         mask: 1 where a token is real and 0 where it is padding, the same for both; None where
             every token is real.
-        among: which prompts these are, and of how many; None where they are all.
+        among: the indices of these prompts, and the total number; None if these are all prompts.
     """
 
     clean: Tokens
@@ -45,7 +45,7 @@ class PromptPair:
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
-        """The mask as booleans: all True where there is none."""
+        """The mask as booleans; all True if there is no mask."""
         if self.mask is None:
             return torch.ones_like(self.clean, dtype=torch.bool)
         return self.mask.bool()
@@ -58,19 +58,19 @@ class PromptPair:
 
     @property
     def n_all(self) -> int:
-        """How many prompts there are, these among them."""
+        """The total number of prompts, of which this pair may hold a subset."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
-        """Return what is of these prompts, of something for each of all."""
+        """Select the items of these prompts from a sequence with one item per prompt."""
         return of_all if self.among is None else of_all[self.among[0].start : self.among[0].stop]
 
     def of_prompts(self, prompts: range, *, cut: bool = True) -> "PromptPair":
-        """Return a run of these prompts.
+        """Return some consecutive prompts of this pair.
 
         Args:
-            prompts: which.
-            cut: whether to leave out positions after the last one that is real in one of them.
+            prompts: their indices.
+            cut: whether to drop the final columns in which all of them have padding.
         """
         if len(prompts) == len(self.clean):
             return self
@@ -158,7 +158,7 @@ def prompt_pair(
 
 
 def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
-    """Return prompts as pairs of each with itself, for analyses of a single run."""
+    """Pair each prompt with itself, for analyses of a single run."""
     reasons: list[str] = []
     texts: dict[str, str] = {}
     rows = _rows(model, prompts, "", reasons, texts)
@@ -176,7 +176,7 @@ def _stack(
     reasons: list[str],
     problem: str,
 ) -> tuple[Tokens, Tensor | None]:
-    """Return prompts as one tensor, with its mask: of the padding made here, or the given one."""
+    """Return prompts as one tensor, and the mask: the given one, or one for the padding."""
     if mask is not None and padded:
         reasons.append("got a mask beside texts, whose padding is made here; leave it out")
     InputError.raise_if(reasons, problem)

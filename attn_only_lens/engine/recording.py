@@ -28,8 +28,7 @@ class NeuronRun:
 
     Attributes:
         z: their output, `weight * v`.
-        gates: their values, and their weights; none where z alone was recorded, as the MLP has it
-            without a gate being computed.
+        gates: their values and their weights; empty if only z was recorded.
     """
 
     z: Float[Tensor, "batch pos head_index"]
@@ -42,7 +41,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Their attention to the token itself, the rest being on the bias token."""
+        """Their attention to their own token; the rest of the attention is on the bias token."""
         return self.gates[1]
 
 
@@ -294,7 +293,7 @@ def run_blocks(
     hooks: Hooks = (),
     **kwargs: Any,
 ) -> None:
-    """Run a model with hooks up to the output of its last block; nobody needs its logits."""
+    """Run a model with hooks up to the output of its last block, without computing logits."""
 
     def stop(module: nn.Module, args: Any, output: Any) -> None:
         raise StopForward

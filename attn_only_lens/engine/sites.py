@@ -34,7 +34,7 @@ _POINTS: dict[Part, str] = {
 
 @dataclass(frozen=True)
 class Selection:
-    """Every head of some kinds in some layers, of whatever model it is given to.
+    """All heads of the given kinds in the given layers, for any model.
 
     Attributes:
         kinds: "attention", "neuron".
@@ -57,7 +57,7 @@ class LayerSites:
         kind: "attention" or "neuron".
         names: `L5H3`, `L5N1234`, or `L5N1234.2` for one of several heads that share a neuron.
         index: the attention head, or the neuron.
-        member: which head of the neuron; `WHOLE` (-1) where all are meant, and for attention.
+        member: which head of the neuron; `ALL_MEMBERS` (-1) for all its heads, and for attention.
     """
 
     layer: int
@@ -68,7 +68,7 @@ class LayerSites:
 
     @classmethod
     def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
-        """The sites of heads of one kind in one layer, of which there is at least one."""
+        """Return the sites of one or more heads of one kind in one layer."""
         chosen_heads = list(heads)
         members = [ALL_MEMBERS if head.member is None else head.member for head in chosen_heads]
         index = torch.tensor([head.index for head in chosen_heads], device="cpu")
@@ -197,7 +197,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
-    """Split names that say where, such as `L3N7@13` or `L3N7@-1`, into a head and a position.
+    """Split names with a position, such as `L3N7@13` or `L3N7@-1`, into head and position.
 
     Example:
         >>> from attn_only_lens.engine.sites import split_positions
@@ -239,14 +239,14 @@ def _unknown(model: Any, name: HeadName) -> list[str]:
     return []
 
 
-@lru_cache(maxsize=1024)  # to make names takes a share of the time of an attribution
+@lru_cache(maxsize=1024)  # making names would take a noticeable share of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
-    """Return the names, and every reason why some are none of the model's."""
+    """Return the parsed names, and every reason why a name is not a head of the model."""
     chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__
@@ -266,7 +266,7 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
         names.append(name)
         key = name.layer, name.kind, name.member
         last[key] = max(name, last.get(key, name), key=lambda head: head.index)
-    # A layer that has the last of some heads has those before it.
+    # If a layer has the head with the largest index, it has all heads before it.
     known = {key for key, name in last.items() if not _unknown(model, name)}
     for name in names:
         if name.index < 0 or (name.layer, name.kind, name.member) not in known:

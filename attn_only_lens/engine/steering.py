@@ -2,12 +2,12 @@
 
 Inside the context z of the named heads is
 
-    ablated    0 ("zero"), its mean over real tokens of given prompts ("mean"), or what the head
-               puts out when all its attention is on the bias token ("bias")
-    steered    z + what is given for the head
+    ablated    0 ("zero"), its mean over the real tokens of given prompts ("mean"), or the head's
+               output when all its attention is on the bias token ("bias")
+    steered    z + the value given for the head
 
-at every token, or at some positions of the text: with a cache of keys and values a model runs only
-the tokens that are new, and what came before them counts. Hooks do this and are gone afterwards.
+at all positions of the text, or at some. Positions count from the start of the text, also when a
+key-value cache lets the model run only the new tokens. The hooks are removed at the end.
 The papers: activation addition is Turner et al., "Steering Language Models With Activation
 Engineering" (2023); mean ablation is Wang et al., "Interpretability in the Wild" (2022).
 """
@@ -64,19 +64,18 @@ def ablated(
             at that position alone.
         to: "zero", "mean" over all real tokens of `prompts`, or "bias": all attention of a
             neuron-head on the bias token, where it writes nothing.
-        prompts: texts or tokens to take means from, of the model without hooks: among nested
-            contexts, one of means is the outer one.
-        mask: 1 for real tokens, 0 for padding, where those are tokens.
-        positions: of names that do not say where: numbers from 0, of the tokens that the model is
-            given and of those that it generates after them, padding counted; by default all.
+        prompts: texts or tokens for the means, which are taken without hooks on the model: if
+            contexts are nested, the one with to="mean" must be the outermost.
+        mask: 1 for real tokens, 0 for padding, if the prompts are tokens.
+        positions: for names without a position: numbers from 0 that count prompt tokens, padding
+            and generated tokens; by default all.
 
     Yields:
-        Nothing; the model is the one that was given.
+        Nothing; the given model itself is edited.
 
     Raises:
-        InputError: with every reason: names that the model has not, no prompts for means or
-            prompts for another ablation, attention heads to the bias token, positions that are
-            none.
+        InputError: with every reason: unknown names, no prompts for means, prompts for another
+            ablation, attention heads ablated to "bias", or invalid positions.
         UnsupportedModelError: the model does not read z where it is hooked, or a torch hook on the
             part that z enters is given z without the edit.
 
@@ -142,21 +141,21 @@ def ablated(
 def steered(
     model: Any, steering: Steering, *, positions: int | Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Add to z of heads in every run of a model inside a `with`.
+    """Add a value to z of heads in every run of a model inside a `with`.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads.
-        steering: by name, as those of `ablated`, what is added to z: a number for a neuron-head,
-            which is the change of its neuron's activation; a vector [d_head] for an attention head.
-            Of heads that share a neuron, each has a name, such as `L5N1234.2`.
+        steering: the value added to z, by head name: for a neuron-head a number, which changes its
+            neuron's activation by as much; for an attention head a vector [d_head]. Heads that
+            share a neuron are named one by one, such as `L5N1234.2`.
         positions: as for `ablated`.
 
     Yields:
-        Nothing; the model is the one that was given.
+        Nothing; the given model itself is edited.
 
     Raises:
-        InputError: with every reason: names that the model has not, a neuron of several heads,
-            what is no finite number or vector of d_head of them, positions that are none.
+        InputError: with every reason: unknown names, a neuron of several heads, values that
+            are not finite numbers or have the wrong length, or invalid positions.
         UnsupportedModelError: the model does not read z where it is hooked, or a torch hook on the
             part that z enters is given z without the edit.
 
@@ -205,7 +204,7 @@ def _hook(model: Any, sites: LayerSites, point: str) -> str:
 
 
 def _heads_of_each(model: Any, sites: LayerSites) -> list[list[int]]:
-    """Return the heads of each site, of those at the hook point."""
+    """Return the indices of each site's heads at the hook point."""
     width = 1
     if sites.kind == "neuron":
         width = host_of(model).neurons[sites.layer].heads_per_neuron
@@ -224,7 +223,7 @@ def _z(run: Recording, model: Any, sites: LayerSites) -> Float[Tensor, "batch po
 def _vector(
     name: str, value: Any, n_heads: int, d_head: int, kind: str, reasons: list[str]
 ) -> list[float] | None:
-    """Return what is added to z of a head, or add the reason why there is nothing."""
+    """Return the numbers to add to z of a head; None, and a reason, if they are invalid."""
     plain = as_plain(value)
     numbers = [plain] if not isinstance(plain, list | tuple) else list(map(as_plain, plain))
     if n_heads > 1:
@@ -290,7 +289,7 @@ class _Where:
 
 
 def _placed(model: Any, names: Sites, positions: Any) -> _Placed:
-    """Return heads with their positions: their own where a name says where, such as `L3N7@13`."""
+    """Return heads with their positions, which a name such as `L3N7@13` may contain."""
     plain = as_plain(positions)
     asked = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     every = None if asked is None else tuple(map(as_plain, asked))
@@ -386,7 +385,7 @@ def _short_run(model: Any, sites: Sequence[LayerSites]) -> Recording:
 
 
 def _require_edits_seen(model: Any, sites: Sequence[LayerSites]) -> None:
-    """Refuse hooks that are given what z was before an edit, and call none of them."""
+    """Refuse a model with hooks that would see z before the edit; the hooks are not called."""
     reasons = [
         reason
         for layer, heads in dict.fromkeys((some.layer, some.kind) for some in sites)

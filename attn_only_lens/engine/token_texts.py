@@ -36,15 +36,15 @@ _RUN = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the tokens of a text as texts, with the space before a word.
 
-    `join_tokens` makes the text of them again, as far as the tokenizer can give it back; but where
-    SentencePiece puts a space before a text that is a token by itself, it is shown.
+    `join_tokens` joins them to the original text, as far as the tokenizer can restore it. If
+    SentencePiece adds a space before the text as a separate token, the space is shown.
 
     Args:
         model: a model with a tokenizer; without one, tokens are shown as numbers.
         tokens: of one prompt [pos]; or a text.
 
     Returns:
-        A text a token; of bytes that are no character by themselves, their names: `<0xE2>`.
+        One text per token; bytes that are not a complete character appear as `<0xE2>`.
 
     Raises:
         UnsupportedCallError: a text that the model cannot take, or no tokens of one prompt.
@@ -127,7 +127,7 @@ def _decode_bytes(run: re.Match[str]) -> str:
 
 
 def _with_bytes(piece: str, text: str) -> str:
-    """The text of a piece of which some bytes are no character by themselves."""
+    """Return the text of a vocabulary piece that contains incomplete characters."""
     if _RUN.fullmatch(piece):
         return piece
     if all(character in _BYTES for character in piece):
@@ -136,11 +136,11 @@ def _with_bytes(piece: str, text: str) -> str:
 
 
 def _escape(raw: bytes) -> str:
-    """Bytes as characters; those that are none by name."""
+    """Decode bytes; write bytes that are not a complete character as `<0xE2>`."""
     codes = map(ord, raw.decode("utf-8", "surrogateescape"))
     return "".join(f"<0x{c - 0xDC00:02X}>" if 0xDC80 <= c <= 0xDCFF else chr(c) for c in codes)
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
-    # Cleaned up, the space before a comma would go wherever it was.
+    # Clean-up would remove every space before a comma.
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))

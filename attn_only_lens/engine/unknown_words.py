@@ -69,7 +69,7 @@ def _piece(text: str, span: tuple[int, int], word_at: Mapping[int, tuple[int, in
 def _unknown_alone(tokenizer: Any, text: str, token: int) -> list[str]:
     """Return the unknown words by tokenizing each word, where tokens have no places in the text.
 
-    Of whitespace it knows only a text that is nothing else.
+    Unknown whitespace is found only in a text of nothing but whitespace.
     """
     return [
         word
@@ -85,7 +85,7 @@ def instead_of_unknown(tokenizer: Any) -> str:
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn of pieces that the model does not read as they are, and return whether there are any."""
+    """Warn of pieces that the tokenizer does not know, and return whether there are any."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"
