@@ -164,7 +164,7 @@ def compare(
                 for batch in stream:
                     statistics.add(batch, bar)
             return draft.result(n_patched)
-        except Exception as error:  # of any kind: hours of work must not be lost
+        except Exception as error:  # any error: hours of work must not be lost
             raise _stopped(error, draft.result(0)) from error
 
 

@@ -64,7 +64,7 @@ class BatchRun:
         return effects[sites.index.to(effects.device)]
 
     def z(self, sites: LayerSites) -> Float[Tensor, "token site d_head"]:
-        """The outputs of components at real tokens; of a neuron, all of its heads together."""
+        """The outputs of components at real tokens; the heads of a neuron are summed."""
         if sites.kind == "attention":
             z = self.hooked[hook_name(self.model, sites.layer, "z")]
         else:
@@ -99,7 +99,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=False,  # of each batch; no score divides by it
+            distinct=False,  # batches may be alike: no score divides by the difference
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))

@@ -67,7 +67,7 @@ def batches(
     corrupted: Prompts | None,
     batch_size: int,
 ) -> Iterator[Batch]:
-    """Yield one batch after the other; a stream is read only as far as it is asked for."""
+    """Yield one batch after another; a stream is read lazily."""
     reasons = []
     tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
@@ -96,7 +96,7 @@ def batches(
     if first is None:
         raise ComparisonError(["got no prompts; expected at least one batch"], _PROBLEM)
     pair = first.pair
-    prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # refuses prompts that are all alike
+    prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # refuses identical prompts
     yield replace(first, of=n)
     for number, batch in enumerate(pairs, start=2):
         yield replace(batch, number=number, of=n)
@@ -149,13 +149,13 @@ def _named(tokens: Any, lengths: Tensor, length: int) -> str:
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
-    """The first of some prompts that differs from this one."""
+    """Return the first prompt that differs from this one."""
     others = rows[(rows != prompt).any(dim=1)]
     return others[:1] if len(others) else None
 
 
 def _next_others(rows: Tokens) -> Tokens:
-    """For each prompt the next different one, cyclically."""
+    """Return for each prompt the next prompt that differs from it, cyclically."""
     shifted = rows.roll(-1, dims=0)
     for shift in range(2, len(rows)):
         same = (shifted == rows).all(dim=1, keepdim=True)

@@ -200,7 +200,7 @@ def _rank_correlation(
     second: Float[np.ndarray, "resample row"],
     among: Bool[np.ndarray, "resample row"],
 ) -> Float[np.ndarray, "resample"]:
-    """Return Spearman's, of the rows that have both scores; nan unless both have ranks."""
+    """Return Spearman's correlation over rows with both scores; NaN if it is undefined."""
     among = among & ~np.isnan(first) & ~np.isnan(second)
     middle = (among.sum(axis=1, keepdims=True) + 1) / 2
     one, second_ranks = (
@@ -215,7 +215,7 @@ def _rank_correlation(
 def _ranks(
     x: Float[np.ndarray, "resample row"], among: Bool[np.ndarray, "resample row"]
 ) -> Float[np.ndarray, "resample row"]:
-    """Return ranks from 1 among some rows; equals share their mean rank."""
+    """Return ranks from 1 among some rows; ties share their mean rank."""
     x = np.where(among, x, np.inf)  # the others come last
     order = np.argsort(x, axis=1, kind="stable")
     ordered = np.take_along_axis(x, order, axis=1)
@@ -233,7 +233,7 @@ def _ranks(
 def largest(
     scores: Float[np.ndarray, "resample row"], size: int
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return where |score| is largest, of equals the first; never a row without a score."""
+    """Return the rows with the largest |score|; ties go to the first row, NaN is left out."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
     scored = sizes >= 0
     n_rows = sizes.shape[1]
@@ -252,7 +252,7 @@ def select_mass(
     among: Bool[np.ndarray, "resample row"],
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return as few of some rows as have a share of their Σ |weight|, for each kind separately."""
+    """Return the fewest rows that hold a given share of Σ |weight|, for each kind separately."""
     ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):
@@ -260,7 +260,7 @@ def select_mass(
         order = np.argsort(-sizes[:, rows], axis=1, kind="stable")
         ordered = np.take_along_axis(sizes[:, rows], order, axis=1)
         reached = np.cumsum(np.pad(ordered, ((0, 0), (1, 0))), axis=1)
-        # A row is needed while those before it do not reach the share.
+        # A row is needed if the rows before it do not reach the share.
         needed = ((reached[:, :-1] < mass * reached[:, -1:]) | (mass == 1)) & (ordered > 0)
         chosen = np.zeros_like(needed)
         np.put_along_axis(chosen, order, needed, axis=1)
@@ -385,7 +385,7 @@ def _edges_between(
     index = pd.MultiIndex.from_frame(every)
     weights = []
     for (frame, by_prompt), selection in zip(selections, components, strict=True):
-        # A model that has both ends and no such edge has one of weight 0.
+        # If a model has both ends but not the edge, its weight is 0.
         rows = np.concatenate([[-1], *(rows for _, rows in selection.groups)])
         has_both = np.isin(ends // selection.n_pos, rows).all(axis=1)
         full = np.where(has_both, 0.0, np.nan)[:, None].repeat(by_prompt.shape[1], axis=1)
@@ -505,7 +505,7 @@ def _union(overlaps: Sequence[Overlap]) -> _Ints:
 
 
 def _status(overlaps: Sequence[Overlap], rows: _Ints) -> npt.NDArray[np.object_]:
-    """Of each of these rows: "kept", "lost" or "gained"."""
+    """Return "kept", "lost" or "gained" for each of these rows."""
     before, after = (
         np.any([getattr(overlap, side)[0, rows] for overlap in overlaps], axis=0)
         for side in ("first", "second")

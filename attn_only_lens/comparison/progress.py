@@ -1,11 +1,11 @@
-"""Bars that say which stage of a comparison runs."""
+"""Progress bars for the stages of a comparison."""
 
 from typing import Any
 
 from tqdm.auto import tqdm
 
 MODELS = ("the original", "the grown model", "the null")
-"""What the models of a comparison are called, in their order."""
+"""The names of the models of a comparison, in order."""
 
 
 def stage_bar(text: str, total: int | None, unit: str, shown: bool) -> "tqdm[Any]":

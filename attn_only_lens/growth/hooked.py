@@ -88,7 +88,7 @@ class HookedModel(Growable):
     def save_pretrained(self, folder: Path) -> None:
         """Write what `source_folder` reads."""
         model = self.model
-        # The tokenizer lies beside it, and need not be looked for at a hub.
+        # The tokenizer is in the same folder; do not search for it on a hub.
         config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         state = model.state_dict()
@@ -101,7 +101,7 @@ class HookedModel(Growable):
         """Return a new HookedTransformer."""
         template = self.model
         config = copy.deepcopy(template.cfg.to_dict()) | config_fields(template.cfg, weights)
-        # Building must not touch the caller's random state, nor ask a hub for a tokenizer.
+        # Building must neither change the caller's random state nor download a tokenizer.
         held_back = {"seed": None, "tokenizer_name": None, "init_weights": False}
         cfg = HookedTransformerConfig(**config | held_back)
         with quiet(), torch.device("meta"):

@@ -85,7 +85,7 @@ FAMILIES = {
 """By `model_type`."""
 # Frequencies that depend on their own wavelength alone, or on the index of a pair.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
-_RECOMPUTED = ("dynamic", "longrope")  # for the length of what the model has seen last
+_RECOMPUTED = ("dynamic", "longrope")  # recomputed for the length of the last input
 # Matrices that several tensors share, in this order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
@@ -122,7 +122,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @property
     def family(self) -> Family:
-        """What it does not say."""
+        """What the configuration leaves to the model's code."""
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
@@ -206,7 +206,7 @@ class HuggingFaceBridge(BridgeModel):
         return reasons
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new bridge, around a new model of transformers."""
+        """Return a new bridge around a new Hugging Face model."""
         template, some = self.model, next(self.model.parameters())
         module = self._module(self.grown_config(weights), self.state(weights))
         old = {
@@ -305,7 +305,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @torch.no_grad()
     def _few_logits(self, model: Any) -> Tensor:
-        """Logits on a few tokens; of half precision, whose roundings may be large, in float32."""
+        """Return logits on a few tokens; half-precision models run in float32 here."""
         some, cfg = next(model.parameters()), self.model.cfg
         if some.dtype not in (torch.float32, torch.float64):
             is_bridge = isinstance(model, TransformerBridge)
@@ -402,7 +402,7 @@ class HuggingFaceBridge(BridgeModel):
         return str(self.model.adapter.component_mapping[part].name)
 
     def _source_path(self, path: str, source_of: Callable[[str], str]) -> str:
-        """The path of the module of this model that one of the grown model is like."""
+        """Return the path of this model's module that a module of the grown model is built like."""
         blocks = re.escape(self._path("blocks"))
         return re.sub(
             rf"^({blocks}\.)(\d+)",
@@ -439,7 +439,7 @@ class HuggingFaceBridge(BridgeModel):
         return names
 
     def _beside(self) -> set[str]:
-        """Tensors that the bridge has beside the model's: 3.9 adds a bias to the unembedding."""
+        """Tensors that only the bridge has: version 3.9 adds a bias to the unembedding."""
         held = {tail for tails in self._rules.values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
@@ -492,7 +492,7 @@ def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[
 
 
 def _difference(one: Tensor, second: Tensor) -> float:
-    """The largest difference of logits, as a share of the largest; no number in both is none."""
+    """The largest difference of logits, relative to the largest; NaN in both counts as equal."""
     finite = one.isfinite() | second.isfinite()
     difference = (one - second).abs().nan_to_num(torch.inf)[finite]
     largest = one[one.isfinite()].abs()
@@ -500,8 +500,8 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
-    """One matrix or bias of several, each with its outputs first."""
-    if "query_key_value" in name:  # a head's three stand together
+    """Join several matrices or biases, each with its outputs first, into one."""
+    if "query_key_value" in name:  # the query, key and value of a head are adjacent
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
         return rearrange(
@@ -523,7 +523,7 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def _fraction(rotary_dim: int, width: int) -> float:
-    """A fraction of which transformers' int(width · fraction) is `rotary_dim`."""
+    """Return a fraction such that int(width · fraction) is `rotary_dim`."""
     fraction = rotary_dim / width
     while int(width * fraction) < rotary_dim:
         fraction = math.nextafter(fraction, 1.0)

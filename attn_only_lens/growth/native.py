@@ -21,7 +21,7 @@ from attn_only_lens.growth.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.hooked import config_fields
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# In any case of letters, as the model reads its configuration.
+# Compared without case, as the model reads its configuration.
 _NORMS: dict[str | None, Norm] = {"LN": "LN", "LNPRE": "LNPre", "RMS": "RMS", "RMSPRE": "RMSPre"}
 
 

@@ -1,29 +1,29 @@
 """The state of an optimizer, carried over when a model grows.
 
-If growth multiplied a parameter by s (p' = s p), the loss is as it was, so its gradient is
-g / s: a moment of the gradient becomes m / s, one of its square v / s². For the next step to be the
-old one, in the old units (p' then s times what p would be), it must be s times the old:
+If growth multiplies a parameter by s (p' = s p), the loss stays the same, so the gradient becomes
+g / s, its first moment m / s and its second moment v / s². To keep p' = s p after the next step,
+that step must be s times the old one:
 
     SGD            s lr g = lr' g'                    lr' = s² lr
     Adam, AdamW    s lr m / (√v + ε) = lr' m' / (√v' + ε')    lr' = s lr,  ε' = ε / s
 
-and weight decay, if it adds λ p to the gradient (SGD, Adam), λ' = λ / s², if it subtracts lr λ p
-from the parameter (AdamW), λ' = λ / s. So scaled parameters get a group of their own.
+Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam), and λ' = λ / s if it
+subtracts lr λ p from the parameter (AdamW). So scaled parameters get their own group.
 
 New entries start with moments of zero, at the step count of their tensor: with β₂ = .999, Adam's
-first updates of them are up to 3.2 lr, as its bias correction is over by then. Parameters of new
-layers have no state yet, as in a new optimizer.
+first updates of them are up to 3.2 lr, because bias correction has already ended. Parameters of
+new layers have no state yet, as in a new optimizer.
 
 Where an old unit is shared out (`expansion.init.splits`), it and its copies see the gradient of
 what they write as it did, and that of what they read times their share, but for noise. Their
 moments are set accordingly. So the copies of what is written move as the old one does: together, as
 often as far.
 
-All this is exact but in three cases.
+This is exact, with three exceptions.
 
 Gains that are stored as gain - 1 (Gemma's) are scaled about -1, and decay towards 0: where d_model
 grows, a step of weight decay differs by lr λ (1 - s). Tied embeddings that growth unties each start
-with the moments of both, and part from there.
+with the moments of both, and then differ.
 
 And d_model under LayerNorm. Before growth nothing saw what is written along the constant vector
 over d_model; now the norm's mean includes new coordinates, so gradients by old writing weights
