@@ -30,9 +30,10 @@ def to_float64_device(x: Tensor) -> Tensor:
 def free_bytes(device: torch.device) -> int:
     """Return how much more memory tensors can take on a device.
 
-    Of an accelerator: what it has left, and what torch's allocator holds of it without a tensor in
-    it, but for the rest of blocks that are partly in use, which no large tensor fits into. Of a
-    device without memory of its own (MPS): the machine's.
+    For an accelerator, this is its free memory plus the memory that torch's allocator holds and
+    does not use, without the remainders of blocks that are partly in use: no large tensor fits into
+    those. For a device that shares the machine's memory (MPS), it is the free memory of the
+    machine.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -49,7 +50,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def float32_if_half(x: Tensor) -> Tensor:
-    """Return a tensor in float32 if it is in half precision, else as it is.
+    """Convert a tensor in half precision to float32; return any other tensor unchanged.
 
     Example:
         >>> float32_if_half(torch.ones(2, dtype=torch.bfloat16)).dtype

@@ -9,8 +9,8 @@ side, so that
     q_u = u N W_Q / s,  k_w = w N W_K / s'
 
 B is the head's bilinear form at these two positions: 1/√d_head, rotations, norms of queries and
-keys with their scales held. It is not written down again here, but read off the model's own code:
-where queries and keys are 0, B is the second derivative of the score. What a score has besides
+keys with their scales held. B is not written down again here; it is computed from the model's own
+code, as the second derivative of the score at queries and keys of 0. What a score has besides
 (ALiBi, a bias of a norm of queries) belongs to the pair of the head's own biases. The score is that
 before the softmax and before a soft cap, which has the slope 1 at 0.
 

@@ -97,7 +97,7 @@ class Comparison:
         return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:
-        """Write every frame as CSV, each with a JSON beside it, and `comparison.json`.
+        """Write every frame as CSV with a JSON document next to it, and `comparison.json`.
 
         Args:
             folder: created if necessary; files of an earlier comparison there are replaced.

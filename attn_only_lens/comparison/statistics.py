@@ -6,7 +6,7 @@
 
 is 0 for equal rows and 1 for rows that share no key, symmetric, and finite if entries are zero
 (Lin, "Divergence measures based on the Shannon entropy", 1991). The outcomes of a row are its keys,
-and a sink if it takes what the keys leave; those of a neuron-head are its own token and the bias
+and the sink if the model has one; the outcomes of a neuron-head are its own token and the bias
 token.
 
 **Outputs** are compared through Gram matrices. A head with output z, a row, writes z W, W = W_O[h];
@@ -269,7 +269,7 @@ def _norm(z: Float[Tensor, "token site d_head"]) -> Float[Tensor, "site"]:
 
 
 class _NewStatistics:
-    """Sums for the components that a model has of its own."""
+    """Sums for the components that only this model has."""
 
     def __init__(self, directions: _WriteDirections, new: Sequence[LayerSites]) -> None:
         self._new = new

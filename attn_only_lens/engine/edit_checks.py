@@ -52,7 +52,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay in which an edit differs from a hook in a whole run."""
+    """Refuse a replay if an edit in it differs from a hook in a whole run."""
     recording, reasons = replay.recording, list[str]()
     untested, ineffective = list(layers), list[int]()
     for level in _NOISE_LEVELS:

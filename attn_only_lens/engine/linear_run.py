@@ -272,7 +272,8 @@ def linearize(
 
 
 def by_head(weights: Tensor, n_heads: int) -> Tensor:
-    """Return the weights of each query head, from those of heads that share keys or values."""
+    """Return the weights for every query head, given those of the groups that share keys or
+    values."""
     return weights.detach().repeat_interleave(n_heads // len(weights), dim=0)
 
 
@@ -318,7 +319,7 @@ def _norm_bias(sublayer: LinearSublayer) -> Tensor | float:
 
 
 def _require_linear(linear: LinearRun) -> None:
-    """Compare the outputs of the linear heads for the whole stream with those of the run."""
+    """Compare the outputs of the linear heads with the recorded outputs."""
     reasons = []
     mask = linear.run.recording.mask
     for sublayer in linear.sublayers:

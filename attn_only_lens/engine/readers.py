@@ -73,7 +73,7 @@ class Readers:
         part: str,
         positions: Positions = slice(None),
     ) -> Float[Tensor, "variant batch pos head_index"]:
-        """Return the change of z of neuron-heads, from that of what their MLP is given.
+        """Return the change of z of neuron-heads, given the change of their MLP's input.
 
         Args:
             sites: whole neurons of one layer, or single heads; z of all heads of each neuron.

@@ -1,4 +1,5 @@
-"""Old activations within those of the grown model, at TransformerLens' hook points.
+"""Where old activations lie within the activations of the grown model, at TransformerLens' hook
+points.
 
 Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged; some
 differ by a known factor (`Provenance.activation_scales`): the scale of a norm and its output before

@@ -285,7 +285,7 @@ def _zero_entries(new: New, added: tuple[int, ...] = ()) -> ZeroEntries:
 def _grid(
     shape: tuple[int, ...], dim: int | None, indices: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """All indices along each dimension, but these along one."""
+    """Return indices for every dimension: all entries, except along one dimension."""
     return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 

@@ -128,7 +128,7 @@ class Made:
 class WithoutZeros(ABC):
     """An initialiser that says what new units write with, where zeros would do.
 
-    Called, it makes what is not part of such units.
+    A call makes the entries that belong to no such unit.
     """
 
     may: ClassVar[Literal["cancel", "share"]]

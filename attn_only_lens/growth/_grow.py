@@ -76,7 +76,7 @@ class Grown:
     def shrink(self, *, drop_new: bool = False) -> Any:
         """Remove everything that growth added; right after growth, bit for bit the original.
 
-        After training, the old part as it is now, in the original's scale (centred if growth
+        After training, this is the trained old part, in the original's scale (centred if growth
         centred it).
 
         Args:

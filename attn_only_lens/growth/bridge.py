@@ -1,9 +1,9 @@
-"""Growth of TransformerBridges: what those of every source have in common.
+"""Growth of TransformerBridges: the code that all kinds of bridges share.
 
 A bridge calls the parts of any model by the same names, `blocks.0.attn.q`. A table gives the layout
-of their parameters against the tensors of `Weights`. Where queries, keys and values are one matrix
-in the wrapped model, the bridge computes with three of its own, and the one stays behind as they
-are trained: so the three are read, and the one is made of them.
+of their parameters against the tensors of `Weights`. If the wrapped model has one matrix for
+queries, keys and values, the bridge computes with three copies of its parts, and training changes
+only the copies. So growth reads the copies, and makes the joint matrix from them.
 """
 
 import re

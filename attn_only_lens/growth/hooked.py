@@ -166,7 +166,7 @@ def norm_reasons(model: Any, names: Sequence[str]) -> list[str]:
 
 
 def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return in which layers a norm over the queries of all heads would not be d_model wide."""
+    """Return the layers in which a norm over the queries of all heads would not be d_model wide."""
     if weights.constants.qk_norm != "all heads":
         return []
     sizes = weights.sizes

@@ -16,8 +16,7 @@ new layers have no state yet, as in a new optimizer.
 
 Where an old unit is shared out (`expansion.init.splits`), it and its copies see the gradient of
 what they write as it did, and that of what they read times their share, but for noise. Their
-moments are set accordingly. So the copies of what is written move as the old one does: together, as
-often as far.
+moments are set accordingly. So all copies together move the written vector once for each copy.
 
 This is exact, with three exceptions.
 

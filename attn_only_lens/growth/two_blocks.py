@@ -7,10 +7,10 @@ two blocks, and converting a grown model gives, bit for bit, the converted model
 differ, and queries and keys may have another width than values: expansions of some layers only, and
 `WidenValues` or `WidenQueriesAndKeys` alone, are for these models.
 
-Bilinear gates of a gated MLP hold on a range that was measured layer by layer. A new layer has the
-range of the one it is like, and new neurons that of their layer: beyond it they do not compute the
-activation, but nothing reads them until they are trained. If that matters, grow the source and
-convert that, calibrated.
+Bilinear gates of a gated MLP hold on a range that was measured layer by layer. A new layer takes
+the gates' range from the old layer that it resembles, and new neurons take it from their layer.
+Outside this range they do not compute the activation, but nothing reads them before they are
+trained. If that matters, grow the source and convert that, calibrated.
 """
 
 import math
@@ -168,7 +168,7 @@ def _own_name(name: str, *, grouped: bool) -> str:
 
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
-    """Sizes of every layer; `attn_scale` is of models that do not divide by √d_head."""
+    """Sizes of every layer; `attn_scale` is set if scores are not divided by √d_head."""
     constants, constants_ = weights.constants, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (

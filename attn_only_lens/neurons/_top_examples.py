@@ -87,8 +87,8 @@ def top_examples(
     Returns:
         Rows by neuron, end and rank: `name`, `end`, `rank` from 1, `value` (what is ranked), `text`
         (its number), `at` (the position in the text); and of the window `tokens`, `values` (z),
-        `gates`, `position` (of the example in it). `examples_of` makes `Example`s of them. Of
-        equals, those of earlier texts and positions come first.
+        `gates`, `position` (of the example in it). `examples_of` makes `Example`s of them. Among
+        equal values, earlier texts and positions come first.
 
     Raises:
         InputError: with every reason: names that are not of whole neurons, options out of range, a

@@ -121,7 +121,7 @@ def _batch(rows: list[Row], device: torch.device) -> Batch:
 
 
 def chained_digest(before: str, row: Row) -> str:
-    """Return a digest of all rows up to this one, from that of those before it."""
+    """Return the digest of all rows up to this one, given the digest of the rows before."""
     return hashlib.sha256(f"{before} {row.text} {row.tokens.tolist()}".encode()).hexdigest()
 
 

@@ -142,7 +142,7 @@ class NeuronStatistics:
         return cls(names, vocabulary=vocabulary, examples=examples, counts=counts, **numbers)
 
     def of(self, names: list[str]) -> "NeuronStatistics":
-        """Return those of some of the neurons.
+        """Return the statistics of some of the neurons.
 
         Raises:
             InputError: one is not among them.

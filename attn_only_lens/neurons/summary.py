@@ -137,7 +137,7 @@ def _on(batch: Batch, device: torch.device) -> Batch:
 
 
 class Resumed:
-    """A folder that keeps what is known so far of a corpus, so that a pass over it resumes."""
+    """A folder that keeps the results so far, so that a pass over a corpus resumes."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any], summary: Summary) -> None:
         self._store, self._summary = ChunkStore(folder, settings), summary

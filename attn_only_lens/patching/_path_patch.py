@@ -434,7 +434,7 @@ def _gradients(
 
 
 def _chunks_of_blocks(blocks: Sequence[PathBlock], n_paths: int) -> list[_BlockChunk]:
-    """Return chunks of consecutive blocks, each with at least so many paths but for the last."""
+    """Return chunks of consecutive blocks; every chunk but the last has at least so many paths."""
     ends, n = [0], 0
     for number, block in enumerate(blocks):
         n += _n_paths(block)

@@ -289,7 +289,7 @@ class Sweep(ScoredFrame):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether rows are of single prompts, and of more than one prompt."""
+        """Whether rows are for single prompts, and there are several prompts."""
         return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
 
     def query(self, condition: str) -> "Sweep":

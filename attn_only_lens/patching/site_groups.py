@@ -72,7 +72,7 @@ class SiteGroup:
 
     @property
     def is_product(self) -> bool:
-        """Whether the rows are those of `product`, in order."""
+        """Return whether the rows equal the rows of `product`, in order."""
         n = len(self.sites.names)
         rows = torch.arange(n * len(self.positions), device="cpu")
         return len(self) == len(rows) and torch.equal(self.place * n + self.head, rows)
@@ -199,7 +199,7 @@ def _placed_groups(
     split: Sequence[tuple[str, int | None]],
     positions: Positions,
 ) -> tuple[SiteGroup, ...]:
-    """Group names of which some have a position of their own, such as L0N5@1."""
+    """Group names, some of which have a position, such as L0N5@1."""
     everywhere, placed = _resolve_placed(pair, split, positions)
     labels = [position_set.label for position_set in everywhere]
     sets = everywhere + [placed[p] for p in placed if p not in labels]

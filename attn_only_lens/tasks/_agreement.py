@@ -42,7 +42,7 @@ def agreement(
     feature: Feature = "number",
     structure: Structure | None = None,
 ) -> PairedPrompts:
-    """Return pairs of prompts in which a word is to be completed that agrees with the subject.
+    """Return pairs of prompts whose next word must agree with the subject.
 
     Roles: "subject", the noun or name that agreement is with; "attractor", the noun between, where
     there is one; "end".

@@ -27,7 +27,7 @@ _ADJECTIVES = ("old", "new", "small", "big", "red", "blue", "green", "clean", "h
 def brackets(
     tokenizer: Any, n: int, seed: int = 0, *, structure: Structure = "simple"
 ) -> PairedPrompts:
-    """Return pairs of prompts in which a bracket or a quotation is to be closed.
+    """Return pairs of prompts that end where a bracket or a quotation must be closed.
 
     Roles: "open", the mark that is to be closed; "end"; and, if nested, "closed", the mark that
     closes the inner remark.

@@ -28,7 +28,7 @@ _YEARS = range(2, 99)
 
 
 def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
-    """Return pairs of prompts in which a year is to be completed, later than one before.
+    """Return pairs of prompts that end inside a year, which must be later than an earlier year.
 
     Roles: "noun"; "century" and "year", of the first year; "end", the century to be completed.
     Where a tokenizer does not split years in two there are no such prompts.
@@ -39,8 +39,8 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
         seed: which pairs are drawn.
 
     Returns:
-        The pairs: different ones, in random order. Their `metric` is the sum of probabilities of
-        all later years less that of all others.
+        The pairs: different ones, in random order. The `metric` is the summed probability of all
+        later years minus that of all other years.
 
     Raises:
         InputError: a tokenizer that does not split years in two; fewer than n pairs that fit it,

@@ -25,7 +25,7 @@ _PROBLEM = "these prompts cannot be made"
 
 
 def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
-    """Return pairs of prompts of random words, of which the last word occurs before as well.
+    """Return pairs of prompts of random words whose last word also occurs earlier.
 
     Roles: "first", the first occurrence of the last word; "repeated", the word after it, which is
     the answer; "end".
@@ -99,7 +99,7 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
     """Return tokens that are words, and are read back where they follow one another.
 
-    With spaces between them, if there are more of those than `least`.
+    The words have spaces between them if there are more than `least` such words.
     """
     special = set(tokenizer.all_special_ids)
     known = [token for token in sorted(set(tokenizer.get_vocab().values())) if token not in special]

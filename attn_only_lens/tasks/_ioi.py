@@ -36,7 +36,7 @@ _TEMPLATES = (
 
 
 def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc") -> PairedPrompts:
-    """Return pairs of prompts in which a name is to be completed, the one that occurs once.
+    """Return pairs of prompts whose next word is the name that occurs only once.
 
     Roles: "IO", the indirect object, which is the answer; "S1" and "S2", the subject, which is
     wrong, where it is named first and again; "end".

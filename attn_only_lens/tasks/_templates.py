@@ -83,7 +83,7 @@ def from_templates(
 
 
 def _fields(template: object) -> list[str] | None:
-    """Return the fields of a template; None of what is no template of plain fields."""
+    """Return the fields of a template; None if the text is not a template with plain fields."""
     if not isinstance(template, str):
         return None
     fields = list[str]()

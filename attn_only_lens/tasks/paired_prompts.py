@@ -7,9 +7,9 @@ logits of two answers. So of every pair that is drawn it is checked, with the to
     each role (the subject, the end, …) is at the same position in both, and ends with a token
     every answer, put after the clean prompt, is one more token
 
-Pairs that fail are dropped and counted. A role's position is that of its last token, from the end
-of the prompt: -1 is the last token. So it holds with a BOS before the prompt or without, as the
-model has it, and with padding on either side.
+Pairs that fail are dropped and counted. A role's position is the position of its last token,
+counted from the end: -1 is the prompt's last token. So it holds with a BOS before the prompt or
+without, as the model has it, and with padding on either side.
 """
 
 from collections import Counter

@@ -2,8 +2,8 @@
 
 A token t of a neuron-head attends to itself with its gate and to the bias token with the rest, so
 that its whole pattern is one number a token; and it puts out z = gate × value. The gate alone
-misleads in gated MLPs: SiLU's is ½ where the pre-activation is 0, and looks "on" all over a text
-in which the neuron does nothing. So tokens are coloured by z, white at 0, with gate and value
+misleads in gated MLPs: SiLU's gate is ½ if the pre-activation is 0, so it looks "on" all over a
+text in which the neuron does nothing. So tokens are coloured by z, white at 0, with gate and value
 under them.
 
 Attention heads are drawn by circuitsvis, query by key.

@@ -1,7 +1,7 @@
 """A circuit as one interactive page: layers upward, tokens across; and as a picture.
 
-The strongest nodes and their value edges come first; more of them, q and k edges, and what is of no
-token are a switch away. The page is drawn by `assets/circuit.js` with d3.js, which is part of it
+The strongest nodes and their value edges are shown first; switches show more nodes, q and k edges,
+and nodes without a token. The page is drawn by `assets/circuit.js` with d3.js, which is part of it
 (`vendor/`), as are the data; the picture that a notebook keeps is drawn here, without a browser.
 """
 
@@ -155,7 +155,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the token that a metric reads most: that of the nodes it has edges from."""
+    """Return the token from which the metric has its edges."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)

@@ -82,7 +82,8 @@ def comparison_report(comparison: Comparison) -> Page:
 
 
 def comparison_circuit(comparison: Comparison) -> Page:
-    """Draw the circuit of a model over that of the grown one: nodes and edges kept, lost, gained.
+    """Draw the circuits of a model and of the grown model in one picture: nodes and edges that were
+    kept, lost or gained.
 
     Names, layers and positions are those of the grown model. Sizes are effects and weights there,
     and of what was lost, in the original.
@@ -91,7 +92,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         comparison: by `compare`.
 
     Returns:
-        The page; of more than 300 nodes those of largest effect.
+        The page; with more than 300 nodes, only those with the largest effects.
 
     Raises:
         InputError: neither circuit has a node.
@@ -169,7 +170,7 @@ def _points(
 
 
 def _divergences(every: pd.DataFrame) -> "go.Figure":
-    """Draw how far patterns moved, by layer and kind, beside the null."""
+    """Draw how far patterns moved, by layer and kind, next to the null."""
     figure = empty_figure()
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
     rows = "L" + every["layer"].astype(str) + " " + every["kind"]

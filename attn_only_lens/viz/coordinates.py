@@ -1,9 +1,9 @@
 """Where the nodes of a circuit stand, and how its edges run between them.
 
-Layers go upward and tokens across. A row is a kind of node of one layer, in the order in which a
-model computes them; a column is a position of the prompt, and nodes of no position have a column of
-their own on the left. Only nodes that are shown take space: the nodes of a cell stand in lines,
-as few as the width allows, and where all tokens do not fit, those without nodes are folded.
+Layers go upward and tokens across. A row holds the nodes of one kind in one layer, in the order of
+computation. A column is a position of the prompt; nodes without a position have a column on the
+left. Only nodes that are shown take space: the nodes of a cell stand in lines, as few as the width
+allows, and where all tokens do not fit, those without nodes are folded.
 
 An edge rises from the top of its source to the bottom of its target. Where its curve would cross
 another node, it bends through the nearest gap of that line. Edges at one end have places of their
@@ -97,7 +97,8 @@ def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
-    """Rank a row by when it is computed; what has no layer stands beside the embeddings."""
+    """Rank a row by the order of computation; nodes without a layer stand next to the
+    embeddings."""
     kind_index = NODE_KINDS.index(kind)
     if kind == "metric":
         return np.iinfo(int).max, kind_index

@@ -27,7 +27,7 @@ def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
 
 
 def plotly_text(raw: str) -> str:
-    """Return a text that plotly, which reads some HTML in titles and labels, shows as it is.
+    """Escape a text for plotly, which reads some HTML in titles and labels.
 
     Spaces stay; what cannot be seen gets a sign.
 

@@ -86,8 +86,8 @@ def circuit_view(
         The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
 
     Raises:
-        InputError: model and prompts are not those of the graph, or one comes without the other.
-        InputError: a sweep of another metric or other prompts, or of no single positions.
+        InputError: the graph belongs to another model or other prompts, or only one of the two is
+        given. InputError: a sweep of another metric or other prompts, or of no single positions.
         InputError: the model's norms or embedding are not known, so that there are no top tokens.
         InputError: prompts that do not fit the model.
 

@@ -196,7 +196,7 @@ def _partners(model: Any, names: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _limits(statistics: NeuronStatistics) -> Iterable[float]:
-    """The largest |z| of each neuron's windows: that of the strongest colour."""
+    """Return the largest |z| of each neuron's windows, which gets the strongest colour."""
     sizes = [
         x.abs().flatten(1).amax(1) for key, x in statistics.examples.items() if key.endswith(".z")
     ]
@@ -255,7 +255,7 @@ def _short(x: float) -> float:
 
 
 def index_of_layers(statistics: NeuronStatistics, pages: dict[int, str]) -> Page:
-    """Return the page that leads to those of layers."""
+    """Return the page that links to the pages of the layers."""
     counts = Counter(HeadName.parse(name).layer for name in statistics.names)
     title = f"{len(statistics.names):,} neurons of {model_title(statistics.model)}"
     rows = [

@@ -40,7 +40,7 @@ _FIGURES = 5  # significant
 
 
 class Page(str):
-    """The text of a page; a notebook shows it in a frame of its own.
+    """The text of a page; a notebook shows it in a frame.
 
     Attributes:
         picture: SVG of what it shows first, if there is one: what a notebook shows where frames are
@@ -196,7 +196,7 @@ def inline_script(source: str) -> str:
 
 
 def asset(name: str) -> str:
-    """Return the text of a file that ships beside this module."""
+    """Return the text of a file that ships with this module."""
     return files("attn_only_lens.viz").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -211,7 +211,7 @@ def model_title(name: str) -> str:
 
 
 def visible_token(token: str) -> str:
-    r"""Return a token with signs for white space and for what is not printable.
+    r"""Return a token with signs for white space and for characters that cannot be printed.
 
     Example:
         >>> visible_token(" the"), visible_token("a\n"), visible_token("\x00\ud800")

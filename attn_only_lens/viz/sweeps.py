@@ -46,9 +46,10 @@ _LINE = 95  # characters of a title, which are 860 px at most
 def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
     """Draw the effect of patches by layer and position, or by head and position.
 
-    Effects of single patches do not add up to that of all, so a cell of a layer is not their sum
-    but that of its strongest site, named under the pointer. Positions are labelled by the tokens
-    that the sweep was run on; where the corrupted prompt has another token, it follows after "/".
+    Effects of single patches do not add up, so the cell of a layer shows not their sum but the
+    effect of its strongest site, which is named under the pointer. Positions are labelled by the
+    tokens that the sweep was run on; where the corrupted prompt has another token, it follows after
+    "/".
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` narrow them. Of rows of each prompt, the
@@ -238,7 +239,7 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
-    """Return what is drawn of several prompts, and what an error bar is."""
+    """Return the words for the mean over several prompts and its error bars."""
     numbers = sweep.frame
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:

@@ -3,8 +3,8 @@
 Rows are variants × prompts, prompts inmost: row r is prompt r mod batch of variant r // batch. A
 variant states the stream that enters a block, edits at hooks of that block or later ones, and an
 addition to the output of the first one's MLP; all else then runs as it would. Variants that enter
-at different blocks run together: a block runs those that have entered (`Joined`), so that a few
-variants of each layer cost as many calls of blocks as those of one.
+at different blocks run together: a block runs the variants that have entered (`Joined`). So a few
+variants of every layer need as many calls of blocks as the variants of one layer.
 
 Nothing is computed that a variant cannot change:
 
@@ -262,7 +262,7 @@ class Replay(ABC):
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return what a run from a block on costs, beside the tokens that it runs, as flops."""
+        """Return the fixed cost of a run from a block on, in flops."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
@@ -341,7 +341,7 @@ class Replay(ABC):
                     )
 
     def starts_to_check(self) -> set[int]:
-        """Return positions of which some stand for all others: the first, and the last."""
+        """Return positions that represent all others in a test: the first and the last."""
         return {0, self.start(0, self.n_pos)}
 
     def _joined_agree(self, agree: Callable[[], bool]) -> bool:

@@ -66,7 +66,7 @@ class HookedReplay(Replay):
         return self._run(Joined((variants,)), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:
-        """Return the output of the block before `end`, of the rows that have entered by then."""
+        """Return the output of the block before `end`, for all rows that have entered."""
         x = None
         with self.model.hooks(fwd_hooks=joined.hooks), joined.added():
             for index in range(joined.block, end):
