@@ -193,13 +193,7 @@ def search_circuit(
     progress: bool | str = False,
 ) -> tuple[Circuit, AblatedModel]:
     """Return the circuit that `discover` finds, and the ablated model in which it was found."""
-    reasons = option_reasons("method", method, (*METHODS, MEASURED))
-    if order is not None:
-        reasons += option_reasons("order", order, ORDERS)
-    if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
-        reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
-    reasons += reasons_against_draws(n_random, seed)
-    InputError.raise_if(reasons, "no circuit can be searched")
+    _check(method, order, faithfulness, n_random, seed)
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
     prompt_options: dict[str, Any] = {"positions": positions, "mask": mask}
@@ -241,6 +235,16 @@ def search_circuit(
         positions=positions,
     )
     return circuit, ablated
+
+
+def _check(method: str, order: object, faithfulness: Any, n_random: object, seed: object) -> None:
+    reasons = option_reasons("method", method, (*METHODS, MEASURED))
+    if order is not None:
+        reasons += option_reasons("order", order, ORDERS)
+    if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
+        reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
+    reasons += reasons_against_draws(n_random, seed)
+    InputError.raise_if(reasons, "no circuit can be searched")
 
 
 class _Search:
