@@ -106,7 +106,7 @@ class Work:
         return max(self.flops / peak, self.passes * weights / BANDWIDTH) / SHARE
 
 
-def works(shape: Shape, pos: int, first: int, nodes: int) -> Iterator[Work]:
+def works(shape: Shape, pos: int, first: int) -> Iterator[Work]:
     """What is done with a pair of prompts."""
     forward, changed = shape.forward(pos), shape.sites(pos - first)
     patch, batch = shape.patch(pos, first), shape.at_once(pos, first)
@@ -118,18 +118,14 @@ def works(shape: Shape, pos: int, first: int, nodes: int) -> Iterator[Work]:
         (f"all {changed / 1e6:.1f} million sites", changed),
     ):
         yield Work(name, n * patch, n / batch, 8 * n, divides=True)
-    # Three runs, and for each node up to three backward passes ("value", "q", "k") to the start,
-    # through half of the layers in the mean; an edge is 40 bytes, and its prompt's weight 8.
-    passes, edges = 3 + 3 * nodes / 2, 3 * nodes * nodes / 2
-    yield Work(f"a graph of {nodes} nodes", passes * forward, passes, 48 * edges, divides=False)
 
 
-def table(shape: Shape | None = None, pos: int = 64, first: int = 24, nodes: int = 300) -> str:
+def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
     """The estimates, in Markdown."""
     shape = Shape() if shape is None else shape
     weights = NUMBER * shape.parameters
     lines = []
-    for work in works(shape, pos, first, nodes):
+    for work in works(shape, pos, first):
         one = [work.seconds(peak, weights) for peak in PEAK.values()]
         more = [duration(each / DEVICES) for each in one] if work.divides else ["of 8 pairs"] * 2
         times = [*map(duration, one), *more]
