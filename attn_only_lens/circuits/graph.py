@@ -30,7 +30,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 
 NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
-EDGE_KINDS = ("value", "q", "k")
+EDGE_KINDS = ("value", "q", "k", "gate")
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
 _PROBLEM = "this is no attribution graph"

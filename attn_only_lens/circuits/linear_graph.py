@@ -24,7 +24,7 @@ its gate is a step (relu), it has none of kind "q" either.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,10 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.circuits.graph import NODE_COLUMNS
 from attn_only_lens.devices import free_bytes, normal_numbers
+from attn_only_lens.engine.contrast import Contrast, contrast, run_both
 from attn_only_lens.engine.frozen_pass import silent_scale_edits
+from attn_only_lens.engine.gradients import Tape
+from attn_only_lens.engine.linear_pair import SecantNorm, gate_term, linear_sublayers
 from attn_only_lens.engine.linear_run import (
     LinearAttention,
     LinearRun,
@@ -49,7 +52,8 @@ from attn_only_lens.engine.linear_run import (
 from attn_only_lens.engine.metrics import AnyMetric, bind, require_differentiable
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import run
-from attn_only_lens.engine.writes import add_to_input
+from attn_only_lens.engine.secants import FunctionRules
+from attn_only_lens.engine.writes import add_to_input, decompose
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -68,9 +72,11 @@ class AttributedRun:
         metric: the metric's name.
         value: the metric.
         offset: the metric less its gradient times the logits: 0 for a metric linear in the logits.
-        logit_gradient: the gradient at the logits before any soft cap.
         gradients: the gradients at the outputs of each sublayer.
-        stream_gradients: the gradients at the stream after 0, 1, … sublayers.
+        first: the gradient at the embedding.
+        last: the gradient at the stream that is unembedded.
+        logit_bias: what the biases of the last norm and the unembedding add, by prompt.
+        bias: what all biases add.
         slopes: how queries and keys move the patterns of each sublayer; by "q" and "k".
     """
 
@@ -78,9 +84,11 @@ class AttributedRun:
     metric: str
     value: float
     offset: float
-    logit_gradient: Float[Tensor, "batch pos d_vocab"]
     gradients: list[Outputs]
-    stream_gradients: list[Residual]
+    first: Residual
+    last: Residual
+    logit_bias: Float[Tensor, "batch"]
+    bias: float
     slopes: list[dict[str, "_NeuronSlope | _AttentionSlope"]]
 
     def attributions(self, index: int) -> Float[Tensor, "pos node"]:
@@ -104,6 +112,8 @@ def attribute(
         metric: whose shares attributions are.
         patterns: also compute what moves patterns.
     """
+    if pair.corrupted is not pair.clean:
+        return _attribute_pair(model, pair, metric)
     host = host_of(model)
     layers = range(host.n_layers) if patterns else range(0)
     names = [host.hook_name(layer, "attention", point) for layer in layers for point in "qk"]
@@ -118,7 +128,81 @@ def attribute(
     if patterns:
         slopes = _slopes(linear, outputs)
     offset = value - float((gradient * linear.logits).sum())
-    return AttributedRun(linear, bound.name, value, offset, gradient, outputs, streams, slopes)
+    zero = torch.zeros_like(linear.run.final.stream)
+    logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
+    bias = float(logit_bias.sum())
+    for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
+        bias += float((along * sublayer.constant).sum())
+        bias += float((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
+    ends = streams[0], streams[-1], logit_bias, bias
+    return AttributedRun(linear, bound.name, value, offset, outputs, *ends, slopes)
+
+
+def _attribute_pair(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
+    """Attribute the change of a metric between two runs to the heads of a model."""
+    host = host_of(model)
+    layers = range(host.n_layers)
+    points = {
+        (layer, kind, point): host.hook_name(layer, kind, point)
+        for layer in layers
+        for kind, point in (
+            ("attention", "q"),
+            ("attention", "k"),
+            ("attention", "z"),
+            ("neuron", "z"),
+        )
+    }
+    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
+    names = tuple(host.hook_name(layer, "attention", "pattern") for layer in layers)
+    with FunctionRules(paused=True):  # in float64 throughout, as `run_both`
+        both = decompose(model, torch.cat([pair.clean, pair.corrupted]), mask, names=names)
+    runs = run_both(model, pair)
+    clean, corrupted = runs.logits.chunk(2)
+    bound = bind(metric, model, pair, clean)
+    tape = Tape(points.values())
+    result = contrast(model, runs, bound, tape, keep_graph=True)
+    sublayers = linear_sublayers(model, both)
+    gradients, slopes = list[Outputs](), list[dict[str, Any]]()
+    for sublayer, writes in zip(sublayers, both.sublayers, strict=True):
+        layer, kind = writes.layer, writes.kind
+        along = result.gradients[points[layer, kind, "z"]]
+        if writes.neurons is None:
+            slopes.append(_pair_slopes(model, sublayer, result, tape.nodes))
+        else:
+            heads = writes.neurons
+            weights = heads.neuron_outputs(heads.head_outputs(torch.ones_like(along[..., 0])))
+            along = (heads.neuron_outputs(along.squeeze(-1)) / weights).unsqueeze(-1)
+            W, factor = gate_term(writes, both.recording.neurons[layer])
+            nothing = torch.zeros_like(factor)
+            slope = _NeuronSlope(sublayer, along.squeeze(-1) * factor, W, nothing)
+            slopes.append({"gate": slope} if factor.any() else {})
+        gradients.append(along)
+    embedding = both.embedding[: len(clean)] - both.embedding[len(clean) :]
+    changes = tuple(sublayer.writes for sublayer in sublayers)
+    final = SecantNorm.between(both.final)
+    run = replace(both, embedding=embedding, sublayers=changes, final=final)
+    linear = LinearRun(model, run, tuple(sublayers), clean - corrupted)
+    change = bound.of(clean) - bound.of(corrupted)
+    bias = torch.zeros_like(embedding[:, 0, 0])
+    ends = result.stream, result.final, bias, 0.0
+    return AttributedRun(
+        linear, bound.name, change, change - result.total, gradients, *ends, slopes
+    )
+
+
+def _pair_slopes(
+    model: Any, sublayer: LinearSublayer, result: Contrast, nodes: dict[str, Tensor]
+) -> dict[str, "_NeuronSlope | _AttentionSlope"]:
+    """Return how queries and keys move the patterns of attention heads between two runs."""
+    host, layer = host_of(model), sublayer.writes.layer
+    attention, slopes = host.attention(layer), dict[str, Any]()
+    for kind in "qk":
+        inputs = nodes[host.hook_name(layer, "attention", kind)]
+        W = _by_group(getattr(attention, f"W_{kind.upper()}"), inputs.shape[2])
+        pattern, along = result.softmax[layer], result.patterns[layer]
+        nothing = torch.zeros_like(inputs)
+        slopes[kind] = _AttentionSlope(sublayer, pattern, along, inputs, W, nothing)
+    return slopes
 
 
 def _slopes(
@@ -131,7 +215,7 @@ def _slopes(
             slopes.append(_attention_slopes(linear, sublayer, gradient, next(graphs)))
         else:
             slope = _NeuronSlope.of(sublayer, gradient)
-            slopes.append({} if slope is None else {"q": slope})
+            slopes.append({} if slope is None else {"gate": slope})
     return slopes
 
 
@@ -379,15 +463,10 @@ class LinearGraph:
 
     def _into_metric(self) -> Float[Tensor, "batch target column"]:
         """Return the contributions to the metric."""
-        gradient, n = self._attributed.stream_gradients[-1], len(self._linear.sublayers)
-        sums = self._sources.contributions(n, 1, self._logit_bias()[:, None])
-        sums.add_all(gradient[:, None])
+        attributed, n = self._attributed, len(self._linear.sublayers)
+        sums = self._sources.contributions(n, 1, attributed.logit_bias[:, None])
+        sums.add_all(attributed.last[:, None])
         return sums.columns
-
-    def _logit_bias(self) -> Float[Tensor, "batch"]:
-        """Return what the biases of the last norm and the unembedding add to the metric."""
-        zero = torch.zeros_like(self._linear.run.final.stream)
-        return (self._attributed.logit_gradient * self._linear.unembed(zero[None])[0]).sum((1, 2))
 
     def _into(
         self, index: int, kind: str, nodes: Sequence[Node]
@@ -443,7 +522,7 @@ class LinearGraph:
             rest: the attribution of the heads that are no nodes.
         """
         attributed, linear = self._attributed, self._linear
-        embedding, gradient = linear.run.embedding, attributed.stream_gradients[0]
+        embedding, gradient = linear.run.embedding, attributed.first
         rows: list[tuple[object, ...]] = [
             (f"embed@{pos}", "embed", None, "embed", pos, length, np.nan, attribution)
             for pos, length, attribution in zip(
@@ -454,14 +533,9 @@ class LinearGraph:
             )
             if pos in self._real
         ]
-        bias = float(self._logit_bias().sum())
         for index, nodes in enumerate(self._chosen):
-            sublayer, gradients = linear.sublayers[index], attributed.gradients[index]
-            behind = attributed.stream_gradients[index + 1].to(sublayer.writes.bias)
-            bias += float((gradients * sublayer.constant).sum())
-            bias += float((behind * sublayer.writes.bias).sum())
             rows += self._rows(index, nodes)
-        ends = {"bias": (0.0, bias), "rest": (0.0, rest), "offset": (0.0, attributed.offset)}
+        ends = {"bias": (0.0, attributed.bias), "rest": (0.0, rest), "offset": (0.0, attributed.offset)}
         for name, (size, attribution) in (ends | {"metric": (attributed.value,) * 2}).items():
             rows.append((name, name, None, name, None, size, np.nan, attribution))
         frame = pd.DataFrame(rows, columns=list(NODE_COLUMNS))

@@ -156,6 +156,14 @@ class Host(ABC):
         """Return the norm before the unembedding; raise InputError if it is unknown."""
 
     @abstractmethod
+    def norm_modules(self) -> list[Any]:
+        """Return the modules that are norms of the stream, or of queries and keys."""
+
+    @abstractmethod
+    def norm_of(self, module: Any, x: Any, y: Any) -> Any:
+        """Return the norm that a module is, with an input and its output."""
+
+    @abstractmethod
     def require_weights(self) -> None:
         """Check that `W_Q`, `W_in` and so on are the matrices that the model applies.
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.engine.attached_hooks import weight_hook_reasons
 from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.heads.host import CHANGED, Host
-from attn_only_lens.models.norms import Norm, hooked_final_norm
+from attn_only_lens.models.norms import Norm, hooked_final_norm, norm_modules, norm_of
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -22,6 +23,15 @@ class ModelHost(Host):
     def require_weights(self) -> None:
         """Refuse replaced modules, and torch hooks that may change what weights compute."""
         InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
+
+
+    def norm_modules(self) -> list[nn.Module]:
+        """Return the norms of the stream, and of queries and keys."""
+        return norm_modules(self.model)
+
+    def norm_of(self, module: nn.Module, x: Tensor, y: Tensor) -> Norm:
+        """Return the norm that a module is, with an input and its output."""
+        return norm_of(module, x, y)
 
 
 class HookedTransformerHost(ModelHost):

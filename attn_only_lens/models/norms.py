@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.devices import normal_numbers
@@ -64,6 +65,14 @@ class Norm:
         """Return o N, for rows that are written through this norm."""
         rows = rows - rows.mean(dim=-1, keepdim=True) if self.centres else rows
         return rows if self.weight is None else rows * self.weight.to(rows)
+
+    def centred(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
+        """Return x without its mean, if the norm subtracts it."""
+        return x - x.mean(dim=-1, keepdim=True) if self.centres else x
+
+    def gain(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
+        """Return x times w."""
+        return x if self.weight is None else x * self.weight.to(x)
 
 
 NO_NORM = Norm(None, centres=False)
@@ -138,6 +147,22 @@ def _known(norm: Any) -> Norm:
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
     module = None if isinstance(norm, nn.Identity) else norm
     return Norm(weight, isinstance(norm, LayerNorm | LayerNormPre), bias, module)
+
+
+def norm_modules(model: Any) -> list[nn.Module]:
+    """Return the norms of a model, of the stream and of queries and keys."""
+    kinds = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre, NormalizationBridge)
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def norm_of(module: nn.Module, x: Tensor, y: Tensor) -> Norm:
+    """Return the norm that a module is, with an input and its output; raise InputError if none."""
+    if not isinstance(module, NormalizationBridge):
+        return _known(module)
+    try:
+        return _fitted(module, f"{type(module).__name__}", x, y)
+    except _UnknownError as error:
+        raise InputError([str(error)], _PROBLEM) from error
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:

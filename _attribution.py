@@ -1,0 +1,462 @@
+"""Attribution: an estimate of every patch's score from a few forward passes and a backward one.
+
+All methods estimate the value that `activation_patch` measures. With `value` the metric of the run
+that is patched into ("corrupted" to denoise, "clean" for noise),
+
+    value after the patch ≈ value + Σ_{patched positions} g · Δ
+    score = (value after the patch - corrupted) / (clean - corrupted)
+
+where Δ is the change at a head, source run minus the run patched into, and g is the gradient of the
+metric there. So 0 is the corrupted run and 1 the clean one, in either direction. A head that
+carries the clean run's answer has a positive effect if denoised and a negative one if noised
+(`Sweep.effect`). In an ablation the source is the clean run with its z ablated. The methods differ
+in g, and for queries in Δ:
+
+    "gradient"        g of the run patched into: attribution patching (Nanda 2023; Syed, Rager and
+                      Conmy, "Attribution Patching Outperforms Automated Circuit Discovery", 2023).
+                      For part "q", w'(q) Δq estimates the change of the pattern.
+    "exact_gate"      the same g, and the gate in closed form: w(q') - w(q) instead of w'(q) Δq; for
+                      an attention head, its row softmax(q' · K) V instead of the derivative. It
+                      equals "gradient" for "z", "pattern" and "value", which follow the gate.
+    "integrated"      g averaged between the embeddings of the two runs (below).
+    "frozen_pattern"  g of the model that is linear once patterns and norm scales are constants
+                      (`frozen_pass.py`). No query or key moves anything there, so parts "q" and
+                      "k" are refused.
+
+Keys of attention heads, part "k", are linear in every method. Δ is exact except for keys, and for
+queries under "gradient" and "integrated": a patch of any part of a neuron-head is a patch of its Δz
+(`edits.py`). Patches scaled by ε move the metric by ε times the estimate of "gradient", as ε → 0.
+
+Agreement with patching was measured on the shipped model and five real ones, over all sites
+(`analyses/results/attribution_vs_patching.md`). For parts "z", "pattern" and "value" the mean
+Pearson correlation for neuron-heads and attention heads is .934 and .965 with "exact_gate" and
+"gradient", .896 and .756 with "integrated", and .890 and .816 with "frozen_pattern". For part "q"
+it is .947 and .966 with "exact_gate", and .599 and .722 with "gradient".
+
+Cost for all sites together, in forwards of 2 · n_pos · parameters flops (a backward that stops at
+activations costs one): "gradient" 3; "exact_gate" 3, and 2 more for queries of attention heads;
+"frozen_pattern" 6, with a check; "integrated" 3 + 2 · steps.
+
+Some sites are then patched exactly, since most of the squared error is in few sites, and gradients
+say little about a saturated model (`repairs.py`). Results on held-out pairs of prompts are in
+`analyses/results/attribution_repairs.md`.
+
+Queries of attention heads in closed form: a query moves one row of one head's pattern, and so only
+that head's z at that token: z' = softmax(q' · K) V. One forward pass in which all queries are
+replaced at once shows every z', if z itself is restored before anything reads it.
+
+Integrated gradients (EAP-IG): Hanna, Pezzelle and Belinkov, "Have Faith in Faithfulness: Going
+Beyond Circuit Overlap When Finding Model Mechanisms" (2024). With x and x' the stream that enters
+the first block in the run patched into and in the other, and g(x) the gradient of the metric at a
+head when x enters,
+
+    g = (1/k) Σ_j g(x + α_j (x' - x)),    α_j = (j - 1/2)/k,  j = 1 … k
+
+is the midpoint rule for the integral over α; the paper uses the right ends j/k. At x itself,
+integrated gradients are complete (Sundararajan, Taly and Yan 2017): Σ (x' - x) · g tends to
+metric(x') - metric(x), with an error of order 1/k². At heads this does not hold, since their
+activations do not move along straight lines.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import nan
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.axes import Residual, Tokens
+from attn_only_lens.engine.frozen_pass import frozen_gradients
+from attn_only_lens.engine.gradients import (
+    Tape,
+    edit_input,
+    gradient_node,
+    site_estimates,
+    start_graph,
+)
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.inputs import option_reasons
+from attn_only_lens.engine.interventions import ABLATIONS
+from attn_only_lens.engine.metrics import (
+    AnyMetric,
+    BoundMetric,
+    no_gradient_reasons,
+    require_differentiable,
+    require_slope,
+)
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.prompts import PromptPair, Prompts
+from attn_only_lens.engine.recording import Recording, RunPair, Side, record_pair, run
+from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.engine.sites import SHARED_PARTS, Part, Sites, hook_name
+from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.heads import host_of, logit_tolerance
+from attn_only_lens.patching._activation_patch import (
+    SweepPlan,
+    count_reasons,
+    plan_sweep,
+    sweep_reasons,
+)
+from attn_only_lens.patching.job import Arrays, Job
+from attn_only_lens.patching.over_prompts import OverPrompts, mean_over, moved_values
+from attn_only_lens.patching.prompt_chunks import PromptChunk, PromptChunks
+from attn_only_lens.patching.repairs import (
+    Budget,
+    Repairer,
+    Repairs,
+    budget_reasons,
+    expected_pearson,
+    hook_points,
+    repair_keys,
+    run_with_part,
+)
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.patching.run_patches import Batching, PatchRunner
+from attn_only_lens.patching.site_groups import Chunk
+from attn_only_lens.precision import full_precision
+
+Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
+METHODS: tuple[str, ...] = get_args(Method)
+_TRACED = ("gradient", "exact_gate")  # methods whose gradients come from the recorded run
+_STEPS = 5  # as in the experiments of EAP-IG
+
+
+@warned_once()
+@full_precision()
+def attribution(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts | None,
+    metric: AnyMetric,
+    *,
+    sites: Sites | None = None,
+    part: Part = "z",
+    positions: Positions = "each",
+    direction: str = "denoise",
+    method: Method = "exact_gate",
+    steps: int | None = None,
+    budget: Budget = "auto",
+    mask: Tensor | None = None,
+    reference: str | Tokens | None = None,
+    per_prompt: bool = False,
+    prompts_at_once: int | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+) -> Sweep:
+    """Estimate the results of patching every site, all sites at once.
+
+    On the scale of `activation_patch`, and with its columns: `agreement` compares the two.
+
+    An estimate by gradients alone can miss the one site that matters, mostly a neuron of an early
+    layer at the first token that differs. So the sites whose estimates are expected to err most are
+    patched exactly (`repairs.py`): their rows are marked `exact`. `expected_pearson` is the
+    correlation with patching to expect, for attention heads and for neuron-heads. In a small model
+    most sites, or all, are patched exactly. With `budget=0` none are.
+
+    Args:
+        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+            Neither its parameters' `requires_grad` nor their `grad` are touched.
+        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
+        corrupted: the same for the other run, token for token; None for an ablation without one,
+            whose scores are shares of the clean run's metric.
+        metric: `logit_diff(...)` and the like, or a differentiable function of logits
+            [batch, pos, d_vocab].
+        sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
+        part: "z", "pattern", "value", "q", "k"; see `activation_patch`.
+        positions: "each", "all", numbers, or by role; see `activation_patch`.
+        direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
+            an ablation of z in the clean run, "zero", "mean", "resample", "bias".
+        method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
+            default is the one that agreed best with patching where that was measured.
+        steps: for "integrated", how many gradients to average; by default 5.
+        budget: the cost of exact patches, in forward passes (counted in flops); or "auto": at
+            least 3 forward passes or 0.2 Gflop, then more until the expected correlations are
+            .99, but at most 10 forward passes or 4 Gflop; of each two limits the larger counts.
+            Tests of the model before the first patch cost about ten more forward passes.
+        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        reference: prompts to take means or other activations from; see `activation_patch`.
+        per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
+            Estimates of all prompts come from the same gradients.
+        prompts_at_once: pairs that are run at once; see `activation_patch`. Each chunk of prompts
+            has its own budget: a row is `exact` if it was patched in all of them.
+        resume: checkpoint folder; see `activation_patch`.
+        progress: whether to show progress bars, over exact patches and the steps of "integrated";
+            for several chunks of prompts, over sites.
+
+    Returns:
+        The estimated metric after each patch, and its score: 0 is the corrupted run, 1 the clean
+        one. `Sweep.method` names the method.
+
+    Raises:
+        InputError: with every reason: prompts, metric, sites or positions that do not fit; the
+            metric is flat at the run patched into, as `kl` is on the clean run.
+        UnsupportedModelError: the model is not linear when frozen ("frozen_pattern"), has tokens
+            enter after its embedding ("integrated"), or norms its queries together ("exact_gate");
+            a hook point of the sites does not fire, or is read-only.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
+        >>> metric, sites = p.logit_diff(correct=7, wrong=8), p.neuron_heads()
+        >>> estimate = p.attribution(model, *prompts, metric, sites=sites, positions=-1)
+        >>> exact = p.activation_patch(
+        ...     model, *prompts, metric, sites=sites, positions=-1, progress=False)
+        >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
+        True
+    """
+    # Check
+    reasons = sweep_reasons(model, corrupted, part, direction, reference)
+    reasons += count_reasons(prompts_at_once=prompts_at_once)
+    reasons += _method_reasons(part, direction, method, steps)
+    reasons += budget_reasons(budget) + no_gradient_reasons()
+    InputError.raise_if(reasons, "this cannot be attributed")
+
+    # Plan
+    plan = plan_sweep(
+        *(model, clean, corrupted, metric),
+        sites=sites,
+        part=part,
+        positions=positions,
+        direction=direction,
+        mask=mask,
+        reference=reference,
+        prompts_at_once=prompts_at_once,
+        resume=resume,
+        traced=True,
+        most_rows=None,
+    )
+    chunks = plan.chunks(by_cost=False)
+    several = len(chunks) > 1
+    estimator = _Estimator(plan, method, steps or _STEPS, budget, progress and not several)
+    prompts = plan.prompt_chunks(estimator.record)
+    totals = prompts.totals(plan.prompts, plan.n_rows, per_prompt)
+
+    # Run
+    own_settings = {"method": method, "steps": steps, "budget": as_plain(budget)}
+    settings = {**own_settings, "per_prompt": bool(per_prompt)}
+    job = Job(resume, lambda: plan.settings() | settings, progress and several)
+    compute = partial(_attributed, estimator, prompts, totals)
+    repaired = _Repaired.nothing(plan)
+    for chunk, arrays in job.run(chunks, compute, unit="site"):
+        totals.add(chunk, torch.from_numpy(arrays["kept"]))
+        repaired.add(arrays, totals.weight(chunk.prompts), len(chunk.prompts) / totals.n_prompts)
+
+    # Collect
+    expected = repaired.expected_pearson(plan, totals) if budget else {}
+    return Sweep.of_prompts(
+        *(model, plan.pair, plan.groups, totals, part, method),
+        exact=repaired.exact,
+        expected_pearson=expected,
+        forwards=repaired.forwards,
+    )
+
+
+def _attributed(
+    estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
+) -> Arrays:
+    """Return what is stored of the estimates of a chunk."""
+    some_prompts = prompts.of(chunk.prompts)
+    repairs = estimator.estimate(some_prompts)
+    errors = [nan if error is None else error for error in repairs.expected_errors.values()]
+    return {
+        "kept": some_prompts.reduced(totals, torch.cat(repairs.values)).numpy(),
+        "exact": torch.cat(repairs.exact).numpy(),
+        "expected_errors": np.array(errors, dtype=np.float64),
+        "forwards": np.array(repairs.forwards),
+    }
+
+
+@dataclass
+class _Repaired:
+    """Which rows were patched in all chunks of prompts, and the expected errors of the others."""
+
+    exact: np.ndarray
+    errors: np.ndarray
+    forwards: float
+
+    @classmethod
+    def nothing(cls, plan: SweepPlan) -> "_Repaired":
+        """Return the result before the first chunk."""
+        kinds = {site.kind for site in plan.sites}
+        return cls(np.ones(plan.n_rows, dtype=bool), np.zeros(len(kinds)), 0.0)
+
+    def add(self, arrays: Arrays, weight: float, share: float) -> None:
+        """Add a chunk, by its weight in the mean and its share of the prompts."""
+        self.exact &= arrays["exact"]
+        self.errors += weight * arrays["expected_errors"]  # a bound on the error of the mean
+        self.forwards += share * float(arrays["forwards"])
+
+    def expected_pearson(self, plan: SweepPlan, totals: OverPrompts) -> dict[Any, float | None]:
+        """Return the expected correlation with patching, for each kind of head."""
+        kinds = dict.fromkeys(site.kind for site in plan.sites)
+        sizes = [len(group) for group in plan.groups]
+        kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
+        means = totals.means.numpy()
+        return {
+            kind: expected_pearson(float(error), means[kind_of_row == kind])
+            for kind, error in zip(kinds, self.errors, strict=True)
+        }
+
+
+class _Estimator:
+    """Estimates of the effects of all sites, a chunk of prompts at a time."""
+
+    def __init__(
+        self, plan: SweepPlan, method: Method, steps: int, budget: Budget, progress: bool
+    ) -> None:
+        self._plan, self._method, self._steps = plan, method, steps
+        self._budget, self._progress = budget, progress
+        self._closed = plan.part == "q" and method == "exact_gate"
+        self._nodes = {
+            site: gradient_node(plan.model, site, plan.part, closed=self._closed)
+            for site in plan.sites
+        }
+        self._attention = [site.layer for site in plan.sites if site.kind == "attention"]
+        # The z of the heads that read keys or values, which they may share.
+        self._readers = {
+            node: hook_name(plan.model, site.layer, "z")
+            for site, node in self._nodes.items()
+            if site.kind == "attention" and plan.part in SHARED_PARTS
+        }
+        self._tested: set[Any] = set()
+        self._tape = Tape(())
+
+    def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
+        """Record both runs of some prompts, and keep the graph of the one that is patched into."""
+        plan, nodes = self._plan, self._nodes.values()
+        written, kept = set[str](), set[str]()
+        if self._budget:
+            written, kept = hook_points(plan.model, plan.sites, plan.part)
+        self._tape = Tape({*nodes, *written}, self._readers)
+        side: Side = "corrupted" if plan.direction == "denoise" else "clean"
+        with start_graph(plan.model):
+            return record_pair(
+                *(plan.model, pair, plan.metric, plan.sites, plan.part),
+                names=[*kept, *(nodes if plan.part == "q" else ())],
+                traced=side if self._method in _TRACED else None,
+                hooks=self._tape.hooks,
+                distinct=distinct,
+            )
+
+    def estimate(self, prompts: PromptChunk) -> Repairs:
+        """Estimate the effects of all sites, and repair some by patches."""
+        model, part = self._plan.model, self._plan.part
+        target, source = prompts.target, prompts.source
+        groups = [group.of_prompts(prompts.pair) for group in self._plan.groups]
+        gradients = self._gradients(prompts)
+        moved = source
+        if self._closed and self._attention:
+            closed = run_with_part(model, target, source, self._attention, part)
+            moved = replace(source, hooked={**source.hooked, **closed})
+        values = []
+        for group in groups:
+            node = self._nodes[group.sites]
+            estimates = site_estimates(
+                model, group.sites, part, node, gradients[node], target, moved
+            )
+            values.append(moved_values(prompts.unpatched, group.sums(estimates), prompts.shares))
+        if not self._budget:
+            exact = [torch.zeros(len(rows), dtype=torch.bool, device="cpu") for rows in values]
+            return Repairs(values, exact, {group.sites.kind: None for group in groups}, 0.0)
+        target = replace(target, logits=target.logits.detach())
+        keys = repair_keys(model, groups, part, target, source, gradients)
+        with tqdm(total=0, unit="site", desc="repairs", disable=not self._progress) as bar:
+            replay = make_replay(model, target, prompts.runs.metric)
+            batching = Batching(model, None, bar.update, replay.numbers_per_token)
+            runner = PatchRunner(replay, source, part, prompts.unpatched, batching)
+            mean = partial(mean_over, shares=prompts.shares)
+            n_prompts = prompts.pair.n_all
+            repairer = Repairer(runner, groups, keys, values, mean, bar, self._tested, n_prompts)
+            return repairer.spend(self._budget)
+
+    def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
+        """Return the gradients of the method, by hook point."""
+        model, metric = self._plan.model, prompts.runs.metric
+        target, source = prompts.target, prompts.source
+        require_differentiable(metric, target.logits.detach())
+        if self._method == "integrated":  # its gradients are between the runs
+            tape, steps = self._tape, self._steps
+            return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
+        if prompts.first:  # later prompts may happen to be flat
+            ablation = self._plan.direction in ABLATIONS
+            source_logits = torch.zeros_like(target.logits) if ablation else source.logits
+            span = prompts.runs.clean_value - prompts.runs.corrupted_value
+            require_slope(metric, target.logits, source_logits, span)
+        if self._method == "frozen_pattern":
+            return frozen_gradients(model, target, metric, self._tape)
+        return self._tape.gradients(metric.of_logits(target.logits))
+
+
+def _method_reasons(part: str, direction: str, method: str, steps: object) -> list[str]:
+    """Return why a method cannot estimate these patches."""
+    reasons = option_reasons("method", method, METHODS)
+    if direction in ABLATIONS and method == "integrated":
+        reasons.append(
+            f"got direction={direction!r} with method='integrated', which goes between the runs of "
+            "two prompts; expected 'denoise' or 'noise', or another method"
+        )
+    if part in ("q", "k") and method == "frozen_pattern":
+        reasons.append(
+            f"got part={part!r} with method='frozen_pattern', in which queries and keys move "
+            "nothing; expected another method"
+        )
+    if steps is not None and method != "integrated":
+        reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
+    elif steps is not None and not is_count(steps, 1):
+        reasons.append(f"got steps={steps!r}; expected 1 or more")
+    return reasons
+
+
+def integrated_gradients(
+    model: Any,
+    target: Recording,
+    source: Recording,
+    metric: BoundMetric,
+    tape: Tape,
+    steps: int,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Return gradients at hook points, averaged between the two runs: k forwards, k backwards."""
+    x, end = target.streams[0], source.streams[0]
+    _require_whole(model, target, source)
+    total = dict[str, Tensor]()
+    for step in tqdm(range(steps), unit="step", disable=not progress):
+        tape, point = tape.anew(), torch.lerp(x, end, (step + 0.5) / steps)
+        # The later of two hooks sees the output of the earlier: first the point, then a root.
+        start = partial(_replace_stream, point)
+        with torch.enable_grad(), edit_input(model, start), start_graph(model):
+            logits = run(model, target.tokens, target.mask, tape.hooks)
+            gradients = tape.gradients(metric.of_logits(logits))
+        total = {
+            name: total.get(name, 0.0) + gradient / steps for name, gradient in gradients.items()
+        }
+    return total
+
+
+@torch.no_grad()
+def _replace_stream(stream: Residual, _: Residual) -> Residual:
+    return stream
+
+
+def _require_whole(model: Any, target: Recording, source: Recording) -> None:
+    """Refuse models in which tokens enter elsewhere too: no line of streams joins their runs."""
+    with edit_input(model, lambda _: source.streams[0]):
+        logits = run(model, target.tokens, target.mask)
+    error = float((logits - source.logits).abs().max())
+    largest = float(source.logits.abs().max())
+    if not error <= logit_tolerance(host_of(model).neurons, logits.dtype) * largest:
+        raise UnsupportedModelError(
+            [
+                "with the other run's embeddings entering its first block, its logits differ by "
+                f"{error:.2g} from those of that run (largest: {largest:.2g}): tokens enter "
+                "elsewhere too. Take method='gradient'"
+            ],
+            "gradients cannot be integrated between these runs",
+        )

@@ -1,0 +1,315 @@
+"""The difference of two runs as one exact linear map.
+
+Both prompts are run once, together. A third pass then runs the model's code at the mean of the two
+runs, in a graph. At each nonlinear step, its output is the mean of the two outputs, and its
+gradient is the rule of `secants.py`, whose slopes are taken between the runs. A product of two
+activations, such as pattern times value, has the right gradient at the mean already. So a backward
+pass from the metric returns multipliers M, with
+
+    Σ M_y · Δy = Δmetric        Δy = y of the clean run less y of the corrupted run
+
+over any cut of the model. The cuts are at named activations: normalised stream, queries, keys,
+values, scores, patterns, gates and z. A product of three changing factors could be bracketed in
+other ways, with other shares.
+
+The steps are the modules of norms, the softmax of attention with its soft caps and clamps, the
+patterns and products of neuron-heads, and the cap of the logits. Softmax is seen where torch
+calls it, because the hooks of some bridges see only a copy of the pattern. Anything else that is
+not linear breaks the sum over the first stream, which is checked in each call.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attn_only_lens.axes import SELF, Logits, Residual
+from attn_only_lens.engine.gradients import Tape, edit_input
+from attn_only_lens.engine.metrics import BoundMetric
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.recording import Hooks, input_stream, of_this_thread, output_stream, run
+from attn_only_lens.engine.secants import (
+    Both,
+    FunctionRules,
+    centred_at,
+    gate_derivative,
+    mean,
+    norm_change,
+    slope,
+)
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import host_of
+from attn_only_lens.precision import full_precision
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+_PROBLEM = "the difference of two runs of this model is unknown"
+
+
+@dataclass(frozen=True, eq=False)
+class BothRuns:
+    """The activations of a clean and a corrupted run: rows of the clean run, then the others.
+
+    Attributes:
+        pair: the prompts.
+        logits: of both runs.
+        stream: the stream that enters the first block.
+        norms: the inputs and outputs of norms.
+        functions: the inputs and outputs of nonlinear functions inside attention, in order.
+        heads: the activations of heads, by hook name.
+    """
+
+    pair: PromptPair
+    logits: Float[Tensor, "both pos d_vocab"]
+    stream: Float[Tensor, "both pos d_model"]
+    norms: dict[nn.Module, Both]
+    functions: list[Both]
+    heads: dict[str, Tensor]
+
+    def change(self, name: str) -> Tensor:
+        """Return the clean activation less the corrupted one, by hook name."""
+        clean, corrupted = self.heads[name].chunk(2)
+        return clean - corrupted
+
+
+@dataclass(frozen=True, eq=False)
+class Contrast:
+    """The multipliers of a metric between two runs.
+
+    Attributes:
+        runs: both runs.
+        logits: the multipliers of the logits.
+        stream: the multipliers of the stream that enters the first block.
+        final: the multipliers of the stream that the last norm, or the unembedding, reads.
+        patterns: the multipliers of the softmax in each layer's attention.
+        gradients: the multipliers at the nodes of the tape, by hook name.
+        softmax: the output of each softmax, in the graph of the pass if it was kept.
+        total: Σ M Δ over the logits: the change of the metric, if its rule is known.
+    """
+
+    runs: BothRuns
+    logits: Float[Tensor, "batch pos d_vocab"]
+    stream: Residual
+    final: Residual
+    patterns: list[Float[Tensor, "batch head_index query_pos key"]]
+    gradients: dict[str, Tensor] = field(repr=False)
+    softmax: list[Tensor] = field(repr=False)
+    total: float
+
+
+@torch.no_grad()
+@full_precision()
+def run_both(model: Any, pair: PromptPair) -> BothRuns:
+    """Run a model on the clean and the corrupted prompts, and record what the rules need."""
+    host, heads = host_of(model), dict[str, Tensor]()
+    points = {"attention": ("q", "k", "v", "z"), "neuron": ("q", "v", "pattern", "z")}
+    names = [
+        host.hook_name(layer, kind, point)
+        for layer in range(host.n_layers)
+        for kind in points
+        for point in points[kind]
+    ]
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(value: Tensor, hook: Any) -> None:
+            heads[name] = value.detach().clone()
+
+        return hook
+
+    def look(stream: Residual) -> Residual:
+        streams.append(stream.detach())
+        return stream
+
+    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
+    steps = _Steps(model)
+    streams = list[Tensor]()
+    with ExitStack() as stack:
+        stack.enter_context(steps.recorded())
+        stack.enter_context(edit_input(model, look))
+        tokens = torch.cat([pair.clean, pair.corrupted])
+        logits = run(model, tokens, mask, [(name, keep(name)) for name in names])
+    return BothRuns(pair, logits, streams[0], steps.norms, steps.functions.seen, heads)
+
+
+def contrast(
+    model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
+) -> Contrast:
+    """Return the multipliers of a metric at the nodes of a tape.
+
+    If the graph is kept, it can be differentiated further, from the softmax to the tape's nodes.
+
+    Raises:
+        UnsupportedModelError: the sum over the first stream is not the change of the metric, so
+            the model has a step without a rule.
+    """
+    steps = _Steps(model, runs)
+    streams = list[Tensor]()
+
+    def start(stream: Residual) -> Residual:
+        streams.append(mean(runs.stream).to(stream).requires_grad_())
+        return streams[-1]
+
+    with ExitStack() as stack:
+        for context in (full_precision(), torch.enable_grad(), edit_input(model, start)):
+            stack.enter_context(context)
+        stack.enter_context(steps.replaced())
+        ends: list[Tensor] = []
+        last = model.blocks[-1].register_forward_hook(
+            of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
+        )
+        stack.callback(last.remove)
+        hooks = [*_head_hooks(model, runs), *tape.hooks]
+        logits = run(model, runs.pair.clean, runs.pair.mask, hooks)
+    clean, corrupted = runs.logits.chunk(2)
+    multiplier = metric_multiplier(metric, clean, corrupted)
+    value = (logits * multiplier).sum()
+    softmax = {f"softmax {i}": x for i, x in enumerate(steps.functions.softmax)}
+    nodes = {"stream": streams[0], "final": ends[0], **softmax}
+    gradients = tape.gradients(value, nodes, keep_graph=keep_graph)
+    stream, final, *patterns = (gradients.pop(name) for name in nodes)
+    total = float((multiplier * (clean - corrupted)).sum())
+    result = Contrast(
+        *(runs, multiplier, stream, final, patterns, gradients, steps.functions.softmax), total
+    )
+    _require_complete(result)
+    return result
+
+
+def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
+    """Return the multiplier of the logits: exact if the metric has only functions with rules."""
+    seen = []
+    for logits in (clean, corrupted):
+        with torch.no_grad(), FunctionRules() as functions:
+            metric.of_logits(logits)
+        seen.append(functions.seen)
+    both = [
+        (torch.cat([x_1, x_0]), torch.cat([y_1, y_0]))
+        for (x_1, y_1), (x_0, y_0) in zip(*seen, strict=True)
+    ]
+    with torch.enable_grad(), FunctionRules(both):
+        middle = ((clean + corrupted) / 2).detach().requires_grad_()
+        (multiplier,) = torch.autograd.grad(metric.of_logits(middle), middle)
+    return multiplier
+
+
+def _require_complete(result: Contrast) -> None:
+    """Compare the sum over the first stream with the change of the metric."""
+    clean, corrupted = result.runs.stream.chunk(2)
+    terms = result.stream * (clean - corrupted)
+    got, size = float(terms.sum()), float(terms.abs().sum())
+    allowed = LOGIT_TOLERANCE[torch.float32] if terms.dtype != torch.float64 else 1e-9
+    if not abs(got - result.total) <= allowed * max(size, abs(result.total)):
+        reason = (
+            f"the contributions of the tokens add up to {got:.6g}; expected {result.total:.6g}, the "
+            "change of the metric: this model has a nonlinear step whose rule is unknown (fused "
+            "attention, for instance: load it with attn_implementation='eager'), or tokens enter "
+            "it after its first block; use method='gradient'"
+        )
+        raise UnsupportedModelError([reason], _PROBLEM)
+
+
+def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
+    """Return hooks that hold heads at the mean of the runs, with the rules' gradients."""
+    host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
+
+    def at_mean(value: Tensor, hook: Any, name: str) -> Tensor:
+        return centred_at(mean(runs.heads[name]), value)
+
+    for layer in range(host.n_layers):
+        centred = [("attention", "z"), ("neuron", "v"), ("neuron", "z")]
+        names = [host.hook_name(layer, kind, point) for kind, point in centred]  # type: ignore[arg-type]
+        hooks += [(name, partial(at_mean, name=name)) for name in names]
+        hooks += _gate_hooks(host, layer, runs)
+    return hooks
+
+
+def _gate_hooks(host: Any, layer: int, runs: BothRuns) -> Hooks:
+    """Return hooks that give neuron-heads' patterns the slope between the runs."""
+    heads, queries = host.neurons[layer], list[Tensor]()
+    query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
+
+    def keep_query(value: Tensor, hook: Any) -> None:
+        queries.append(value.squeeze(-1))
+
+    def pattern(value: Tensor, hook: Any) -> Tensor:
+        weights = runs.heads[name][..., SELF].transpose(1, 2).chunk(2)
+        gate = slope(*weights, *runs.heads[query_name].squeeze(-1).chunk(2), partial(gate_derivative, heads))
+        query = queries.pop()
+        moved = (gate * (query - query.detach())).transpose(1, 2)
+        return mean(runs.heads[name]) + torch.stack([moved, -moved], dim=-1)
+
+    return [(query_name, keep_query), (name, pattern)]
+
+
+class _Steps:
+    """Record, or replace, the norms of a model and the functions inside its attention."""
+
+    def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
+        self._host = host_of(model)
+        self.norms: dict[nn.Module, Both] = {} if runs is None else runs.norms
+        self.functions = FunctionRules(None if runs is None else runs.functions, paused=True)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the inputs and outputs of norms and functions in a forward pass."""
+
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
+
+        with self._attached({module: look for module in self._host.norm_modules()}):
+            yield
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Replace norms and functions by their rules in a forward pass."""
+        with self._attached({module: self._norm(module, *x) for module, x in self.norms.items()}):
+            yield
+
+    @contextmanager
+    def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+        """Attach hooks to norms, and see functions in attention, but not those of norms in it."""
+        paused = [True]
+
+        def enter(pause: bool, *_: Any) -> None:
+            paused.append(pause)
+            self.functions.paused = pause
+
+        def leave(*_: Any) -> None:
+            paused.pop()
+            self.functions.paused = paused[-1]
+
+        with ExitStack() as stack:
+
+            def attach(module: nn.Module, hook: Any, **options: Any) -> None:
+                stack.callback(module.register_forward_hook(of_this_thread(hook), **options).remove)
+
+            attention = [self._host.attention(layer) for layer in range(self._host.n_layers)]
+            for module in (*norm_hooks, *attention):
+                begin = partial(enter, module in norm_hooks)
+                stack.callback(module.register_forward_pre_hook(of_this_thread(begin)).remove)
+                if module in norm_hooks:
+                    attach(module, norm_hooks[module], with_kwargs=True)
+                attach(module, leave)
+            # Also in the head of a masked language model, behind the last block.
+            attach(self._host.model.blocks[-1], partial(enter, False))
+            stack.enter_context(self.functions)
+            yield
+
+    def _norm(self, module: nn.Module, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
+        """Return a hook that gives a norm's mean output the gradient of its rule."""
+        norm = self._host.norm_of(module, x, y)
+        linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
+        square = linear.square().sum(-1, keepdim=True)
+        scale = (linear * without_bias).sum(-1, keepdim=True) / square
+        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # a stream of zeros
+        middle = norm.centred(mean(x))
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            change = norm_change(middle, r_1, r_0, norm.centred(input_stream(args, kwargs)))
+            return centred_at(mean(y), norm.gain(change))
+
+        return hook

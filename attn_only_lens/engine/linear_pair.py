@@ -1,0 +1,149 @@
+"""The difference of two runs as linear maps between heads, with the rules of `secants.py`.
+
+The output of a head changes by a linear function of the changes of everything written before it,
+
+    Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
+
+with W_ts taken between the runs: through values, with the mean pattern; and through patterns, with
+the slope of softmax or of the gate. No biases are left.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.engine.linear_run import (
+    LinearAttention,
+    LinearNeurons,
+    LinearSublayer,
+    by_head,
+)
+from attn_only_lens.engine.secants import gate_derivative, mean, norm_change, slope
+from attn_only_lens.engine.writes import Decomposition, FrozenNorm, Positions, SublayerWrites
+from attn_only_lens.heads import host_of
+
+
+@dataclass(frozen=True, eq=False)
+class SecantNorm:
+    """A norm between two runs: a linear map of the change of its input.
+
+    Attributes:
+        norm: its matrix N and its bias.
+        middle: the mean of its inputs, without their mean if it centres.
+        scales: 1 / s of both runs.
+    """
+
+    norm: Any
+    middle: Residual
+    scales: tuple[Float[Tensor, "batch pos 1"], Float[Tensor, "batch pos 1"]]
+
+    @classmethod
+    def between(cls, both: FrozenNorm) -> "SecantNorm":
+        """Return the norm between the two halves of a batch."""
+        clean, corrupted = (1 / both.scale).chunk(2)
+        return cls(both.norm, both.norm.centred(mean(both.stream)), (clean, corrupted))
+
+    def at(self, positions: Positions) -> "SecantNorm":
+        """Return the norm at some positions."""
+        clean, corrupted = (scale[:, positions] for scale in self.scales)
+        return SecantNorm(self.norm, self.middle[:, positions], (clean, corrupted))
+
+    def change(self, change: Float[Tensor, "*any batch pos d_model"]) -> Tensor:
+        """Return the change of the output for a change of the input."""
+        change = self.norm.centred(change.to(self.middle.device))
+        return self.norm.gain(self._scaled(change))
+
+    def back(self, gradient: Residual, positions: Positions = slice(None)) -> Residual:
+        """Return the multiplier of the input from that of the output."""
+        gain: Tensor = self.norm.gain(gradient.to(self.middle.device))
+        result: Tensor = self.norm.centred(self.at(positions)._scaled(gain))
+        return result
+
+    def _scaled(self, change: Tensor) -> Tensor:
+        if self.norm.module is None:
+            return change
+        return norm_change(self.middle, *self.scales, change)
+
+
+def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
+    """Return the linear maps of every sublayer, from a run of the clean and the corrupted rows."""
+    host = host_of(model)
+    sublayers: list[LinearSublayer] = []
+    for writes in both.sublayers:
+        between = _between(writes)
+        constant = torch.zeros_like(between.outputs)
+        if writes.neurons is None:
+            name = host.hook_name(writes.layer, "attention", "pattern")
+            W_V = by_head(host.attention(writes.layer).W_V, host.n_heads[writes.layer])
+            pattern = mean(both.recording.hooked[name])
+            sublayers.append(LinearAttention(between, constant, pattern, W_V))
+        else:
+            gates = both.recording.neurons[writes.layer]
+            terms = _value_terms(writes, mean(gates.weight))
+            sublayers.append(LinearNeurons(between, constant, terms))
+    return sublayers
+
+
+def _between(writes: SublayerWrites) -> SublayerWrites:
+    """Return the change of what a sublayer wrote."""
+    clean, corrupted = writes.z.chunk(2)
+    reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
+    z, entered = clean - corrupted, mean(writes.entered)
+    bias = torch.zeros_like(entered)
+    layer, kind = writes.layer, writes.kind
+    return SublayerWrites(
+        *(layer, kind, reads, entered, after, z, writes.matrix, bias, writes.neurons)
+    )
+
+
+def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
+    """Return the neuron-heads, and the means of q and u as leaves of a graph."""
+    heads: Any = writes.neurons
+    q, up = (None if x is None else mean(x) for x in heads.projections(writes.entered))
+    assert q is not None
+    return heads, q.requires_grad_(), None if up is None else up.requires_grad_()
+
+
+def _value_terms(
+    writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return how q and u move each neuron's output through its value, with their projections."""
+    heads, q, up = _leaves(writes)
+    with torch.enable_grad():
+        _, v = heads._query_and_value(q, up)
+        outputs = heads.neuron_outputs(weight * v)
+        leaves = [q] if up is None else [q, up]
+        factors = torch.autograd.grad(outputs.sum(), leaves, allow_unused=True)
+    module = heads.module
+    matrices = [module.W_in] if up is None else [module.W_gate, module.W_in]
+    return tuple(
+        (W.detach(), factor)
+        for W, factor in zip(matrices, factors, strict=True)
+        if factor is not None
+    )
+
+
+def gate_term(
+    writes: SublayerWrites, gates: Any
+) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
+    """Return how q moves each neuron's output through its pattern, with its projection.
+
+    Args:
+        writes: the neurons in a run of both rows.
+        gates: their values and weights in it.
+    """
+    heads, q, up = _leaves(writes)
+    queries, _ = heads._query_and_value(*heads.projections(writes.entered))
+    (x_1, x_0), (y_1, y_0) = queries.chunk(2), gates.weight.chunk(2)
+    along = slope(y_1, y_0, x_1, x_0, partial(gate_derivative, heads))
+    with torch.enable_grad():
+        query, _ = heads._query_and_value(q, up)
+        outputs = heads.neuron_outputs(along * query * mean(gates.v))
+        (factor,) = torch.autograd.grad(outputs.sum(), q)
+    W = heads.module.W_in if up is None else heads.module.W_gate
+    return W.detach(), factor

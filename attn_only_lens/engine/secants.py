@@ -1,0 +1,191 @@
+"""The rules of an exact difference of two runs: slopes between the runs, in place of derivatives.
+
+With Δy = y_1 - y_0 for two runs and ȳ for their mean, every rule is an identity, for any change:
+
+    y = f(x), elementwise      Δy = (Δf / Δx) Δx
+    y = a b                    Δy = b̄ Δa + ā Δb
+    p = softmax(s)             Δp = L (Δs - Σ_j w_j Δs_j)    L = Δp / Δlog p, w = L / Σ L
+    log p                      Δlog p = Δs - Σ_j w_j Δs_j
+    y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
+
+L is the logarithmic mean of p_1 and p_0. The last rule is that of a norm, m = mean(x²) + ε: RMSNorm,
+or LayerNorm after centring. Where the runs agree, every rule is the derivative.
+
+Sources: DeepLIFT's summation to delta (Shrikumar et al., 2017) has the first two.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from attn_only_lens.axes import SELF
+
+Slopes: TypeAlias = Float[Tensor, "*any"]
+Both: TypeAlias = tuple[Tensor, Tensor]
+"""The input and the output of a step, with the rows of both runs."""
+
+
+def slope(
+    y_1: Tensor, y_0: Tensor, x_1: Tensor, x_0: Tensor, derivative: Callable[[Tensor], Tensor]
+) -> Slopes:
+    """Return Δy / Δx of an elementwise function; its derivative at the mean where Δx is small.
+
+    Below |Δx| = ∛ε (1 + |x̄|) a quotient loses digits, and the derivative at the mean is exact to
+    rounding, unless the function jumps or bends there: then the quotient is kept.
+    """
+    dx, dy, middle = x_1 - x_0, y_1 - y_0, (x_1 + x_0) / 2
+    eps = torch.finfo(dx.dtype).eps
+    at_middle = derivative(middle)
+    near = dx.abs() < eps ** (1 / 3) * (1 + middle.abs())
+    size = y_1.abs() + y_0.abs() + (at_middle * dx).abs()
+    smooth = (dy - at_middle * dx).abs() <= 8 * eps * size
+    flat = (near & smooth) | (dx == 0)
+    return torch.where(flat, at_middle, dy / torch.where(dx == 0, torch.ones_like(dx), dx))
+
+
+def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
+    """Return the slope of exp between two logarithms; 0 where one is -∞."""
+    finite = log_1.isfinite() & log_0.isfinite()
+    a, b = (torch.where(finite, x, torch.zeros_like(x)) for x in (log_1, log_0))
+    d = a - b
+    near = d.abs() < 1e-2
+    square = d.square()
+    series = ((a + b) / 2).exp() * (1 + square / 24 * (1 + square / 80))
+    quotient = (a.exp() - b.exp()) / torch.where(near, torch.ones_like(d), d)
+    return torch.where(finite, torch.where(near, series, quotient), torch.zeros_like(d))
+
+
+def softmax_slopes(
+    log_1: Float[Tensor, "*any key"], log_0: Float[Tensor, "*any key"]
+) -> tuple[Float[Tensor, "*any key"], Float[Tensor, "*any key"]]:
+    """Return L and w of softmax, from the logarithms of all weights of both runs."""
+    L = log_mean(log_1, log_0)
+    total = L.sum(-1, keepdim=True)
+    return L, L / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
+    """Return the change of softmax for a change of its scores."""
+    change = torch.where(L > 0, change, torch.zeros_like(change))  # masked scores are -∞
+    return L * (change - (w * change).sum(-1, keepdim=True))
+
+
+def gate_derivative(heads: Any, query: Tensor) -> Tensor:
+    """Return the derivative of neuron-heads' attention to their own token; 0 for a step."""
+    with torch.enable_grad():
+        leaf = query.detach().requires_grad_()
+        weight = heads._gate_pattern(leaf)[..., SELF]
+        if not weight.requires_grad:
+            return torch.zeros_like(query)
+        return torch.autograd.grad(weight.sum(), leaf)[0]
+
+
+def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
+    """Return the change of x r for a change of x, centred where the norm centres; x is x̄."""
+    slope = -((r_1 * r_0).square()) / (r_1 + r_0)
+    along = (x * change).mean(-1, keepdim=True)
+    return (r_1 + r_0) / 2 * change + 2 * slope * along * x
+
+
+def mean(both: Tensor) -> Tensor:
+    """Return the mean of the two runs."""
+    clean, corrupted = both.chunk(2)
+    return (clean + corrupted) / 2
+
+
+def centred_at(middle: Tensor, moved: Tensor) -> Tensor:
+    """Return the value of `middle` with the gradient of `moved`."""
+    return middle + (moved - moved.detach()).to(middle)
+
+
+def _softmax(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
+    scores, weights = seen
+    L, w = softmax_slopes(*scores.log_softmax(-1).chunk(2))
+    change = torch.where(L > 0, x - x.detach(), torch.zeros_like(x))
+    return centred_at(mean(weights), softmax_change(L, w, change))
+
+
+def _log_softmax(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
+    _, w = softmax_slopes(*seen[1].chunk(2))
+    change = torch.where(w > 0, x - x.detach(), torch.zeros_like(x))
+    return centred_at(mean(seen[1]), x - (w * change).sum(-1, keepdim=True))
+
+
+def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
+    def derivative(middle: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = middle.detach().requires_grad_()
+            return torch.autograd.grad(func(leaf).sum(), leaf)[0]
+
+    (x_1, x_0), (y_1, y_0) = (side.chunk(2) for side in seen)
+    return centred_at(mean(seen[1]), slope(y_1, y_0, x_1, x_0, derivative) * x)
+
+
+_RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
+    **dict.fromkeys((torch.softmax, Tensor.softmax, functional.softmax), _softmax),
+    **dict.fromkeys(
+        (torch.log_softmax, Tensor.log_softmax, functional.log_softmax), _log_softmax
+    ),
+    **{
+        func: _elementwise
+        for name in ("tanh", "clamp", "exp", "log", "sigmoid", "relu", "square")
+        for func in (getattr(torch, name), getattr(Tensor, name))
+    },
+    **dict.fromkeys((functional.gelu, functional.silu, functional.relu), _elementwise),
+}
+
+
+class FunctionRules(TorchFunctionMode):
+    """Record the nonlinear functions that torch is asked for, or replace them by their rules.
+
+    A function is identified by its place in the order of calls, so both passes must run the same
+    code. In float64, conversions to float32 are left out: many modules of transformers compute in
+    float32 whatever the dtype of their model.
+
+    Args:
+        seen: what a first pass recorded, to replace; None to record.
+        paused: whether to begin without recording or replacing.
+    """
+
+    def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
+        super().__init__()
+        self.seen: list[Both] = [] if seen is None else seen
+        self.paused = paused
+        self.softmax: list[Tensor] = []
+        self._replaces = seen is not None
+        self._n_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, or its rule."""
+        kwargs = kwargs or {}
+        if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
+            return args[0]
+        if func not in _RULES or not args[0].is_floating_point():
+            return func(*args, **kwargs)
+        x = args[0]
+        if x.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = None
+        if self.paused:
+            return func(*args, **kwargs)
+        if not self._replaces:
+            y = func(*args, **kwargs)
+            self.seen.append((x.detach().clone(), y.detach().clone()))
+            return y
+        rest, seen = args[1:], self.seen[self._n_calls]
+        self._n_calls += 1
+        y = _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
+        if _RULES[func] is _softmax:
+            self.softmax.append(y)
+        return y
+
+
+def _narrows(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a conversion makes float32 of float64."""
+    if not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
+        return False
+    return func is Tensor.float or any(x is torch.float32 for x in (*args[1:], *kwargs.values()))
