@@ -1,8 +1,8 @@
-"""The attribution graph of a run: nodes chosen by attribution, then the edges between them.
+"""The attribution graph of a run, or of the difference between two: nodes, then their edges.
 
-One run gives the attribution of every head and neuron at every position. The largest become nodes,
-and products of what they read and write give the edges (`linear_graph.py`). Edges from heads that
-are not chosen are summed into one edge from "rest", so sums hold for any choice.
+The largest attributions of heads and neurons at positions become nodes, and products of what they
+read and write give the edges (`linear_graph.py`). Edges from heads that are not chosen are summed
+into one edge from "rest", so sums hold for any choice.
 
 A neuron and a query read their own position alone; the values and keys of attention heads come from
 every position. So the number of edges into a target is at most the number of earlier chosen nodes,
@@ -20,50 +20,74 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.arguments import is_count
+from attn_only_lens.circuits._search import Circuit
+from attn_only_lens.circuits.attributed_run import (
+    AttributedRun,
+    attribute_difference,
+    attribute_run,
+)
+from attn_only_lens.circuits.by_role import RoleMap
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
-from attn_only_lens.circuits.linear_graph import AttributedRun, LinearGraph, Node, attribute
+from attn_only_lens.circuits.linear_graph import LinearGraph, Node
 from attn_only_lens.engine.in_float32 import in_float32
 from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
-from attn_only_lens.engine.prompts import Prompts, single_prompts
+from attn_only_lens.engine.positions import Roles
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.token_texts import token_texts
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of, reasons_without_heads
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
-_TOP = 300
+_TOP = {"run": 300, "difference": 60}
 _BYTES = 40  # of an edge: source, target, kind, weight, and its contribution for one prompt
+_PROBLEM = "no attribution graph can be made"
 
 
 @in_float32
 @full_precision()
 def attribution_graph(
     model: Any,
-    prompts: Prompts,
+    clean: Prompts,
     metric: AnyMetric,
     *,
+    corrupted: Prompts | None = None,
+    sites: Circuit | Sequence[str] | None = None,
     top: int | None = None,
     mass: float | None = None,
+    positions: Roles | None = None,
     patterns: bool = True,
     max_edges: int = 10_000_000,
     mask: Tensor | None = None,
 ) -> CircuitGraph:
     """Return what each head and neuron contributes to a metric, and through which others.
 
-    Exact for the model with patterns and norm scales held at their values in this run: edges of
-    kind "value" into a node add up to its attribution, and those into the metric to the metric.
-    Edges of kinds "q" and "k" say how patterns would change, to first order.
+    With `corrupted`, the graph explains the difference between the two runs, exactly: the edges
+    into a node add up to its attribution, and those into the metric to the change of the metric,
+    through values and through patterns. Slopes are taken between the runs
+    (`engine/secants.py`). How a product of changing factors is shared among them is a convention;
+    an attribution is not the effect of a patch.
+
+    Without it, the graph explains one run, exactly for the model with patterns and norm scales held
+    at their values: edges of kind "value" add up. Edges of kinds "q", "k" and "gate" say how
+    patterns would change, to first order.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
             A model in half precision is run in float32 during the call, with the same weights.
-        prompts: a text, texts, or tokens [batch, pos]. Contributions of several prompts at one
-            position are summed.
+        clean: a text, texts, or tokens [batch, pos]. Contributions of several prompts at one
+            position are added up.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits
-            [batch, pos, d_vocab]; not `kl`, whose gradient at the run itself is 0.
-        top: how many heads and neurons become nodes; 300 if neither this nor mass is given.
+            [batch, pos, d_vocab]; of one run not `kl`, whose gradient there is 0.
+        corrupted: the prompts to compare with, token for token.
+        sites: the nodes: a circuit of `discover`, or names such as "L5N1234@7".
+        top: or how many heads and neurons become nodes: 60 of a difference, 300 of one run, if
+            neither this nor sites or mass is given.
         mass: or the share of Σ |attribution| that nodes must have; 1 for all of them.
-        patterns: whether to include edges of kinds "q" and "k".
+        positions: where each role is in the prompts, `task.roles`: nodes are then heads at roles,
+            and each number is a mean over prompts with its standard error. Prompts may differ in
+            length. Tokens without a role are added up in "rest".
+        patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
         max_edges: the largest number of edges; an upper bound is counted before any is computed.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
@@ -71,57 +95,140 @@ def attribution_graph(
         The graph.
 
     Raises:
-        InputError: with every reason: invalid top, mass or max_edges; prompts or a metric that do
-            not fit; unknown norms or matrices.
+        InputError: with every reason: invalid sites, top, mass or max_edges; prompts or a metric
+            that do not fit; unknown norms or matrices.
         InputError: too many edges, with their memory and the largest top that stays below.
-        UnsupportedModelError: the model is not linear when patterns are held.
+        UnsupportedModelError: the model has a step without a rule, or is not linear when patterns
+            are held.
 
     Example:
         >>> import torch
         >>> from attn_only_lens import circuits, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> graph = circuits.attribution_graph(
-        ...     model, torch.tensor([3, 4, 113]), p.logit_diff(correct=7, wrong=8), top=20)
-        >>> sorted(set(graph.edges["kind"]))  # relu: no query of a neuron moves its pattern
-        ['k', 'q', 'value']
+        >>> clean, corrupted = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
+        >>> metric = p.logit_diff(correct=7, wrong=8)
+        >>> graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=20)
+        >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
+        True
+        >>> sorted(set(graph.edges["kind"]))
+        ['gate', 'k', 'q', 'value']
     """
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
     if not is_count(max_edges, 1):
         reasons.append(f"got max_edges={max_edges!r}; expected 1 or more")
-    reasons += one_run_reasons(metric) + no_gradient_reasons()
-    InputError.raise_if(reasons, "no attribution graph can be made")
-    top = _TOP if top is None and mass is None else top
-    pair = single_prompts(model, prompts, mask)
-    run = attribute(model, pair, metric, patterns)
-    attributions = [run.attributions(i).flatten().cpu().double() for i in range(len(run.gradients))]
-    every = torch.cat(attributions).numpy()
-    sizes = np.abs(every)
-    index = select_largest(sizes, top=top, mass=mass)
-    _require_affordable(run, sizes, index, max_edges)
-    graph = LinearGraph(run, pair, _by_sublayer(run, index))
-    edges, _ = graph.edges()
+    if corrupted is None:
+        reasons += one_run_reasons(metric)
+        if positions is not None:
+            reasons.append("got positions by role without corrupted prompts; expected both")
+    if sum(x is not None for x in (sites, top, mass)) > 1:
+        reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected one of them")
+    InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
+    if corrupted is None:
+        pair = single_prompts(model, clean, mask)
+        run = attribute_run(model, pair, metric, patterns)
+    else:
+        pair = prompt_pair(model, clean, corrupted, mask)
+        run = attribute_difference(model, pair, metric)
+    roles = None if positions is None else RoleMap.of(pair, positions)
+    n_before = [0, *np.cumsum([_numbers(run, i, roles).shape[1] for i in range(len(run.z))])]
+    by_prompt = torch.cat([_numbers(run, i, roles) for i in range(len(run.z))], dim=1).numpy()
+    sizes = np.abs(by_prompt.sum(0))
+    if sites is not None:
+        index = _rows_of(run, _site_ids(sites), n_before, roles)
+    else:
+        if top is None and mass is None:
+            top = _TOP["run" if corrupted is None else "difference"]
+        index = select_largest(sizes, top=top, mass=mass)
+    places = roles.n_roles if roles else run.first.shape[1]
+    _require_affordable(run, sizes, index, max_edges, places)
+    chosen = _by_sublayer(run, index, places)
+    rest = by_prompt.sum(0)
+    return _graph(
+        model, run, pair, chosen, roles, float(np.delete(rest, index).sum()), sizes, index
+    )
+
+
+def _numbers(run: AttributedRun, index: int, roles: RoleMap | None) -> Tensor:
+    """Return the attributions of a sublayer by prompt, [batch, position · node] or by role."""
+    attributions = run.attributions(index).cpu().double()
+    return (attributions if roles is None else roles.sums(attributions)).flatten(1)
+
+
+def _site_ids(sites: Circuit | Sequence[str]) -> list[str]:
+    if isinstance(sites, Circuit):
+        return [f"{name}@{position}" for name, position in sites.frame[["name", "position"]].values]
+    return list(sites)
+
+
+def _rows_of(
+    run: AttributedRun, ids: Sequence[str], n_before: Sequence[int], roles: RoleMap | None
+) -> npt.NDArray[np.int64]:
+    """Return the rows of nodes by name; refuse unknown ones."""
+    places = [str(pos) for pos in range(run.first.shape[1])] if roles is None else roles.names
+    writes = [sublayer.writes for sublayer in run.linear.sublayers]
+    order = {(write.layer, write.kind): i for i, write in enumerate(writes)}
+    rows, reasons = list[int](), list[str]()
+    for name in dict.fromkeys(ids):
+        head_name, _, place = str(name).partition("@")
+        try:
+            head = HeadName.parse(head_name)
+            index = order[head.layer, head.kind]
+            n_nodes = run.gradients[index].shape[2]
+            if head.index >= n_nodes:
+                raise KeyError
+            rows.append(n_before[index] + places.index(place) * n_nodes + head.index)
+        except (InputError, ValueError, KeyError):
+            reasons.append(
+                f"got the site {name!r}; expected a head of the model at one of {places}, such as "
+                f"'L0N0@{places[-1]}'"
+            )
+    if not rows:
+        reasons.append("got no sites; expected one or more")
+    InputError.raise_if(reasons[:5], _PROBLEM)
+    return np.sort(np.array(rows, dtype=np.int64))
+
+
+def _graph(
+    model: Any,
+    run: AttributedRun,
+    pair: PromptPair,
+    chosen: list[list[Node]],
+    roles: RoleMap | None,
+    rest: float,
+    sizes: npt.NDArray[np.float64],
+    index: npt.NDArray[np.int64],
+) -> CircuitGraph:
+    graph = LinearGraph(run, pair, chosen if roles is None else roles.positions_of(chosen))
+    edges, by_prompt = graph.edges()
+    nodes = graph.nodes(rest)
     if run.offset:
         offset = pd.DataFrame([["offset", "metric", "value", run.offset]], columns=EDGE_COLUMNS)
         edges = pd.concat([edges, offset], ignore_index=True)
+    tokens = tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist())
+    corrupted = tuple(tuple(token_texts(model, row)) for row in pair.corrupted.tolist())
+    if roles is not None:
+        nodes, edges = roles.frames(run, chosen, nodes, edges, by_prompt)
+        tokens, corrupted = (tuple(roles.names),), (tuple(roles.names),)
     total = sizes.sum()
     return CircuitGraph(
-        graph.nodes(float(np.delete(every, index).sum())),
+        nodes,
         edges,
-        tokens=tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()),
+        tokens=tokens,
         metric=run.metric,
         value=run.value,
         model=str(getattr(model.cfg, "model_name", "")),
         n_layers=host_of(model).n_layers,
         n_heads=len(sizes),
         mass=float(sizes[index].sum() / total) if total else 1.0,
+        corrupted=corrupted if pair.corrupted is not pair.clean else (),
     )
 
 
-def _by_sublayer(run: AttributedRun, index: npt.NDArray[np.int64]) -> list[list[Node]]:
+def _by_sublayer(run: AttributedRun, index: npt.NDArray[np.int64], n_pos: int) -> list[list[Node]]:
     """Return the (position, node) of the chosen nodes of each sublayer."""
     chosen, first = [], 0
     for gradients in run.gradients:
-        n_pos, n_nodes = gradients.shape[1:3]
+        n_nodes = gradients.shape[2]
         here = index[(index >= first) & (index < first + n_pos * n_nodes)] - first
         chosen.append([(i // n_nodes, i % n_nodes) for i in here.tolist()])
         first += n_pos * n_nodes
@@ -149,9 +256,10 @@ def _require_affordable(
     sizes: npt.NDArray[np.float64],
     index: npt.NDArray[np.int64],
     max_edges: int,
+    n_pos: int,
 ) -> None:
     """Refuse more edges than the limit, with their memory and the largest top that is allowed."""
-    n_edges = _count_edges(run, _by_sublayer(run, index))
+    n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return
 
@@ -159,7 +267,7 @@ def _require_affordable(
         return select_largest(sizes, top=top) if top else np.empty(0, dtype=np.int64)
 
     def fits(top: int) -> bool:
-        return _count_edges(run, _by_sublayer(run, largest(top))) <= max_edges
+        return _count_edges(run, _by_sublayer(run, largest(top), n_pos)) <= max_edges
 
     few = bisect_left(range(1, len(index)), True, key=lambda top: not fits(top))
     n_bytes = n_edges * (_BYTES - 8 + 8 * len(run.linear.run.embedding))

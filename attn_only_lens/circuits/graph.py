@@ -10,10 +10,11 @@ Nodes, by `kind`, and their `id`:
     offset     offset         the rest of a metric that is not linear in the logits
     metric     metric         the metric
 
-Edges of kind "value" add up: into every node to its attribution, into "metric" to the metric
-(`linear_graph.py`). Pruning preserves this, as edges from dropped nodes become edges from "rest".
-Edges of kinds "q" and "k" say what sets a node's pattern, to first order, and add up to no
-attribution.
+A graph is of one run, or of the difference between a clean and a corrupted run. Edges add up: into
+every node to its attribution, into "metric" to the metric, or to its change (`attributed_run.py`).
+In a graph of one run these are the edges of kind "value"; edges of kinds "q", "k" and "gate" say
+what sets a node's pattern, to first order. In a graph of a difference all kinds add up together.
+Pruning preserves the sums: edges from dropped nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -44,19 +45,20 @@ class CircuitGraph:
     Attributes:
         nodes: a row for each node: `id`, `kind`, `layer` (source layer; only of heads and neurons),
             `name`, `position` (none for bias, rest, offset, metric), `value` (the output of a
-            neuron; the length of that of an attention head or the embedding; the mean over
-            prompts), `gradient` (of the metric by a neuron's value; none with several prompts, or
-            heads to a neuron) and `attribution`, the sum over prompts. `weight / gradient` of an
-            edge into a neuron is the share of its value.
+            neuron in the clean run; the length of that of an attention head or the embedding; the
+            mean over prompts), `gradient` (of the metric by a neuron's value; none with several
+            prompts, or heads to a neuron) and `attribution`, the sum over prompts.
+            Of several prompts by role, also `error`, the standard error.
         edges: a row for each edge that is not 0: `source`, `target` (ids), `kind` ("value", "q",
-            "k"), `weight`.
-        tokens: of each prompt, as strings.
+            "k", "gate"), `weight`; by role also `error`.
+        tokens: of each clean prompt, as strings; by role, the roles.
         metric: its name.
-        value: the metric.
+        value: the metric, or its change from the corrupted to the clean run.
         model: the model's name.
         n_layers: source layers of the model.
         n_heads: heads and neurons of the model at all positions: the possible nodes.
         mass: the share of their Σ |attribution| that the graph's nodes have.
+        corrupted: the tokens of each corrupted prompt; empty for a graph of one run.
 
     Example:
         >>> import torch
@@ -79,6 +81,7 @@ class CircuitGraph:
     n_layers: int
     n_heads: int
     mass: float
+    corrupted: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse an inconsistent graph.
@@ -91,7 +94,7 @@ class CircuitGraph:
             ("nodes", self.nodes, NODE_COLUMNS),
             ("edges", self.edges, EDGE_COLUMNS),
         ):
-            if tuple(frame.columns) != columns:
+            if tuple(frame.columns) not in (columns, (*columns, "error")):
                 reasons.append(f"got {what} with {list(frame.columns)}; expected {list(columns)}")
         InputError.raise_if(reasons, _PROBLEM)
         ids = self.nodes["id"]
@@ -114,18 +117,24 @@ class CircuitGraph:
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
 
-    def inflow(self, kind: str = "value") -> "pd.Series[float]":
+    @property
+    def additive_kinds(self) -> tuple[str, ...]:
+        """The kinds of edges that add up to attributions."""
+        return EDGE_KINDS if self.corrupted else ("value",)
+
+    def inflow(self, kind: str | None = None) -> "pd.Series[float]":
         """Return the sum of the edges into each node that has any, by id.
 
         Args:
-            kind: of the edges.
+            kind: of the edges; by default all kinds that add up to the node's attribution.
 
         Raises:
             InputError: an unknown kind.
         """
-        if kind not in EDGE_KINDS:
+        if kind not in (None, *EDGE_KINDS):
             raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
-        of_kind = self.edges[self.edges["kind"] == kind]
+        kinds = self.additive_kinds if kind is None else (kind,)
+        of_kind = self.edges[self.edges["kind"].isin(kinds)]
         return of_kind.groupby("target", observed=True)["weight"].sum()
 
     @property
@@ -203,8 +212,9 @@ class CircuitGraph:
 
     def __repr__(self) -> str:
         n = len(self.heads)
+        change = "change of " * bool(self.corrupted)
         return (
-            f"CircuitGraph of {self.model}: {self.metric} = {self.value:.4g} by {n} of "
+            f"CircuitGraph of {self.model}: {change}{self.metric} = {self.value:.4g} by {n} of "
             f"{self.n_heads} heads and neurons ({self.mass:.0%} of the mass), "
             f"{len(self.edges)} edges"
         )

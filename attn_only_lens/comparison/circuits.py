@@ -31,7 +31,8 @@ import numpy.typing as npt
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from attn_only_lens.circuits.linear_graph import LinearGraph, attribute
+from attn_only_lens.circuits.attributed_run import attribute_run
+from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.comparison.alignment import Alignment
 from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
 from attn_only_lens.comparison.batches import Batch
@@ -402,7 +403,7 @@ def _edges(
     """One model's edges, by names in the grown one, and their weights for each prompt."""
     pair = on_device_of(model, batch.pair)
     try:
-        attributed = attribute(model, pair, batch.metric)
+        attributed = attribute_run(model, pair, batch.metric)
     except UnsupportedModelError as error:
         more = "n_nodes=0 compares the nodes of circuits, and no edges"
         raise UnsupportedModelError([*error.reasons, more], error.problem) from error

@@ -44,9 +44,11 @@ from attn_only_lens.engine.secants import (
 )
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
+_EXACT = 1e-9  # in float64, after many layers
 _PROBLEM = "the difference of two runs of this model is unknown"
 
 
@@ -106,7 +108,10 @@ class Contrast:
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
     """Run a model on the clean and the corrupted prompts, and record what the rules need."""
     host, heads = host_of(model), dict[str, Tensor]()
-    points = {"attention": ("q", "k", "v", "z"), "neuron": ("q", "v", "pattern", "z")}
+    points: dict[HeadKind, tuple[str, ...]] = {
+        "attention": ("z",),
+        "neuron": ("q", "v", "pattern", "z"),
+    }
     names = [
         host.hook_name(layer, kind, point)
         for layer in range(host.n_layers)
@@ -135,6 +140,8 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
     return BothRuns(pair, logits, streams[0], steps.norms, steps.functions.seen, heads)
 
 
+@torch.enable_grad()
+@full_precision()
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
@@ -154,8 +161,7 @@ def contrast(
         return streams[-1]
 
     with ExitStack() as stack:
-        for context in (full_precision(), torch.enable_grad(), edit_input(model, start)):
-            stack.enter_context(context)
+        stack.enter_context(edit_input(model, start))
         stack.enter_context(steps.replaced())
         ends: list[Tensor] = []
         last = model.blocks[-1].register_forward_hook(
@@ -200,14 +206,15 @@ def _require_complete(result: Contrast) -> None:
     """Compare the sum over the first stream with the change of the metric."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
-    got, size = float(terms.sum()), float(terms.abs().sum())
-    allowed = LOGIT_TOLERANCE[torch.float32] if terms.dtype != torch.float64 else 1e-9
-    if not abs(got - result.total) <= allowed * max(size, abs(result.total)):
+    parts = result.logits * result.runs.logits[: len(result.logits)]
+    got, size = float(terms.sum()), float(terms.abs().sum() + parts.abs().sum())
+    allowed = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
+    if not abs(got - result.total) <= allowed * size:
         reason = (
-            f"the contributions of the tokens add up to {got:.6g}; expected {result.total:.6g}, the "
-            "change of the metric: this model has a nonlinear step whose rule is unknown (fused "
-            "attention, for instance: load it with attn_implementation='eager'), or tokens enter "
-            "it after its first block; use method='gradient'"
+            f"the contributions of the tokens add up to {got:.6g}; expected {result.total:.6g}, "
+            "the change of the metric: this model has a nonlinear step whose rule is unknown ("
+            "fused attention, for instance: load it with attn_implementation='eager'), or tokens "
+            "enter it after its first block; use method='gradient'"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
 
@@ -220,8 +227,8 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
         return centred_at(mean(runs.heads[name]), value)
 
     for layer in range(host.n_layers):
-        centred = [("attention", "z"), ("neuron", "v"), ("neuron", "z")]
-        names = [host.hook_name(layer, kind, point) for kind, point in centred]  # type: ignore[arg-type]
+        names = [host.hook_name(layer, "neuron", point) for point in "vz"]
+        names.append(host.hook_name(layer, "attention", "z"))
         hooks += [(name, partial(at_mean, name=name)) for name in names]
         hooks += _gate_hooks(host, layer, runs)
     return hooks
@@ -236,8 +243,9 @@ def _gate_hooks(host: Any, layer: int, runs: BothRuns) -> Hooks:
         queries.append(value.squeeze(-1))
 
     def pattern(value: Tensor, hook: Any) -> Tensor:
-        weights = runs.heads[name][..., SELF].transpose(1, 2).chunk(2)
-        gate = slope(*weights, *runs.heads[query_name].squeeze(-1).chunk(2), partial(gate_derivative, heads))
+        y_1, y_0 = runs.heads[name][..., SELF].transpose(1, 2).chunk(2)
+        x_1, x_0 = runs.heads[query_name].squeeze(-1).chunk(2)
+        gate = slope(y_1, y_0, x_1, x_0, partial(gate_derivative, heads))
         query = queries.pop()
         moved = (gate * (query - query.detach())).transpose(1, 2)
         return mean(runs.heads[name]) + torch.stack([moved, -moved], dim=-1)

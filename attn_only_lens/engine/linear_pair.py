@@ -8,7 +8,7 @@ with W_ts taken between the runs: through values, with the mean pattern; and thr
 the slope of softmax or of the gate. No biases are left.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,50 +24,60 @@ from attn_only_lens.engine.linear_run import (
     by_head,
 )
 from attn_only_lens.engine.secants import gate_derivative, mean, norm_change, slope
-from attn_only_lens.engine.writes import Decomposition, FrozenNorm, Positions, SublayerWrites
+from attn_only_lens.engine.writes import (
+    Decomposition,
+    FrozenNorm,
+    Positions,
+    Scale,
+    SublayerWrites,
+)
 from attn_only_lens.heads import host_of
 
 
 @dataclass(frozen=True, eq=False)
-class SecantNorm:
+class SecantNorm(FrozenNorm):
     """A norm between two runs: a linear map of the change of its input.
 
     Attributes:
         norm: its matrix N and its bias.
-        middle: the mean of its inputs, without their mean if it centres.
+        stream: the mean of its inputs, without their mean if it centres.
+        scale: the harmonic mean of the scales s of both runs.
         scales: 1 / s of both runs.
     """
 
-    norm: Any
-    middle: Residual
     scales: tuple[Float[Tensor, "batch pos 1"], Float[Tensor, "batch pos 1"]]
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
         """Return the norm between the two halves of a batch."""
         clean, corrupted = (1 / both.scale).chunk(2)
-        return cls(both.norm, both.norm.centred(mean(both.stream)), (clean, corrupted))
+        middle = both.norm.centred(mean(both.stream))
+        return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
 
     def at(self, positions: Positions) -> "SecantNorm":
         """Return the norm at some positions."""
         clean, corrupted = (scale[:, positions] for scale in self.scales)
-        return SecantNorm(self.norm, self.middle[:, positions], (clean, corrupted))
+        stream, scale = self.stream[:, positions], self.scale[:, positions]
+        return SecantNorm(self.norm, stream, scale, (clean, corrupted))
 
-    def change(self, change: Float[Tensor, "*any batch pos d_model"]) -> Tensor:
-        """Return the change of the output for a change of the input."""
-        change = self.norm.centred(change.to(self.middle.device))
-        return self.norm.gain(self._scaled(change))
+    def change(
+        self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
+    ) -> Float[Tensor, "*any batch pos d_model"]:
+        """Return the change of the output for a share of the change of the input."""
+        change = self.norm.centred(change.to(self.stream.device))
+        result: Tensor = self.norm.gain(self._secant(change))
+        return result
 
     def back(self, gradient: Residual, positions: Positions = slice(None)) -> Residual:
         """Return the multiplier of the input from that of the output."""
-        gain: Tensor = self.norm.gain(gradient.to(self.middle.device))
-        result: Tensor = self.norm.centred(self.at(positions)._scaled(gain))
+        gain: Tensor = self.norm.gain(gradient.to(self.stream.device))
+        result: Tensor = self.norm.centred(self.at(positions)._secant(gain))
         return result
 
-    def _scaled(self, change: Tensor) -> Tensor:
+    def _secant(self, change: Tensor) -> Tensor:
         if self.norm.module is None:
             return change
-        return norm_change(self.middle, *self.scales, change)
+        return norm_change(self.stream, *self.scales, change)
 
 
 def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
@@ -95,10 +105,7 @@ def _between(writes: SublayerWrites) -> SublayerWrites:
     reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
     z, entered = clean - corrupted, mean(writes.entered)
     bias = torch.zeros_like(entered)
-    layer, kind = writes.layer, writes.kind
-    return SublayerWrites(
-        *(layer, kind, reads, entered, after, z, writes.matrix, bias, writes.neurons)
-    )
+    return replace(writes, reads=reads, entered=entered, writes=after, z=z, bias=bias)
 
 
 def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:

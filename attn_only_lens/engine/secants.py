@@ -8,8 +8,8 @@ With Δy = y_1 - y_0 for two runs and ȳ for their mean, every rule is an identi
     log p                      Δlog p = Δs - Σ_j w_j Δs_j
     y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
 
-L is the logarithmic mean of p_1 and p_0. The last rule is that of a norm, m = mean(x²) + ε: RMSNorm,
-or LayerNorm after centring. Where the runs agree, every rule is the derivative.
+L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m = mean(x²) + ε and x
+centred if the norm centres. Where the runs agree, every rule is the derivative.
 
 Sources: DeepLIFT's summation to delta (Shrikumar et al., 2017) has the first two.
 """
@@ -128,9 +128,7 @@ def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Ten
 
 _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
     **dict.fromkeys((torch.softmax, Tensor.softmax, functional.softmax), _softmax),
-    **dict.fromkeys(
-        (torch.log_softmax, Tensor.log_softmax, functional.log_softmax), _log_softmax
-    ),
+    **dict.fromkeys((torch.log_softmax, Tensor.log_softmax, functional.log_softmax), _log_softmax),
     **{
         func: _elementwise
         for name in ("tanh", "clamp", "exp", "log", "sigmoid", "relu", "square")

@@ -24,7 +24,6 @@ class ModelHost(Host):
         """Refuse replaced modules, and torch hooks that may change what weights compute."""
         InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
 
-
     def norm_modules(self) -> list[nn.Module]:
         """Return the norms of the stream, and of queries and keys."""
         return norm_modules(self.model)

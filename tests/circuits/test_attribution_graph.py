@@ -217,7 +217,7 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
     model, given = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
     graph = attribution_graph(model, given, METRIC, mass=1)
     held = Held(model, given)
-    for name, kind in (("L1H1", "q"), ("L1H1", "k"), ("L2H0", "q"), ("L1N7", "q")):
+    for name, kind in (("L1H1", "q"), ("L1H1", "k"), ("L2H0", "q"), ("L1N7", "gate")):
         at, index = held.place(name), HeadName.parse(name).index
         pattern = held.place(name, "pattern")
         patterns = []
@@ -229,7 +229,8 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
             def keep(x, hook, patterns=patterns):
                 patterns.append(x.clone())
 
-            hooks = [(held.place(name, kind), scaled), (pattern, keep)]
+            point = "q" if kind == "gate" else kind
+            hooks = [(held.place(name, point), scaled), (pattern, keep)]
             with torch.no_grad(), model.hooks(fwd_hooks=hooks):
                 model(given)
         slope = (patterns[0] - patterns[1])[0, index, -1] / 2e-4
@@ -246,7 +247,7 @@ def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
     model, given = model_of("gelu", layout), tokens(0, 1, POS)
     graph = attribution_graph(model, given, METRIC, mass=1)
     held = Held(model, given)
-    weights = graph.edges.query("kind == 'q'").set_index(["source", "target"])["weight"]
+    weights = graph.edges.query("kind == 'gate'").set_index(["source", "target"])["weight"]
     target = HeadName.parse("L1N7")
     attn = model.blocks[3].attn if layout == LAYOUTS[0] else model.blocks[1].mlp
     norm = model.blocks[3].ln1 if layout == LAYOUTS[0] else model.blocks[1].ln2

@@ -25,6 +25,7 @@
   const index = new Map(nodes.id.map((id, i) => [id, i]));
 
   // --- What readers change, and what is saved with the page ------------------------------------
+  const KINDS = ["value", "q", "k", "gate"];
   const state = { nodes: null, edges: null, kinds: ["value"], extras: false,
                   only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
   const take = (given) => {
@@ -642,8 +643,8 @@
     if (is("neuron")) parts.push(sample("neuron", chip("neuron", "", "none", "")));
     const plain = edges.status ? "" : "positive", less = edges.status ? "" : "negative";
     parts.push(sample("positive edge", stroke(plain, "+")), sample("negative edge", stroke(less, "-")));
-    if (edges.kind.includes("q")) parts.push(sample("q", stroke("q " + plain, "+")));
-    if (edges.kind.includes("k")) parts.push(sample("k", stroke("k " + plain, "+")));
+    for (const kind of ["q", "k", "gate"].filter((kind) => edges.kind.includes(kind)))
+      parts.push(sample(kind, stroke(kind + " " + plain, "+")));
     at("legend").replaceChildren(...parts);
   };
 
@@ -719,7 +720,7 @@
     box.checked = get();
     box.onchange = () => { set(box.checked); update(); };
   };
-  for (const kind of ["value", "q", "k"].filter((each) => edges.kind.includes(each))) {
+  for (const kind of KINDS.filter((each) => edges.kind.includes(each))) {
     const label = make("label", ` ${kind}`), box = make("input");
     box.type = "checkbox";
     box.id = "edges-" + kind;
@@ -747,7 +748,7 @@
   const begin = () => {
     chosen = null;
     rebuild();
-    for (const kind of ["value", "q", "k"]) {
+    for (const kind of KINDS) {
       const box = at("edges-" + kind), others = () => state.kinds.filter((each) => each !== kind);
       if (box) check(box, () => state.kinds.includes(kind), (on) => { state.kinds = on ? [...others(), kind] : others(); });
     }

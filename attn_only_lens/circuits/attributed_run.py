@@ -1,0 +1,361 @@
+"""A metric attributed to the heads of one run, or of the difference between two.
+
+A target t reads the stream: its output is a sum over everything written before it, so its
+attribution A_t = c_t · z_t, with c_t the gradient of the metric at its output, is a sum of edges.
+
+Of one run, with patterns and norm scales held (`linear_run.py`), only values carry A_t:
+
+    value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
+    q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
+                                                   is the gradient at the pattern, P' its derivative
+
+Of the difference of two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern and
+value carry A_t, and there are no biases:
+
+    all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
+                neuron; Σ_t w(s → t) = A_s over all targets t, the metric among them
+
+A neuron-head's keys are constant. If its gate is a step (relu), it has no edges of kind "gate" in
+one run, and in a difference only where the step is crossed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.axes import SELF, Residual
+from attn_only_lens.engine.contrast import Contrast, contrast, run_both
+from attn_only_lens.engine.gradients import Tape
+from attn_only_lens.engine.linear_pair import SecantNorm, gate_term, linear_sublayers
+from attn_only_lens.engine.linear_run import (
+    LinearAttention,
+    LinearRun,
+    LinearSublayer,
+    Outputs,
+    by_head,
+    linearize,
+)
+from attn_only_lens.engine.metrics import AnyMetric, bind, require_differentiable
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.secants import FunctionRules
+from attn_only_lens.engine.writes import Decomposition, decompose
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronSlope:
+    """The effect of neurons' pre-activations q on the metric through their patterns alone.
+
+    Attributes:
+        sublayer: the neurons.
+        gradient: the gradient of the metric at q.
+        W: the projection that makes q.
+        constant: the effect of scaling the constant part of queries by 1 + ε, over ε.
+    """
+
+    sublayer: LinearSublayer
+    gradient: Float[Tensor, "batch pos d_mlp"]
+    W: Float[Tensor, "d_model d_mlp"]
+    constant: Float[Tensor, "batch pos d_mlp"]
+
+    def covectors(
+        self, positions: Tensor, nodes: Tensor
+    ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
+        """Return what targets read at their own position, and the part of biases inside them."""
+        read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
+        covectors = self.sublayer.writes.reads.back(read, positions)
+        return covectors, self.constant[:, positions, nodes]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSlope:
+    """The effect of attention heads' queries, or keys, on the metric through their patterns.
+
+    Attributes:
+        sublayer: the heads.
+        pattern: the patterns, in a graph from the inputs.
+        gradient: the gradient of the metric at the patterns.
+        inputs: the queries or keys.
+        W: W_Q or W_K, of each head or each group of heads that share keys.
+        constant: the queries or keys for a stream of 0.
+    """
+
+    sublayer: LinearSublayer
+    pattern: Float[Tensor, "batch head_index query_pos key"]
+    gradient: Float[Tensor, "batch head_index query_pos key"]
+    inputs: Float[Tensor, "batch pos group d_head"]
+    W: Float[Tensor, "group d_model d_head"]
+    constant: Float[Tensor, "batch pos group d_head"]
+
+    def input_gradients(
+        self, positions: Tensor, nodes: Tensor
+    ) -> Float[Tensor, "target batch pos group d_head"]:
+        """Return the gradient at the inputs through the pattern's row of each target alone."""
+        rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
+        target = torch.arange(len(nodes), device=rows.device)
+        rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
+
+        # Not is_grads_batched, which takes some operations row by row, such as softmax.
+        def gradient(row: Tensor) -> Tensor:
+            graph = (self.pattern, self.inputs, row)
+            (slope,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
+            return torch.zeros_like(self.inputs) if slope is None else slope
+
+        slopes: Tensor = torch.func.vmap(gradient)(rows)
+        return slopes
+
+    def covectors(
+        self, gradients: Float[Tensor, "target batch pos group d_head"]
+    ) -> Float[Tensor, "batch target pos d_model"]:
+        """Return what targets read at every position, from the gradients at the inputs."""
+        n_targets, _, n_pos = gradients.shape[:3]
+        entering = torch.einsum("tbpgd,gmd->btpm", gradients, self.W).flatten(1, 2)
+        positions = torch.arange(n_pos, device=entering.device).repeat(n_targets)
+        return self.sublayer.writes.reads.back(entering, positions).unflatten(1, (-1, n_pos))
+
+
+Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
+"""How patterns of a sublayer are moved: by "q" and "k" of attention heads, by "gate" of neurons."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttributedRun:
+    """A run, or the difference of two, as linear maps with the gradients of a metric.
+
+    Attributes:
+        linear: the maps.
+        metric: the metric's name.
+        value: the metric, or its change.
+        offset: what the logits do not explain to first order: 0 for a metric with known rules.
+        gradients: the gradients at the outputs of each sublayer.
+        first: the gradient at the embedding.
+        last: the gradient at the stream that is unembedded.
+        logit_bias: what the biases of the last norm and the unembedding add, by prompt.
+        bias: what all biases add.
+        slopes: how patterns are moved, for each sublayer.
+        z: the outputs of the heads of each sublayer in the clean run.
+    """
+
+    linear: LinearRun
+    metric: str
+    value: float
+    offset: float
+    gradients: list[Outputs]
+    first: Residual
+    last: Residual
+    logit_bias: Float[Tensor, "batch"]
+    bias: float
+    slopes: list[Slopes]
+    z: list[Outputs]
+
+    def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
+        """Return the attribution of each node of a sublayer, for each prompt."""
+        outputs = self.linear.sublayers[index].writes.outputs
+        return (self.gradients[index] * outputs).sum(-1)
+
+    def kinds(self, index: int) -> list[str]:
+        """Return the kinds of edges into nodes of a sublayer."""
+        return ["value", *self.slopes[index]]
+
+
+def attribute_run(
+    model: Any, pair: PromptPair, metric: AnyMetric, patterns: bool = True
+) -> AttributedRun:
+    """Attribute a metric of the clean run, with patterns and norm scales held."""
+    linear = linearize(model, pair.clean, pair.mask)
+    logits = linear.run.recording.logits
+    bound = bind(metric, model, pair, logits)
+    require_differentiable(bound, logits)
+    gradient, _ = linear.metric_gradient(bound)
+    value = bound.of(logits)
+    outputs, streams = linear.gradients(linear.stream_gradient(gradient))
+    slopes: list[Slopes] = [{} for _ in linear.sublayers]
+    if patterns:
+        tape = Tape(_hook_names(model).values())
+        runs = run_both(model, replace(pair, corrupted=pair.clean))
+        result = contrast(model, runs, bound, tape, keep_graph=True)
+        slopes = [
+            _run_slopes(model, sublayer, along, result, tape.nodes)
+            for sublayer, along in zip(linear.sublayers, outputs, strict=True)
+        ]
+    offset = value - float((gradient * linear.logits).sum())
+    zero = torch.zeros_like(linear.run.final.stream)
+    logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
+    bias = float(logit_bias.sum())
+    for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
+        bias += float((along * sublayer.constant).sum())
+        bias += float((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
+    ends = streams[0], streams[-1], logit_bias, bias
+    recorded = [sublayer.writes.z for sublayer in linear.sublayers]
+    return AttributedRun(linear, bound.name, value, offset, outputs, *ends, slopes, recorded)
+
+
+def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
+    """Attribute the change of a metric from the corrupted to the clean run."""
+    names, host = _hook_names(model), host_of(model)
+    patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
+    tokens = torch.cat([pair.clean, pair.corrupted])
+    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
+    with FunctionRules(paused=True):  # in float64 throughout, as in `run_both`
+        both = decompose(model, tokens, mask, names=tuple(patterns))
+    runs = run_both(model, pair)
+    clean, corrupted = runs.logits.chunk(2)
+    bound = bind(metric, model, pair, clean)
+    require_differentiable(bound, clean)
+    tape = Tape(names.values())
+    result = contrast(model, runs, bound, tape, keep_graph=True)
+    sublayers = linear_sublayers(model, both)
+    gradients, slopes = list[Outputs](), list[Slopes]()
+    for sublayer, writes in zip(sublayers, both.sublayers, strict=True):
+        along = result.gradients[names[writes.layer, writes.kind, "z"]]
+        if writes.neurons is None:
+            here = _pair_slopes(model, sublayer, result, tape.nodes)
+        else:
+            along = _by_neuron(writes.neurons, along)
+            W, factor = gate_term(writes, both.recording.neurons[writes.layer])
+            slope = NeuronSlope(sublayer, along.squeeze(-1) * factor, W, torch.zeros_like(factor))
+            here = {"gate": slope} if factor.any() else {}
+        gradients.append(along)
+        slopes.append(here)
+    _require_flows(both, sublayers, gradients, slopes, result, names)
+    first, second = both.embedding.chunk(2)
+    run = replace(
+        both,
+        embedding=first - second,
+        sublayers=tuple(sublayer.writes for sublayer in sublayers),
+        final=SecantNorm.between(both.final),
+    )
+    linear = LinearRun(model, run, tuple(sublayers), clean - corrupted)
+    change = bound.of(clean) - bound.of(corrupted)
+    no_bias = torch.zeros_like(run.embedding[:, 0, 0])
+    ends = result.stream, result.final, no_bias, 0.0
+    offset = change - result.total
+    recorded = [writes.z[: len(clean)] for writes in both.sublayers]
+    return AttributedRun(linear, bound.name, change, offset, gradients, *ends, slopes, recorded)
+
+
+def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:
+    """Return the names of the hook points of queries, keys and z, by layer, kind and point."""
+    host = host_of(model)
+    of_kind: dict[HeadKind, str] = {"attention": "qkz", "neuron": "z"}
+    return {
+        (layer, kind, point): host.hook_name(layer, kind, point)
+        for layer in range(host.n_layers)
+        for kind, points in of_kind.items()
+        for point in points
+    }
+
+
+def _by_neuron(heads: Any, z_gradient: Tensor) -> Outputs:
+    """Return the gradients at neurons' outputs Σ_j w_j z_j, from those at z."""
+    along = z_gradient.squeeze(-1)
+    weights = heads.neuron_outputs(heads.head_outputs(torch.ones_like(along)))
+    by_neuron: Tensor = heads.neuron_outputs(along) / weights
+    return by_neuron.unsqueeze(-1)
+
+
+def _run_slopes(
+    model: Any, sublayer: LinearSublayer, along: Outputs, result: Contrast, nodes: dict[str, Tensor]
+) -> Slopes:
+    """Return the derivatives of the patterns of one run."""
+    if not isinstance(sublayer, LinearAttention):
+        gate = _neuron_slope(sublayer, along)
+        return {} if gate is None else {"gate": gate}
+    writes = sublayer.writes
+    attention = host_of(model).attention(writes.layer)
+    b_V = getattr(attention, "b_V", None)
+    values = torch.einsum("bkm,hmd->bkhd", writes.entered, sublayer.W_V)
+    if b_V is not None:
+        values = values + by_head(b_V.view(-1, values.shape[3]), values.shape[2])
+    pattern_gradient = torch.einsum("bqhd,bkhd->bhqk", along, values)
+    n_sinks = result.softmax[writes.layer].shape[-1] - pattern_gradient.shape[-1]
+    pattern_gradient = torch.nn.functional.pad(pattern_gradient, (0, n_sinks))
+    slopes: Slopes = {}
+    for kind, slope in _pair_slopes(model, sublayer, result, nodes).items():
+        assert isinstance(slope, AttentionSlope)
+        entering = writes.reads.change(writes.reads.stream)
+        constant = slope.inputs.detach() - torch.einsum("bpm,gmd->bpgd", entering, slope.W)
+        slopes[kind] = replace(slope, gradient=pattern_gradient, constant=constant)
+    return slopes
+
+
+def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | None:
+    """Return the derivative of the gates of one run; None if they are steps."""
+    heads: Any = sublayer.writes.neurons
+    q, up = heads.projections(sublayer.writes.entered)
+    with torch.enable_grad():
+        q = q.detach().requires_grad_()
+        query, v = heads._query_and_value(q, up)
+        outputs = heads.neuron_outputs(heads._gate_pattern(query)[..., SELF] * v.detach())
+        if not outputs.requires_grad:
+            return None
+        by_q, by_query = torch.autograd.grad(outputs, (q, query), along.squeeze(-1))
+    gate = getattr(heads.module, "W_gate", None)
+    W = (heads.module.W_in if gate is None else gate).detach()
+    reads = sublayer.writes.reads.norm
+    bias, _ = heads.projections(torch.zeros_like(sublayer.writes.entered[:1, :1]))
+    bias = bias if reads.bias is None else bias + reads.bias.to(W) @ W
+    # Heads that share a neuron have queries b q + c.
+    scaled = (by_query * query.detach()).unflatten(-1, (heads.n_neurons, -1)).sum(-1)
+    constant = scaled - by_q * q.detach() + by_q * bias.detach()
+    return NeuronSlope(sublayer, by_q, W, constant)
+
+
+def _pair_slopes(
+    model: Any, sublayer: LinearSublayer, result: Contrast, nodes: dict[str, Tensor]
+) -> Slopes:
+    """Return how queries and keys move the patterns of attention heads between two runs."""
+    host, layer = host_of(model), sublayer.writes.layer
+    slopes: Slopes = {}
+    for kind in "qk":
+        inputs = nodes[host.hook_name(layer, "attention", kind)]
+        W = _by_group(getattr(host.attention(layer), f"W_{kind.upper()}"), inputs.shape[2])
+        pattern = result.softmax[layer], result.patterns[layer]
+        slopes[kind] = AttentionSlope(sublayer, *pattern, inputs, W, torch.zeros_like(inputs))
+    return slopes
+
+
+def _require_flows(
+    both: Decomposition,
+    sublayers: Sequence[LinearSublayer],
+    gradients: Sequence[Outputs],
+    slopes: Sequence[Slopes],
+    result: Contrast,
+    names: dict[tuple[int, HeadKind, str], str],
+) -> None:
+    """Compare what each sublayer reads, by its weights, with the attributions of its heads."""
+    reasons = []
+    for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
+        writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
+        covector = sublayer.back(along)
+        for kind, slope in here.items():
+            if isinstance(slope, NeuronSlope):
+                entering = slope.gradient @ slope.W.T
+            else:
+                inputs = result.gradients[names[writes.layer, "attention", kind]]
+                entering = torch.einsum("bpgd,gmd->bpm", inputs, slope.W)
+            covector = covector + writes.reads.back(entering)
+        terms, outputs = covector * (clean - corrupted).to(covector), along * writes.outputs
+        got, expected = float(terms.sum()), float(outputs.sum())
+        size = max(float(outputs.abs().sum()), float(terms.abs().sum()))
+        if not abs(got - expected) <= LOGIT_TOLERANCE[torch.float32] * size:
+            reasons.append(
+                f"layer {writes.layer}: flows into its {writes.kind} heads add up to {got:.6g}; "
+                f"expected {expected:.6g}: its matrices do not make what its heads read, for "
+                "instance because values are clipped"
+            )
+    UnsupportedModelError.raise_if(reasons, "the graph of this model is unknown")
+
+
+def _by_group(weights: Tensor, n_groups: int) -> Tensor:
+    """Return the weights of each group of heads that share keys, from those of heads or groups."""
+    if len(weights) > n_groups:
+        return weights.detach()[:: len(weights) // n_groups]
+    return by_head(weights, n_groups)

@@ -1,0 +1,213 @@
+"""Multipliers between two runs add up to the change of the metric, at every cut of every model."""
+
+import bridges
+import pytest
+import torch
+from common import tokens
+
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.circuits.attributed_run import attribute_difference
+from attn_only_lens.circuits.linear_graph import LinearGraph
+from attn_only_lens.engine import contrast as engine
+from attn_only_lens.engine import secants
+from attn_only_lens.engine.contrast import contrast, metric_multiplier, run_both
+from attn_only_lens.engine.gradients import Tape
+from attn_only_lens.engine.metrics import bind
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import host_of
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+
+METRICS = {
+    "logit_diff": p.logit_diff(3, 7),
+    "probability": p.probability(3),
+    "log_probability": p.log_probability(3),
+    "probability_diff": p.probability_diff([[3, 5]], [[7, 9]]),
+    "kl": p.kl(),
+    "loss": p.loss(),
+}
+EXACT = 1e-12
+HOOKED = {
+    "exposed": lambda model: expose_neuron_heads(model, copy=True).model,
+    "converted": convert,
+    "bilinear": lambda model: convert(model, gate=Bilinear()),
+}
+FAMILIES = [f"bridge {name}" for name in bridges.EVERY if name != "vit"]
+if HAS_HOOKED_TRANSFORMER:
+    import models
+
+    FAMILIES += [f"exposed {name}" for name in models.FAMILIES if name != "no_norm"]
+    FAMILIES += [f"converted {name}" for name in ("gelu", "llama", "parallel", "soft_caps")]
+    FAMILIES += ["bilinear gelu", "bilinear relu"]
+
+
+def model_of(family):
+    layout, name = family.split(" ")
+    if layout == "bridge":
+        return bridges.exposed_copy(bridges.boot(name))
+    return HOOKED[layout](models.build(name))
+
+
+def pair_of(model):
+    """Prompts that differ at two tokens, after a common one."""
+    clean = tokens()
+    corrupted = clean.clone()
+    corrupted[:, 2], corrupted[:, -1] = (clean[:, 2] + 5) % 31, (clean[:, -1] + 3) % 31
+    return p.prompt_pair(model, clean, corrupted)
+
+
+def tape_of(model):
+    host = host_of(model)
+    kinds = ("attention", "neuron")
+    return Tape(host.hook_name(i, kind, "z") for i in range(host.n_layers) for kind in kinds)
+
+
+def difference(model, metric, **options):
+    """The multipliers, and the change of the metric by the model's own logits."""
+    pair = pair_of(model)
+    runs = run_both(model, pair)
+    clean, corrupted = runs.logits.chunk(2)
+    bound = bind(metric, model, pair, clean)
+    change = bound.of(clean) - bound.of(corrupted)
+    return contrast(model, runs, bound, tape_of(model), **options), change
+
+
+def size_of(terms):
+    return float(terms.abs().sum())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_add_up_to_the_change_of_every_metric(family):
+    model = model_of(family)
+    for name, metric in METRICS.items():
+        result, change = difference(model, metric)
+        clean, corrupted = result.runs.stream.chunk(2)
+        terms = result.stream * (clean - corrupted)
+        # Terms cancel, most of all where the loss hardly changes.
+        assert abs(float(terms.sum()) - change) <= EXACT * max(size_of(terms), 1.0), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_recorded_runs_are_the_models_own(family):
+    model = model_of(family)
+    pair = pair_of(model)
+    with torch.no_grad():
+        own = torch.cat([model(pair.clean), model(pair.corrupted)])
+    # Some modules of transformers compute in float32 in any dtype; here they do not.
+    assert torch.allclose(run_both(model, pair).logits, own, rtol=0, atol=2e-5 * own.abs().max())
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "bert" not in f and "clip" not in f])
+def test_flows_into_every_node_add_up_to_its_attribution(family):
+    """By the weights of the model, which the pass does not use: another route to every number."""
+    model = model_of(family)
+    pair = pair_of(model)
+    run = attribute_difference(model, pair, METRICS["logit_diff"])
+    chosen = [[(i, j) for i in range(g.shape[1]) for j in range(g.shape[2])] for g in run.gradients]
+    graph = LinearGraph(run, pair, chosen)
+    edges, _ = graph.edges()
+    nodes = graph.nodes(0.0).set_index("id")["attribution"]
+    largest = nodes.abs().max()
+    inflow = edges.groupby("target")["weight"].sum().reindex(nodes.index).fillna(0.0)
+    ends = nodes.index.str.startswith("embed") | nodes.index.isin(["bias", "rest", "offset"])
+    assert (inflow - nodes)[~ends].abs().max() <= EXACT * largest
+    outflow = edges.groupby("source")["weight"].sum().reindex(nodes.index).fillna(0.0)
+    assert (outflow - nodes).drop("metric").abs().max() <= EXACT * largest
+    assert not (edges["source"] == "bias").any()
+    assert abs(inflow["metric"] - run.value) <= EXACT * largest
+
+
+@pytest.mark.parametrize("family", ["bridge gpt2", "bridge llama"])
+def test_exchanging_the_runs_changes_only_the_sign(family):
+    model = model_of(family)
+    pair = pair_of(model)
+    attributions = []
+    for clean, corrupted in ((pair.clean, pair.corrupted), (pair.corrupted, pair.clean)):
+        swapped = p.prompt_pair(model, clean, corrupted)
+        run = attribute_difference(model, swapped, METRICS["logit_diff"])
+        attributions.append([run.attributions(i) for i in range(len(run.gradients))])
+    for one, other in zip(*attributions, strict=True):
+        assert torch.allclose(one, -other, rtol=0, atol=EXACT * max(1.0, float(one.abs().max())))
+
+
+@pytest.mark.parametrize("family", ["bridge gpt2", "bridge llama", "bridge gemma2"])
+def test_before_the_first_token_that_differs_there_is_nothing(family):
+    model = model_of(family)
+    run = attribute_difference(model, pair_of(model), METRICS["logit_diff"])
+    for i in range(len(run.gradients)):
+        assert float(run.attributions(i)[:, :2].abs().max()) <= EXACT
+
+
+@pytest.mark.skipif(not HAS_HOOKED_TRANSFORMER, reason="needs transformer-lens 3.9")
+def test_converted_exposed_and_bridged_models_have_the_same_parts():
+    """The split is a convention; it is the same for all kinds of one model."""
+    results = []
+    for make in (HOOKED["exposed"], convert):
+        model = make(models.build("gelu"))
+        run = attribute_difference(model, pair_of(model), METRICS["logit_diff"])
+        attributions = [run.attributions(i) for i in range(len(run.gradients))]
+        slopes = [x.gradient for s in run.slopes for x in s.values()]
+        results.append(attributions + slopes)
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("family", ["bridge gpt2", "bridge llama"])
+@pytest.mark.parametrize("rule", ["norm_change", "softmax_change", "slope"])
+def test_a_broken_rule_is_noticed(family, rule, monkeypatch):
+    """The control: with the derivative of one run for any one rule, the sums do not hold."""
+    wrong = {
+        "norm_change": lambda x, r_1, r_0, change: (r_1 + r_0) / 2 * change,
+        "softmax_change": lambda L, w, change: L * (change - change.mean(-1, keepdim=True)),
+        "slope": lambda y_1, y_0, x_1, x_0, derivative: derivative(x_0),
+    }[rule]
+    model = model_of(family)
+    for module in (secants, engine):
+        monkeypatch.setattr(module, rule, wrong, raising=False)
+    with pytest.raises(UnsupportedModelError, match="contributions of the tokens"):
+        difference(model, METRICS["logit_diff"])
+
+
+def test_a_metric_without_a_rule_has_a_remainder():
+    model = model_of("bridge gpt2")
+    metric = p.custom(lambda logits: logits[:, -1, 3].sinh().mean())
+    result, change = difference(model, metric)
+    clean, corrupted = result.runs.stream.chunk(2)
+    terms = result.stream * (clean - corrupted)
+    assert abs(float(terms.sum()) - result.total) <= EXACT * max(size_of(terms), 1.0)
+    assert abs(result.total - change) > 1e-9 * abs(change)
+
+
+def test_a_metric_of_functions_with_rules_has_none():
+    model = model_of("bridge gpt2")
+    pair = pair_of(model)
+    runs = run_both(model, pair)
+    clean, corrupted = runs.logits.chunk(2)
+    metric = p.custom(lambda logits: (logits[:, -1].softmax(-1)[:, 3] - logits[:, 0, 5]).mean())
+    bound = bind(metric, model, pair)
+    total = (metric_multiplier(bound, clean, corrupted) * (clean - corrupted)).sum()
+    assert abs(float(total) - bound.of(clean) + bound.of(corrupted)) <= EXACT
+
+
+def test_gradients_need_not_be_enabled():
+    model = model_of("bridge gpt2")
+    with torch.no_grad():
+        result, change = difference(model, METRICS["logit_diff"])
+    assert abs(result.total - change) <= EXACT
+
+
+def test_nothing_is_left_on_the_model_and_its_weights_have_no_gradients():
+    model = model_of("bridge llama")
+
+    def hooks():
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    model.run_with_hooks(tokens(), fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z)])
+    before = hooks()  # a bridge attaches some at its first run with hooks
+    difference(model, METRICS["logit_diff"])
+    with pytest.raises(RuntimeError, match="stop"):
+        difference(model, p.custom(lambda logits: exec("raise RuntimeError('stop')")))
+    assert hooks() == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    x = torch.ones(2, dtype=torch.float64)
+    assert x.float().dtype == torch.float32  # no mode of torch is left

@@ -1,0 +1,110 @@
+"""The rules of a difference of two runs are identities, for any change, and not approximations."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import erf, log_softmax, softmax
+
+from attn_only_lens.engine import secants
+
+# Each rule has some ten operations; a relative error of 100 roundings of float64 is rounding.
+ROUNDING = 100 * np.finfo(np.float64).eps
+SEEDS = st.integers(0, 2**31)
+SIZES = st.sampled_from([1e-9, 1e-5, 1e-3, 1.0, 30.0])
+
+
+def two_runs(seed, size, shape=(3, 5, 7)):
+    generator = np.random.default_rng(seed)
+    x_0 = generator.normal(size=shape)
+    return x_0 + size * generator.normal(size=shape), x_0
+
+
+def both(*arrays):
+    return (torch.from_numpy(np.asarray(array)) for array in arrays)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, SIZES)
+def test_an_elementwise_function_changes_by_its_slope(seed, size):
+    x_1, x_0 = two_runs(seed, size)
+    y_1, y_0 = (0.5 * x * (1 + erf(x / 2**0.5)) for x in (x_1, x_0))
+
+    def derivative(x):
+        normal = torch.exp(-x.square() / 2) / (2 * torch.pi) ** 0.5
+        return 0.5 * (1 + torch.erf(x / 2**0.5)) + x * normal
+
+    slope = secants.slope(*both(y_1, y_0, x_1, x_0), derivative).numpy()
+    assert abs(slope * (x_1 - x_0) - (y_1 - y_0)).max() <= ROUNDING * (1 + abs(y_1).max())
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, SIZES)
+def test_a_jump_keeps_its_quotient_however_near(seed, size):
+    x_1, x_0 = two_runs(seed, size)
+    y_1, y_0 = ((x > 0).astype(float) for x in (x_1, x_0))
+    slope = secants.slope(*both(y_1, y_0, x_1, x_0), torch.zeros_like).numpy()
+    assert abs(slope * (x_1 - x_0) - (y_1 - y_0)).max() <= ROUNDING
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, SIZES, st.booleans())
+def test_softmax_changes_by_its_rule(seed, size, masked):
+    s_1, s_0 = two_runs(seed, size)
+    if masked:
+        s_1[..., 3:], s_0[..., 3:] = -np.inf, -np.inf
+    L, w = secants.softmax_slopes(*both(*(log_softmax(s, axis=-1) for s in (s_1, s_0))))
+    with np.errstate(invalid="ignore"):
+        change = torch.from_numpy(np.nan_to_num(s_1 - s_0))
+    got = secants.softmax_change(L, w, change).numpy()
+    expected = softmax(s_1, axis=-1) - softmax(s_0, axis=-1)
+    assert abs(got - expected).max() <= ROUNDING * (1 + abs(s_1[np.isfinite(s_1)]).max())
+    assert np.allclose(w.sum(-1), 1)
+
+
+def test_a_weight_that_underflows_in_one_run_does_no_harm():
+    s_1, s_0 = np.array([[0.0, -2000.0, -3.0]]), np.array([[-2000.0, 0.0, -1.0]])
+    L, w = secants.softmax_slopes(*both(log_softmax(s_1, axis=-1), log_softmax(s_0, axis=-1)))
+    got = secants.softmax_change(L, w, torch.from_numpy(s_1 - s_0)).numpy()
+    assert abs(got - (softmax(s_1) - softmax(s_0))).max() <= 1e-12  # scores of 2,000
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, SIZES, st.booleans())
+def test_a_norm_changes_by_its_rule(seed, size, centres):
+    x_1, x_0 = two_runs(seed, size)
+    if centres:
+        x_1, x_0 = (x - x.mean(-1, keepdims=True) for x in (x_1, x_0))
+    r_1, r_0 = (1 / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) for x in (x_1, x_0))
+    arrays = both((x_1 + x_0) / 2, r_1, r_0, x_1 - x_0)
+    got = secants.norm_change(*arrays).numpy()
+    assert abs(got - (x_1 * r_1 - x_0 * r_0)).max() <= ROUNDING * (1 + abs(x_1 * r_1).max())
+
+
+def test_equal_runs_give_derivatives():
+    s = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    L, w = secants.softmax_slopes(s.log_softmax(-1), s.log_softmax(-1))
+    change = torch.randn(3, 7, dtype=torch.float64)
+    (_, expected) = torch.autograd.functional.jvp(lambda s: s.softmax(-1), s, change)
+    assert torch.allclose(secants.softmax_change(L, w, change), expected, rtol=0, atol=1e-14)
+
+
+def test_functions_without_a_rule_are_left_alone_and_hooks_of_torch_end():
+    x = torch.randn(2, 5, dtype=torch.float64)
+    with secants.FunctionRules() as functions:
+        assert torch.equal(x.sinh(), torch.sinh(x))
+        assert x.float().dtype == torch.float64  # modules of transformers compute in float32
+        x.softmax(-1)
+    assert len(functions.seen) == 1
+    assert x.float().dtype == torch.float32
+
+
+def test_a_second_pass_with_other_calls_is_an_error():
+    x = torch.randn(2, 5, dtype=torch.float64)
+    with secants.FunctionRules() as functions:
+        x.softmax(-1)
+    with secants.FunctionRules(functions.seen):
+        x[:1].softmax(-1)
+        with pytest.raises(IndexError):
+            x[:1].softmax(-1)
