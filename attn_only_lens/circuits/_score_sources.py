@@ -38,7 +38,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.arguments import as_plain, is_count
-from attn_only_lens.engine.frozen_pass import silent_scale_edits
+from attn_only_lens.engine.gradients import silent_scale_edits
 from attn_only_lens.engine.in_float32 import in_float32
 from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.largest import LargestScores

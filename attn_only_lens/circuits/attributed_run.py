@@ -141,6 +141,7 @@ class AttributedRun:
         bias: what all biases add.
         slopes: how patterns are moved, for each sublayer.
         z: the outputs of the heads of each sublayer in the clean run.
+        is_difference: whether it is the difference of two runs.
     """
 
     linear: LinearRun
@@ -154,6 +155,7 @@ class AttributedRun:
     bias: float
     slopes: list[Slopes]
     z: list[Outputs]
+    is_difference: bool = False
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
         """Return the attribution of each node of a sublayer, for each prompt."""
@@ -178,7 +180,7 @@ def attribute_run(
     outputs, streams = linear.gradients(linear.stream_gradient(gradient))
     slopes: list[Slopes] = [{} for _ in linear.sublayers]
     if patterns:
-        tape = Tape(_hook_names(model).values())
+        tape = Tape(name for (*_, point), name in _hook_names(model).items() if point != "z")
         runs = run_both(model, replace(pair, corrupted=pair.clean))
         result = contrast(model, runs, bound, tape, keep_graph=True)
         slopes = [
@@ -237,8 +239,13 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     no_bias = torch.zeros_like(run.embedding[:, 0, 0])
     ends = result.stream, result.final, no_bias, 0.0
     offset = change - result.total
+    scale = float((result.logits * clean).abs().sum() + (result.logits * corrupted).abs().sum())
+    if abs(offset) <= LOGIT_TOLERANCE[clean.dtype] * scale:  # a metric with a rule
+        offset = 0.0
     recorded = [writes.z[: len(clean)] for writes in both.sublayers]
-    return AttributedRun(linear, bound.name, change, offset, gradients, *ends, slopes, recorded)
+    return AttributedRun(
+        linear, bound.name, change, offset, gradients, *ends, slopes, recorded, True
+    )
 
 
 def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:

@@ -15,7 +15,6 @@ from attn_only_lens.circuits.graph import EDGE_COLUMNS
 from attn_only_lens.circuits.linear_graph import Node
 from attn_only_lens.engine.positions import Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,18 +31,17 @@ class RoleMap:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles) -> "RoleMap":
-        """Return the map, or refuse roles that share a token."""
-        sets = resolve_positions(pair, roles)
-        n_pos = torch.arange(pair.clean.shape[1], device=pair.clean.device)
-        sets = tuple(sorted(sets, key=lambda one: float((one.chosen * n_pos).sum())))
-        chosen = torch.stack([one.chosen for one in sets]).cpu()
-        twice = (chosen.sum(0) > 1).any(1).nonzero().flatten().tolist()
-        if twice:
-            reason = (
-                f"two roles are at the same token of prompts {twice}; expected different tokens"
-            )
-            raise InputError([reason], "no graph by role can be made")
-        return cls([str(one.label) for one in sets], chosen)
+        """Return the map; a token with several roles counts for the first of them."""
+        taken = torch.zeros_like(pair.real)
+        columns = torch.arange(pair.clean.shape[1], device=taken.device)
+        ordered: list[tuple[float, str, Tensor]] = []
+        for one in resolve_positions(pair, roles):
+            chosen = one.chosen & ~taken
+            if chosen.any():
+                ordered.append((float((chosen * columns).sum()), str(one.label), chosen.cpu()))
+            taken |= chosen
+        ordered.sort(key=lambda role: role[0])
+        return cls([name for _, name, _ in ordered], torch.stack([x for *_, x in ordered]))
 
     @property
     def n_roles(self) -> int:

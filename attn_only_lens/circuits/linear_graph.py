@@ -139,11 +139,11 @@ class LinearGraph:
         ]
         for index, nodes in enumerate(self._chosen):
             rows += self._rows(index, nodes)
-        ends = {
-            "bias": (0.0, attributed.bias),
-            "rest": (0.0, rest),
-            "offset": (0.0, attributed.offset),
-        }
+        ends = {"bias": (0.0, attributed.bias), "rest": (0.0, rest)}
+        if attributed.is_difference:
+            del ends["bias"]  # it drops out
+        if attributed.offset or not attributed.is_difference:
+            ends["offset"] = (0.0, attributed.offset)
         for name, (size, attribution) in (ends | {"metric": (attributed.value,) * 2}).items():
             rows.append((name, name, None, name, None, size, np.nan, attribution))
         frame = pd.DataFrame(rows, columns=list(NODE_COLUMNS))

@@ -90,6 +90,7 @@ class Contrast:
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
         softmax: the output of each softmax, in the graph of the pass if it was kept.
+        softmax_changes: how much it changes between the runs.
         total: Σ M Δ over the logits: the change of the metric, if its rule is known.
     """
 
@@ -100,7 +101,20 @@ class Contrast:
     patterns: list[Float[Tensor, "batch head_index query_pos key"]]
     gradients: dict[str, Tensor] = field(repr=False)
     softmax: list[Tensor] = field(repr=False)
+    softmax_changes: list[Tensor] = field(repr=False)
     total: float
+
+    def through_patterns(
+        self, model: Any, layer: int, kind: HeadKind
+    ) -> Float[Tensor, "batch pos head_index"]:
+        """Return how much of each head's attribution goes through its pattern."""
+        if kind == "attention":
+            terms: Tensor = self.patterns[layer] * self.softmax_changes[layer]
+            return terms.sum(-1).transpose(1, 2)
+        z, v, pattern = (host_of(model).hook_name(layer, kind, x) for x in ("z", "v", "pattern"))
+        moved = self.runs.change(pattern)[..., SELF].transpose(1, 2)
+        through: Tensor = self.gradients[z].squeeze(-1) * moved
+        return through * mean(self.runs.heads[v]).squeeze(-1)
 
 
 @torch.no_grad()
@@ -179,7 +193,10 @@ def contrast(
     stream, final, *patterns = (gradients.pop(name) for name in nodes)
     total = float((multiplier * (clean - corrupted)).sum())
     result = Contrast(
-        *(runs, multiplier, stream, final, patterns, gradients, steps.functions.softmax), total
+        *(runs, multiplier, stream, final, patterns, gradients),
+        softmax=steps.functions.softmax,
+        softmax_changes=steps.functions.softmax_changes,
+        total=total,
     )
     _require_complete(result)
     return result

@@ -17,6 +17,7 @@ attention    any                     its hook point  the difference of its activ
 attention    "q", gate closed        z               softmax(q' · K) V - z (`_attribution.py`)
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -194,8 +195,39 @@ def site_estimates(
         if sites.kind == "attention" and part in SHARED_PARTS:
             change = by_head(change, gradient.shape[2])
         estimates = (gradient * change).sum(dim=-1)
-    if sites.kind == "neuron":
-        return sum_by_site(host_of(model).neurons[sites.layer], sites, estimates)
     if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]
         estimates = estimates.transpose(1, 2)
-    return estimates[:, :, sites.index.to(estimates.device)].permute(2, 0, 1)
+    return by_site(model, sites, estimates)
+
+
+def by_site(
+    model: Any, sites: LayerSites, by_head: Float[Tensor, "batch pos head_index"]
+) -> Float[Tensor, "site batch pos"]:
+    """Return the numbers of some attention heads, or of neurons as sums over their heads."""
+    if sites.kind == "neuron":
+        return sum_by_site(host_of(model).neurons[sites.layer], sites, by_head)
+    return by_head[:, :, sites.index.to(by_head.device)].permute(2, 0, 1)
+
+
+@contextmanager
+def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
+    """List the output of the unembedding, before any soft cap, for each run."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(output)
+
+    handle = model.unembed.register_forward_hook(look)
+    try:
+        with silent_scale_edits():
+            yield seen
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def silent_scale_edits() -> Iterator[None]:
+    """Silence the warning of bridges about edits of norm scales, which are intended here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
+        yield

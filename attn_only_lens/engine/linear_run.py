@@ -39,8 +39,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attn_only_lens.axes import Residual, Tokens
-from attn_only_lens.engine.frozen_pass import uncapped_logits
-from attn_only_lens.engine.gradients import start_graph
+from attn_only_lens.engine.gradients import start_graph, uncapped_logits
 from attn_only_lens.engine.metrics import BoundMetric
 from attn_only_lens.engine.recording import run as run_model
 from attn_only_lens.engine.writes import Decomposition, Positions, SublayerWrites, decompose

@@ -148,6 +148,10 @@ class FunctionRules(TorchFunctionMode):
     Args:
         seen: what a first pass recorded, to replace; None to record.
         paused: whether to begin without recording or replacing.
+
+    Attributes:
+        softmax: the replaced output of each softmax.
+        softmax_changes: how much it changes between the runs.
     """
 
     def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
@@ -155,6 +159,7 @@ class FunctionRules(TorchFunctionMode):
         self.seen: list[Both] = [] if seen is None else seen
         self.paused = paused
         self.softmax: list[Tensor] = []
+        self.softmax_changes: list[Tensor] = []
         self._replaces = seen is not None
         self._n_calls = 0
 
@@ -179,6 +184,8 @@ class FunctionRules(TorchFunctionMode):
         y = _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
         if _RULES[func] is _softmax:
             self.softmax.append(y)
+            clean, corrupted = seen[1].chunk(2)
+            self.softmax_changes.append(clean - corrupted)
         return y
 
 

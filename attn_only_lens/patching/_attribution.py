@@ -19,9 +19,14 @@ in g, and for queries in Δ:
                       an attention head, its row softmax(q' · K) V instead of the derivative. It
                       equals "gradient" for "z", "pattern" and "value", which follow the gate.
     "integrated"      g averaged between the embeddings of the two runs (below).
-    "frozen_pattern"  g of the model that is linear once patterns and norm scales are constants
-                      (`frozen_pass.py`). No query or key moves anything there, so parts "q" and
-                      "k" are refused.
+    "secant"          g between the two runs (`engine/contrast.py`): slopes of the whole change, not
+                      derivatives. Σ g · Δ over the heads of a layer, and what the stream carries
+                      past them, is exactly the change of the metric. For part "z" alone, and for
+                      two prompts, not ablations. With `split`, each score is divided exactly into
+                      what goes through the head's pattern and through its values.
+
+An attribution by secants depends on the direction only in its sign: compare it with the mean of
+denoising and noising.
 
 Keys of attention heads, part "k", are linear in every method. Δ is exact except for keys, and for
 queries under "gradient" and "integrated": a patch of any part of a neuron-head is a patch of its Δz
@@ -35,7 +40,7 @@ it is .947 and .966 with "exact_gate", and .599 and .722 with "gradient".
 
 Cost for all sites together, in forwards of 2 · n_pos · parameters flops (a backward that stops at
 activations costs one): "gradient" 3; "exact_gate" 3, and 2 more for queries of attention heads;
-"frozen_pattern" 6, with a check; "integrated" 3 + 2 · steps.
+"secant" 6; "integrated" 3 + 2 · steps.
 
 Some sites are then patched exactly, since most of the squared error is in few sites, and gradients
 say little about a saturated model (`repairs.py`). Results on held-out pairs of prompts are in
@@ -58,6 +63,7 @@ metric(x') - metric(x), with an error of order 1/k². At heads this does not hol
 activations do not move along straight lines.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
@@ -71,9 +77,10 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Residual, Tokens
-from attn_only_lens.engine.frozen_pass import frozen_gradients
+from attn_only_lens.engine.contrast import Contrast, contrast, run_both
 from attn_only_lens.engine.gradients import (
     Tape,
+    by_site,
     edit_input,
     gradient_node,
     site_estimates,
@@ -117,10 +124,10 @@ from attn_only_lens.patching.repairs import (
 )
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching, PatchRunner
-from attn_only_lens.patching.site_groups import Chunk
+from attn_only_lens.patching.site_groups import Chunk, SiteGroup
 from attn_only_lens.precision import full_precision
 
-Method = Literal["gradient", "exact_gate", "integrated", "frozen_pattern"]
+Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
 _TRACED = ("gradient", "exact_gate")  # methods whose gradients come from the recorded run
 _STEPS = 5  # as in the experiments of EAP-IG
@@ -141,6 +148,7 @@ def attribution(
     method: Method = "exact_gate",
     steps: int | None = None,
     budget: Budget = "auto",
+    split: bool = False,
     mask: Tensor | None = None,
     reference: str | Tokens | None = None,
     per_prompt: bool = False,
@@ -171,13 +179,15 @@ def attribution(
         positions: "each", "all", numbers, or roles; see `activation_patch`.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
             an ablation of z in the clean run, "zero", "mean", "resample", "bias".
-        method: "gradient", "exact_gate", "integrated", "frozen_pattern"; see the module. The
-            default agreed best with patching.
+        method: "gradient", "exact_gate", "integrated", "secant"; see the module.
         steps: for "integrated", how many gradients to average; by default 5.
         budget: the cost of exact patches, in forward passes (counted in flops); or "auto": at
             least 3 forward passes or 0.2 Gflop, then more until the expected correlations are
             .99, but at most 10 forward passes or 4 Gflop; of each two limits the larger counts.
             Tests of the model before the first patch cost about ten more forward passes.
+        split: with method "secant" and budget=0, also return what goes through the pattern of each
+            head and through its values: columns `by_pattern` and `by_value`, which add up to the
+            effect on the score.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         reference: prompts to take means or other activations from; see `activation_patch`.
         per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
@@ -195,9 +205,9 @@ def attribution(
     Raises:
         InputError: with every reason: prompts, metric, sites or positions that do not fit; the
             metric is flat at the run patched into, as `kl` is on the clean run.
-        UnsupportedModelError: the model is not linear when frozen ("frozen_pattern"), has tokens
-            enter after its embedding ("integrated"), or norms its queries together ("exact_gate");
-            a hook point of the sites does not fire, or is read-only.
+        UnsupportedModelError: the model has a step without a rule ("secant"), has tokens enter
+            after its embedding ("integrated"), or norms its queries together ("exact_gate"); a hook
+            point of the sites does not fire, or is read-only.
 
     Example:
         >>> import torch
@@ -216,6 +226,11 @@ def attribution(
     reasons += count_reasons(prompts_at_once=prompts_at_once)
     reasons += _method_reasons(part, direction, method, steps)
     reasons += budget_reasons(budget) + no_gradient_reasons()
+    if split and (method != "secant" or budget != 0 or per_prompt):
+        reasons.append(
+            f"got split=True with method={method!r}, budget={budget!r}, per_prompt={per_prompt}; "
+            "expected method='secant', budget=0 (a patched row has no parts) and per_prompt=False"
+        )
     InputError.raise_if(reasons, "this cannot be attributed")
 
     # Plan
@@ -234,12 +249,13 @@ def attribution(
         most_rows=None,
     )
     chunks = plan.chunks(by_cost=False)
-    estimator = _Estimator(plan, method, steps or _STEPS, budget, progress and len(chunks) == 1)
+    bars = progress and len(chunks) == 1
+    estimator = _Estimator(plan, method, steps or _STEPS, budget, bars, split)
     prompts = plan.prompt_chunks(estimator.record)
     totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
     # Run
-    settings = {"method": method, "steps": steps, "budget": as_plain(budget)}
+    settings = {"method": method, "steps": steps, "budget": as_plain(budget), "split": split}
     job = Job(resume, lambda: plan.settings() | settings, progress and len(chunks) > 1)
     compute = partial(_attributed, estimator, prompts, totals)
     repaired = _Repaired.nothing(plan)
@@ -263,7 +279,7 @@ def _attributed(
         "exact": torch.cat(repairs.exact).numpy(),
         "expected_errors": np.array(errors, dtype=np.float64),
         "forwards": np.array([repairs.forwards]),
-    }
+    } | ({} if estimator.by_pattern is None else {"by_pattern": estimator.by_pattern.numpy()})
 
 
 @dataclass
@@ -273,6 +289,7 @@ class _Repaired:
     exact: np.ndarray
     errors: np.ndarray
     forwards: float
+    by_pattern: np.ndarray | None = None
 
     @classmethod
     def nothing(cls, plan: SweepPlan) -> "_Repaired":
@@ -285,12 +302,16 @@ class _Repaired:
         self.exact &= arrays["exact"]
         self.errors += weight * arrays["expected_errors"]  # a bound on the error of the mean
         self.forwards += share * float(arrays["forwards"].item())
+        if "by_pattern" in arrays:
+            so_far = 0.0 if self.by_pattern is None else self.by_pattern
+            self.by_pattern = so_far + weight * arrays["by_pattern"]
 
     def sweep(self, plan: SweepPlan, totals: OverPrompts, method: str, repaired: bool) -> Sweep:
         """Return the results, if repaired with the expected correlation with patching."""
         return Sweep.of_prompts(
             *(plan.model, plan.pair, plan.groups, totals, plan.part, method),
             exact=self.exact,
+            by_pattern=self.by_pattern,
             expected_pearson=self._expected_pearson(plan, totals) if repaired else {},
             forwards=self.forwards,
         )
@@ -310,10 +331,17 @@ class _Estimator:
     """Estimates of the effects of all sites, a chunk of prompts at a time."""
 
     def __init__(
-        self, plan: SweepPlan, method: Method, steps: int, budget: Budget, progress: bool
+        self,
+        plan: SweepPlan,
+        method: Method,
+        steps: int,
+        budget: Budget,
+        progress: bool,
+        split: bool,
     ) -> None:
         self._plan, self._method, self._steps = plan, method, steps
-        self._budget, self._progress = budget, progress
+        self._budget, self._progress, self._split = budget, progress, split
+        self.by_pattern: Tensor | None = None
         self._closed = plan.part == "q" and method == "exact_gate"
         self._nodes = {
             site: gradient_node(plan.model, site, plan.part, closed=self._closed)
@@ -351,7 +379,13 @@ class _Estimator:
         model, part = self._plan.model, self._plan.part
         target, source = prompts.target, prompts.source
         groups = [group.of_prompts(prompts.pair) for group in self._plan.groups]
-        gradients = self._gradients(prompts)
+        if self._method == "secant":
+            result = self._contrast(prompts)
+            gradients = result.gradients
+            if self._split:
+                self.by_pattern = self._through_patterns(result, groups)
+        else:
+            gradients = self._gradients(prompts)
         moved = source
         if self._closed and self._attention:
             closed = run_with_part(model, target, source, self._attention, part)
@@ -377,6 +411,22 @@ class _Estimator:
             repairer = Repairer(runner, groups, keys, values, mean, bar, self._tested, n_prompts)
             return repairer.spend(self._budget)
 
+    def _contrast(self, prompts: PromptChunk) -> Contrast:
+        """Return the multipliers between the two runs."""
+        require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
+        runs = run_both(self._plan.model, prompts.pair)
+        return contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
+
+    def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
+        """Return by how much each row moves the metric through patterns."""
+        model, sign = self._plan.model, 1 if self._plan.direction == "denoise" else -1
+        moves = []
+        for group in groups:
+            sites = group.sites
+            by_head = result.through_patterns(model, sites.layer, sites.kind)
+            moves.append(group.sums(by_site(model, sites, by_head)).sum(1).cpu().double())
+        return sign * torch.cat(moves)
+
     def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
         """Return the gradients of the method, by hook point."""
         model, metric = self._plan.model, prompts.runs.metric
@@ -390,8 +440,6 @@ class _Estimator:
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value
             require_slope(metric, target.logits, source_logits, span)
-        if self._method == "frozen_pattern":
-            return frozen_gradients(model, target, metric, self._tape)
         return self._tape.gradients(metric.of_logits(target.logits))
 
 
@@ -403,10 +451,11 @@ def _method_reasons(part: str, direction: str, method: str, steps: object) -> li
             f"got direction={direction!r} with method='integrated', which goes between the runs of "
             "two prompts; expected 'denoise' or 'noise', or another method"
         )
-    if part in ("q", "k") and method == "frozen_pattern":
+    if method == "secant" and (part != "z" or direction in ABLATIONS):
         reasons.append(
-            f"got part={part!r} with method='frozen_pattern', in which queries and keys move "
-            "nothing; expected another method"
+            f"got part={part!r}, direction={direction!r} with method='secant', which explains the "
+            "difference of two prompts; expected part='z' (split=True divides it), and 'denoise' "
+            "or 'noise'; or another method"
         )
     if steps is not None and method != "integrated":
         reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")

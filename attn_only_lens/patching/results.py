@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
@@ -36,6 +36,8 @@ _PROBLEM = "these are not the results of a sweep"
 _NOT_PATHS = "these are not the results of path patching"
 _REQUIRED = ["layer", "kind", "index", "name", "position", "value"]
 _BY_PROMPT = ("prompt", "unpatched")
+PARTS = ("by_pattern", "by_value")
+"""Columns of an attribution that is split: shares of `score`, through patterns and values."""
 _PATH_COLUMNS = ["sender", "receiver", "position", "value"]
 _Column: TypeAlias = "pd.Series[Any]"
 
@@ -179,6 +181,7 @@ _COLUMNS: dict[str, Callable[[_Column], Any]] = {
     "unpatched": _floats,
     **dict.fromkeys(SPREAD, _floats),
     "exact": _flags,
+    **dict.fromkeys(PARTS, _floats),
 }
 """Columns of values, most of them optional, and how each is read."""
 
@@ -193,7 +196,8 @@ class Sweep(ScoredFrame):
             `score`. For several prompts also `value_standard_error` and `score_standard_error`
             (see `over_prompts.py`), missing if the metric is one number of all prompts; or, with
             `per_prompt`, a row for each prompt, with `prompt`, counted from 0, and `unpatched`, its
-            metric before the patch. A frame that is passed needs no `part` and `score`.
+            metric before the patch. A split attribution has `by_pattern` and `by_value`, which add
+            up to the effect on the score. A frame that is passed needs no `part` and `score`.
         part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
         direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
             ablation of z in the clean run, "zero", "mean", "resample", "bias".
@@ -263,9 +267,14 @@ class Sweep(ScoredFrame):
         method: str = MEASURED,
         *,
         exact: Bool[np.ndarray, "row"] | None = None,
+        by_pattern: Float[np.ndarray, "row"] | None = None,
         **fields: Any,
     ) -> "Sweep":
-        """Return the sweep of all prompts; `exact` marks patches among estimates."""
+        """Return the sweep of all prompts.
+
+        `exact` marks patches among estimates; `by_pattern` is what goes through patterns, in units
+        of the metric.
+        """
         columns: dict[str, Any] = totals.columns()
         sites = pd.concat([group.rows for group in groups], ignore_index=True)
         rows = np.repeat(np.arange(totals.n_rows), len(columns["value"]) // totals.n_rows)
@@ -273,6 +282,11 @@ class Sweep(ScoredFrame):
             columns["exact"] = exact[rows]
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
+        if by_pattern is not None:
+            span = clean_value - corrupted_value
+            unpatched = corrupted_value if totals.direction == "denoise" else clean_value
+            columns["by_pattern"] = by_pattern / span
+            columns["by_value"] = (columns["value"] - unpatched - by_pattern) / span
         return cls(
             sites.iloc[rows].reset_index(drop=True).assign(**columns),
             part=part,

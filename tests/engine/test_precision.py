@@ -54,8 +54,8 @@ def attribution(model):
     return p.attribution(model, *GIVEN, progress=False)
 
 
-def frozen_pattern(model):
-    return p.attribution(model, *GIVEN, method="frozen_pattern", progress=False)
+def secant(model):
+    return p.attribution(model, *GIVEN, method="secant", progress=False)
 
 
 def graph(model):
@@ -80,7 +80,7 @@ def numbers(found):
 
 
 @pytest.mark.parametrize(
-    "use", [sweep, attribution, frozen_pattern, graph, paths], ids=lambda f: f.__name__
+    "use", [sweep, attribution, secant, graph, paths], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_less_precise_products_are_no_reason_to_refuse(make, use):

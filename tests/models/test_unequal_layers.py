@@ -267,7 +267,7 @@ def test_patching(name, part):
     assert mine.groupby("name")["score"].apply(lambda each: each.abs().max()).min() > 1e-9
 
 
-@pytest.mark.parametrize("method", ["gradient", "exact_gate", "frozen_pattern"])
+@pytest.mark.parametrize("method", ["gradient", "exact_gate", "secant"])
 def test_attribution(method):
     model, uniform = uneven("gelu", widths=True)
     clean, corrupted = tokens(1), tokens(2)

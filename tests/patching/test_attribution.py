@@ -194,7 +194,7 @@ def test_a_model_worked_out_by_hand(layout):
         ("value", "gradient"): 6 * w * (q2 - q),
         ("q", "gradient"): 6 * w * (1 - w) * (q2 - q) * q,
         ("q", "exact_gate"): 6 * (w2 - w) * q,
-        ("z", "frozen_pattern"): 6 * (w2 * q2 - w * q),
+        ("z", "secant"): 6 * (w2 * q2 - w * q),
         ("z", "integrated"): 6 * (w2 * q2 - w * q),
     }
     metric = p.logit_diff(1, 2)
@@ -259,7 +259,7 @@ def test_the_model_is_left_as_it_was(layout):
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 2 == 0)
     before = state_of(model)
-    for method in ("gradient", "exact_gate", "integrated", "frozen_pattern"):
+    for method in ("gradient", "exact_gate", "integrated", "secant"):
         with torch.no_grad():
             within = estimate(model, clean, corrupted, METRIC, method=method, progress=False).frame
         found = estimate(model, clean, corrupted, METRIC, method=method, progress=False)
@@ -290,7 +290,8 @@ def test_the_model_is_left_as_it_was(layout):
         ({"direction": "zero", "part": "q"}, "an ablation is of z"),
         ({"direction": "zero", "method": "integrated"}, "between the runs of two prompts"),
         ({"method": "atp"}, "got method='atp'; expected one of gradient, exact_gate"),
-        ({"part": "q", "method": "frozen_pattern"}, "queries and keys move nothing"),
+        ({"part": "q", "method": "secant"}, "expected part='z'"),
+        ({"split": True}, "got split=True with method='exact_gate'"),
         ({"steps": 3}, "takes none"),
         ({"steps": 0, "method": "integrated"}, "got steps=0"),
         ({"steps": True, "method": "integrated"}, "got steps=True"),
@@ -328,7 +329,7 @@ def own_kl(logits):
 
 
 @pytest.mark.parametrize("metric", ["kl", "own kl", "clamped"])
-@pytest.mark.parametrize("method", ["gradient", "exact_gate", "frozen_pattern"])
+@pytest.mark.parametrize("method", ["gradient", "exact_gate"])
 def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
     """Estimates there would all be zero, and the frame a constant."""
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()

@@ -156,7 +156,6 @@ def test_keys_that_are_normed_together(part):
 
 
 METHODS = [("value", "gradient"), ("k", "gradient"), ("value", "integrated"), ("k", "integrated")]
-METHODS += [("value", "frozen_pattern")]
 
 
 @pytest.mark.parametrize(("part", "method"), METHODS)

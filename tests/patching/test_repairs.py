@@ -81,7 +81,7 @@ def test_some_rows_are_patches_and_the_rest_estimates(model):
         {"part": "q", "positions": "all"},
         {"part": "k"},
         {"part": "q", "method": "gradient"},
-        {"method": "frozen_pattern", "positions": {"subject": [1], "end": -1}},
+        {"method": "secant", "positions": {"subject": [1], "end": -1}},
         {"direction": "mean", "positions": [1, -1]},
         {"direction": "bias", "sites": p.neuron_heads()},
     ],
