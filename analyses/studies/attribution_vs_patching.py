@@ -75,7 +75,7 @@ def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
     for part in PARTS:
         exact = p.activation_patch(model, *prompts, part=part, progress=False)
         for method in METHODS:
-            if method == "frozen_pattern" and part in "qk":  # no query or key moves it: refused
+            if method == "secant" and part != "z":  # refused: split=True divides z
                 continue
             found = p.attribution(
                 model, *prompts, part=part, method=method, budget=0, progress=False
@@ -230,10 +230,11 @@ difference of the two top tokens. Texts have 16 tokens; sorting, the six digits;
 
 Clean activations into the corrupted run, each position by itself, `budget=0`: no site is patched
 exactly; [what that makes of them](attribution_repairs.md). "exact_gate" is
-"gradient" but for part "q". "frozen_pattern" has no parts "q" and "k", as neither moves a frozen
-pattern. – : the estimate is the same for every site. relu's gate is a step, whose slope is 0
-wherever it has one; in the means, such an estimate counts as 0. Part "k" is of attention heads
-alone, and its estimate is linear.
+"gradient" except for part "q". "secant" takes part "z" alone, and one estimate of it is for both
+directions: [contrast_vs_patching.md](contrast_vs_patching.md) compares it with their mean. – : the
+estimate is the same for every site. relu's gate is a step, whose slope is 0 wherever it has one; in
+the means, such an estimate counts as 0. Part "k" is of attention heads alone, and its estimate is
+linear.
 
 {findings}
 

@@ -1,0 +1,309 @@
+"""How well secants tell what patching measures: heads, circuits and edges, on several models.
+
+    python -m analyses.studies.contrast_vs_patching --models-dir MODELS --smollm2 FOLDER
+
+Attributions of z are compared with denoising, with noising, and with their mean; rankings by the
+faithfulness of their first k sites; searches by the sizes of their circuits; and the edges of
+graphs with exact path patches of the strongest of them.
+"""
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import typer
+from matplotlib.figure import Figure
+from scipy.stats import spearmanr
+
+from analyses.studies.attribution_vs_patching import LENGTH, pairs
+from analyses.studies.exactness_measures import trained
+from analyses.tools.benching import markdown
+from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke, SmolLM2
+from analyses.tools.study_files import keep
+from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained
+from attn_only_lens import patching as p
+from attn_only_lens.circuits.attributed_run import attribute_difference, attribute_run
+from attn_only_lens.circuits.linear_graph import LinearGraph
+from attn_only_lens.engine.prompts import prompt_pair
+
+METHODS = ("exact_gate", "integrated", "secant")
+SIZES = (10, 20, 40, 80, 160, 320)
+N_NODES, N_EDGES = 30, 200
+ENGLISH = [
+    ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
+    ("The doctor behind the trees", "The doctors behind the trees", " is", " are"),
+]
+SMOLLM2 = [
+    ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
+    (
+        "The capital of France is the city of",
+        "The capital of Italy is the city of",
+        " Paris",
+        " Rome",
+    ),
+]
+
+
+def subjects(
+    models_dir: Path, smollm2: Path | None, device: str, seed: int, *, smoke: bool
+) -> Iterator[tuple[str, Any, list[tuple[Any, ...]]]]:
+    """Yield models with neuron-heads, and the clean prompt, the corrupted one and the metric."""
+    english = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    texts = ENGLISH[: 1 if smoke else 2]
+    yield "small_english", english, [(c, k, p.logit_diff(a, b)) for c, k, a, b in texts]
+    if smoke:
+        return
+    for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
+        if name.startswith("modular"):  # of one layer
+            continue
+        model = expose_neuron_heads(source.float()).model
+        some = list(pairs(model, tokens, 3, seed))
+        yield name, model, [(x.clean, x.corrupted, p.logit_diff(x.correct, x.wrong)) for x in some]
+    if smollm2 is not None:
+        model = expose_neuron_heads(load(smollm2)).model
+        yield "SmolLM2-135M", model, [(c, k, p.logit_diff(a, b)) for c, k, a, b in SMOLLM2]
+
+
+def attributions(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the agreement of every method with patching, by kind of head and direction."""
+    sites = None
+    if model.cfg.n_layers > 6:  # a sample: every site would take hours
+        names = p.attribution(model, *prompts, method="secant", budget=0, progress=False)
+        sites = list(names.top(150)["name"].unique()) + [f"L{i}N{7 * i}" for i in range(30)]
+    one_way, other_way = (
+        p.activation_patch(model, *prompts, sites=sites, direction=way, progress=False)
+        for way in ("denoise", "noise")
+    )
+    exact = {"denoise": one_way.effect, "noise": -other_way.effect}
+    exact["mean"] = (exact["denoise"] + exact["noise"]) / 2
+    for method in METHODS:
+        estimate = p.attribution(
+            model, *prompts, sites=sites, method=method, budget=0, progress=False
+        )
+        for kind in ("attention", "neuron"):
+            rows = (estimate.frame["kind"] == kind).to_numpy()
+            for way, effect in exact.items():
+                one, two = effect.to_numpy()[rows], estimate.effect.to_numpy()[rows]
+                yield {"what": "attribution", "method": method, "kind": kind, "against": way} | {
+                    "pearson": float(np.corrcoef(one, two)[0, 1])
+                }
+
+
+def rankings(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the faithfulness of the k highest ranked sites, of one pass each."""
+    for method in METHODS:
+        ranking = p.attribution(
+            model, *prompts, method=method, budget=0, direction="noise", progress=False
+        )
+        shares = [k / len(ranking.frame) for k in SIZES if k < len(ranking.frame)]
+        for order in ("magnitude", "signed"):
+            # A little more, so that rounding keeps the size.
+            curve = circuits.faithfulness(
+                model, *prompts, ranking, shares=[s * (1 + 1e-9) for s in shares], order=order,
+                n_random=0,
+            ).frame  # fmt: skip
+            for size, f in zip(curve["n_sites"], curve["faithfulness"], strict=True):
+                yield {"what": "ranking", "method": method, "kind": order} | {"k": size, "f": f}
+
+
+def searches(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the sizes of circuits of 90 %, and their seconds."""
+    for method in ("exact_gate", "secant"):
+        for budget in ("auto", 0):
+            started = time.perf_counter()
+            circuit = circuits.discover(model, *prompts, method=method, budget=budget)
+            yield {"what": "discover", "method": method, "kind": f"budget {budget}"} | {
+                "k": len(circuit),
+                "f": circuit.faithfulness,
+                "seconds": time.perf_counter() - started,
+            }
+
+
+def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the rank correlation of edges between strong nodes with exact path patches.
+
+    An edge is from a head at one position into a head at all positions, as path patching has it.
+    """
+    clean, corrupted, metric = prompts
+    pair = prompt_pair(model, clean, corrupted)
+    graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=N_NODES)
+    both, run = attribute_difference(model, pair, metric), attribute_run(model, pair, metric)
+    names = [HeadName.parse(name) for name in graph.heads["name"].unique()]
+    chosen = [
+        [
+            (pos, head.index)
+            for head in names
+            if (head.layer, head.kind) == (sublayer.writes.layer, sublayer.writes.kind)
+            for pos in range(pair.clean.shape[1])
+        ]
+        for sublayer in both.linear.sublayers
+    ]
+    values = {"secant graph": _by_head(both, pair, chosen, graph)}
+    strongest = values["secant graph"].abs().nlargest(N_EDGES).index
+    values["graph of one run"] = _by_head(run, pair, chosen, graph)
+    at_ends = []
+    for tokens in (pair.corrupted, pair.clean):
+        same = replace(pair, clean=tokens, corrupted=tokens.clone())
+        end = attribute_difference(model, same, metric)
+        sublayers = tuple(
+            replace(one, writes=replace(one.writes, z=two.writes.z))
+            for one, two in zip(end.linear.sublayers, both.linear.sublayers, strict=True)
+        )
+        changes = replace(end.linear.run, embedding=both.linear.run.embedding)
+        linear = replace(end.linear, run=changes, sublayers=sublayers)
+        at_ends.append(_by_head(replace(end, linear=linear), pair, chosen, graph))
+    values["EAP"] = at_ends[0]
+    values["EAP, mean of both ends"] = at_ends[0].add(at_ends[1], fill_value=0) / 2
+    exact = _paths(model, prompts, list(strongest))
+    table = pd.DataFrame(values).reindex(exact.index).fillna(0.0)
+    row = {"what": "edges", "k": len(exact)}
+    for name in values:
+        for way in exact.columns:
+            rank = float(spearmanr(table[name], exact[way]).statistic)
+            yield row | {"method": name, "against": way, "spearman": rank}
+    rank = float(spearmanr(exact["denoise"], exact["noise"]).statistic)
+    yield row | {"method": "denoising", "against": "noise", "spearman": rank}
+
+
+def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGraph) -> pd.Series:
+    """Return the edges that add up, from nodes of the graph into heads at all positions."""
+    frame, _ = LinearGraph(run, pair, chosen).edges()
+    frame = frame[frame["source"].isin(graph.heads["id"]) & frame["target"].str.startswith("L")]
+    if not run.is_difference:
+        frame = frame[frame["kind"] == "value"]
+    into = frame["target"].str.partition("@")[0]
+    return frame.groupby([frame["source"], into])["weight"].sum()
+
+
+def _paths(model: Any, prompts: tuple[Any, ...], wanted: list[tuple[str, str]]) -> pd.DataFrame:
+    """Return the exact direct effect of edges: all inputs of the receiver, scales computed anew."""
+    columns = {}
+    for way, sign in (("denoise", 1), ("noise", -1)):
+        paths = [
+            p.path_patch(
+                *(model, *prompts),
+                senders=[source.partition("@")[0]],
+                receivers=[target for one, target in wanted if one == source],
+                positions=[int(source.partition("@")[2])],
+                part="z",
+                direction=way,
+                scale="anew",
+                progress=False,
+            )
+            for source in dict.fromkeys(source for source, _ in wanted)
+        ]
+        frames = [one.to_frame().assign(effect=sign * one.effect) for one in paths]
+        frame = pd.concat(frames, ignore_index=True)
+        frame["sender"] = frame["sender"].astype(str) + "@" + frame["position"].astype(str)
+        columns[way] = frame.set_index(["sender", "receiver"])["effect"]
+    result = pd.DataFrame(columns)
+    return result.assign(mean=result.mean(axis=1))
+
+
+MEASURES = (attributions, rankings, searches, edges)
+
+
+def main(
+    out: Out = Path("out/contrast"),
+    models_dir: ModelsDir = Path(__file__).parents[2] / "shared" / "models",
+    smollm2: SmolLM2 = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    smoke: Smoke = False,
+) -> None:
+    """Measure, print, and keep the tables."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    started, rows = time.perf_counter(), list[dict[str, Any]]()
+    for name, model, all_prompts in subjects(models_dir, smollm2, device, seed, smoke=smoke):
+        for number, prompts in enumerate(all_prompts):
+            for measure in MEASURES:
+                begun = time.perf_counter()
+                rows += [{"model": name, "pair": number} | row for row in measure(model, prompts)]
+                seconds = time.perf_counter() - begun
+                typer.echo(f"{name} {number} {measure.__name__} {seconds:.0f} s", err=True)
+    frame = pd.DataFrame(rows)
+    tables = {
+        "AGREEMENT": _table(frame[frame["what"] == "attribution"], ["model", "kind"], "pearson"),
+        "RANKING": _table(frame[frame["what"] == "ranking"], ["model", "kind", "k"], "f"),
+        "SEARCH": _table(frame[frame["what"] == "discover"], ["model", "kind"], "k"),
+        "EDGES": _table(frame[frame["what"] == "edges"], ["model"], "spearman"),
+    }
+    page = PAGE
+    for name, table in tables.items():
+        page = page.replace(name, table)
+    typer.echo(page)
+    keep(__file__, out, page, frame, figure(frame), started=started, seed=seed, smoke=smoke)
+
+
+def _table(frame: pd.DataFrame, rows: list[str], value: str) -> str:
+    columns = ["method", "against"] if frame["against"].notna().any() else ["method"]
+    wide = frame.pivot_table(index=rows, columns=columns, values=value, sort=False)
+    heads = [" / ".join(c) if isinstance(c, tuple) else str(c) for c in wide.columns]
+    cells = [
+        [*map(str, key if isinstance(key, tuple) else (key,)), *(f"{x:.3f}" for x in row)]
+        for key, row in zip(wide.index, wide.to_numpy(), strict=True)
+    ]
+    return markdown([*rows, *heads], cells)
+
+
+def figure(frame: pd.DataFrame) -> Figure:
+    """Faithfulness of the k highest ranked sites, by method."""
+    rows = frame[(frame["what"] == "ranking") & (frame["kind"] == "magnitude")]
+    models = list(rows["model"].unique())
+    picture = Figure(figsize=(3 * len(models), 3), layout="constrained")
+    panels = picture.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for panel, model in zip(panels, models, strict=True):
+        for method in METHODS:
+            of_method = rows[(rows["model"] == model) & (rows["method"] == method)]
+            mean = of_method.groupby("k")["f"].mean().clip(-0.5, 1.5)
+            panel.plot(mean.index, mean, marker=".", label=method)
+        panel.set(title=model, xscale="log", xlabel="sites")
+        panel.axhline(1, color="grey", linewidth=0.5)
+    panels[0].set_ylabel("faithfulness")
+    panels[0].legend(fontsize="small")
+    return picture
+
+
+PAGE = """# Secants against patching
+
+Attributions, rankings, circuits and edges by secants (`method="secant"`, the graph of a
+difference), next to gradients, on pairs of prompts. Means over the pairs of a model. Every row is
+in `contrast_vs_patching.csv`. Made by `python -m analyses.studies.contrast_vs_patching`.
+
+## Attribution against exact patching
+
+Pearson correlation over all heads and neurons at all positions (on SmolLM2: those of the 150
+largest attributions, and one neuron of each layer, at all positions), against denoising, noising,
+and the mean of the two. Estimates by gradients are of the corrupted run, so denoising is the
+direction that they are made for.
+
+AGREEMENT
+
+## Faithfulness of the k highest ranked sites
+
+One pass for each ranking, no repairs, everything else resampled.
+
+RANKING
+
+![faithfulness by size](contrast_vs_patching.svg)
+
+## Sizes of circuits that `discover` finds for 90 %
+
+SEARCH
+
+## Edges against exact path patches
+
+Spearman correlation over the 200 strongest edges of the secant graph between its 30 strongest
+nodes. EAP has the gradients of the corrupted run; "mean of both ends" also those of the clean run.
+The last column compares the two directions of patching with each other.
+
+EDGES
+"""
+
+if __name__ == "__main__":
+    typer.run(main)
