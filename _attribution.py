@@ -66,12 +66,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from attn_only_lens.engine.frozen_pass import frozen_gradients
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Residual, Tokens
+from attn_only_lens.engine.frozen_pass import frozen_gradients
 from attn_only_lens.engine.gradients import (
     Tape,
     edit_input,

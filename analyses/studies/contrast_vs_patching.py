@@ -61,7 +61,7 @@ def subjects(
     for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
         if name.startswith("modular"):  # of one layer
             continue
-        model = expose_neuron_heads(source.float()).model
+        model = expose_neuron_heads(source).model
         some = list(pairs(model, tokens, 3, seed))
         yield name, model, [(x.clean, x.corrupted, p.logit_diff(x.correct, x.wrong)) for x in some]
     if smollm2 is not None:

@@ -1,6 +1,7 @@
 """Circuits of attention heads and neuron-heads: composition, attribution graphs and search."""
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
+from attn_only_lens.circuits._explain import Explanation, explain
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
@@ -26,6 +27,7 @@ __all__ = [
     "Circuit",
     "CircuitGraph",
     "Evaluation",
+    "Explanation",
     "Faithfulness",
     "PathExpansion",
     "TokenCircuit",
@@ -34,6 +36,7 @@ __all__ = [
     "copying_scores",
     "discover",
     "evaluate",
+    "explain",
     "faithfulness",
     "from_json",
     "ov_circuit",

@@ -1,6 +1,6 @@
 """Attribution graphs as JSON: a format of our own that is read back exactly, and circuit-tracer's.
 
-    {"format": "attn_only_lens.CircuitGraph", "format_version": 2,
+    {"format": "attn_only_lens.CircuitGraph", "format_version": 3,
      "sha256": of the rest, as JSON with sorted keys,
      "graph": {"tokens": …, "metric": …, …,
                "nodes": {"id": […], "kind": […], …},
@@ -35,7 +35,7 @@ from typing import Any
 import pandas as pd
 from typing_extensions import TypedDict
 
-from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
+from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.token_texts import join_tokens
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads.names import HeadName
@@ -62,6 +62,7 @@ class _Graph(TypedDict):
     nodes: _Nodes
     edges: _Edges
     tokens: list[list[str]]
+    corrupted: list[list[str]]
     metric: str
     value: float
     model: str
@@ -77,7 +78,7 @@ class _Body(TypedDict):
 _ATTRIBUTES = _Graph.__required_keys__ - {"nodes", "edges"}
 
 
-_DOCUMENT = Document("attn_only_lens.CircuitGraph", 2, _Body)
+_DOCUMENT = Document("attn_only_lens.CircuitGraph", 3, _Body)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
@@ -102,9 +103,12 @@ def to_json(graph: CircuitGraph, path: str | Path) -> None:
     rows = {name: row for row, name in enumerate(graph.nodes["id"])}
     nodes = {
         column: [None if pd.isna(x) else x for x in graph.nodes[column].tolist()]
-        for column in NODE_COLUMNS
+        for column in graph.nodes
     }
-    edges = {column: graph.edges[column].tolist() for column in EDGE_COLUMNS}
+    edges = {
+        column: [None if pd.isna(x) else x for x in graph.edges[column].tolist()]
+        for column in graph.edges
+    }
     for end in ("source", "target"):
         edges[end] = [rows[name] for name in edges[end]]
     attributes = {name: getattr(graph, name) for name in sorted(_ATTRIBUTES)}
@@ -132,8 +136,10 @@ def from_json(path: str | Path) -> CircuitGraph:
                 raise IndexError(f"got ends such as {edges[end].min()}; expected rows of the nodes")
             edges[end] = ids[edges[end].to_numpy(dtype=int)]
         attributes = {name: body[name] for name in _ATTRIBUTES}
-        attributes["tokens"] = tuple(map(tuple, attributes["tokens"]))
-        return CircuitGraph(nodes, edges.astype({"weight": "float64"}), **attributes)
+        for name in ("tokens", "corrupted"):
+            attributes[name] = tuple(map(tuple, attributes[name]))
+        floats = {name: "float64" for name in ("weight", "error") if name in edges}
+        return CircuitGraph(nodes, edges.astype(floats), **attributes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error
 

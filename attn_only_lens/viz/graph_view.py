@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import SELF
-from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts, single_prompts
@@ -63,6 +63,7 @@ def circuit_view(
     top_tokens: int = 10,
     exact: Sweep | None = None,
     examples: pd.DataFrame | None = None,
+    notes: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
 ) -> Page:
     """Draw an attribution graph as one interactive page, layers upward and tokens across.
@@ -80,7 +81,9 @@ def circuit_view(
             `activation_patch(model, prompts, None, metric, direction="zero",
             sites=list(graph.heads["name"].unique()))` sets each to zero.
         examples: of neurons, by `neurons.top_examples`.
-        state: pins, names and groups, as `circuit_page` takes them.
+        notes: further texts that the page shows, first.
+        state: pins, names and groups, as `circuit_page` takes them. Of a difference, edges of all
+            kinds are shown, since they add up together.
 
     Returns:
         The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
@@ -111,10 +114,9 @@ def circuit_view(
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
-    notes = [
-        f"Nodes: {len(graph.heads):,} of {graph.n_heads:,} heads and neurons, with "
-        f"{graph.mass:.0%} of Σ |attribution|; the others add up in rest."
-    ]
+    nodes_shown = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
+    share = f"with {graph.mass:.0%} of Σ |attribution|; the others add up in rest."
+    notes = [*notes, f"Nodes: {nodes_shown}, {share}"]
     if len(graph.tokens) > 1:
         notes.append(
             f"Prompts: tokens, attention and what nodes write are those of prompt {prompt}; "
@@ -133,15 +135,28 @@ def circuit_view(
     nodes = drawn.nodes
     if exact is not None:
         nodes = nodes.assign(exact=_exact_effects(nodes, exact))
+    columns = [name for name in nodes if name != "error"]
+    if graph.corrupted:
+        parts = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
+        by_pattern = parts.reindex(graph.heads["id"]).fillna(0.0)
+        through = by_pattern.abs().sum() / max(graph.heads["attribution"].abs().sum(), 1e-30)
+        notes.append(
+            f"Difference: edges of all kinds add up to attributions. {through:.0%} of "
+            "Σ |attribution| goes through patterns (edges q, k and gate), the rest through values."
+        )
     meta = {
         "tokens": list(graph.tokens[prompt]),
-        "metric": graph.metric,
+        "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model or "model",
         "exact": "" if exact is None else _WHAT_IS_EXACT[exact.direction],
         "notes": notes,
     }
-    return circuit_page(nodes, drawn.edges, meta, details, state=state)
+    if graph.corrupted:
+        state = {"kinds": list(EDGE_KINDS), **(state or {})}
+    return circuit_page(
+        nodes[list(columns)], drawn.edges[list(EDGE_COLUMNS)], meta, details, state=state
+    )
 
 
 def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
@@ -204,7 +219,8 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
         return []
     if not isinstance(exact, Sweep):
         return [f"got a {type(exact).__name__} as exact; expected a sweep, of activation_patch"]
-    reasons, apart = [], abs(exact.clean_value - graph.value)
+    base = exact.corrupted_value if graph.corrupted else 0.0
+    reasons, apart = [], abs(exact.clean_value - base - graph.value)
     if exact.metric != graph.metric:
         reasons.append(f"got a sweep of {exact.metric}; the graph is of {graph.metric}")
     elif apart > 1e-2 * max(abs(exact.clean_value - exact.corrupted_value), abs(graph.value)):

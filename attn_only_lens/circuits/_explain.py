@@ -1,0 +1,247 @@
+"""One call from two prompts to an answer: what made the difference, in which circuit, how exactly.
+
+The attribution by secants ranks all sites; a search finds a small circuit; the graph of the
+difference shows how its sites act on each other; and patches of the strongest sites measure what
+the attribution only divides. Sites are patched one at a time, in both directions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from attn_only_lens.arguments import is_count
+from attn_only_lens.axes import SELF
+from attn_only_lens.circuits._attribution_graph import attribution_graph
+from attn_only_lens.circuits._search import Circuit, discover
+from attn_only_lens.circuits.export import to_json
+from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.recording import record
+from attn_only_lens.engine.token_texts import token_text
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching._attribution import attribution
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.precision import full_precision
+from attn_only_lens.storage.atomic import atomic_folder, write_text
+
+_FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
+_COLUMNS = ("id", "does", "share", "by_pattern", "by_value", "denoise", "noise")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Explanation:
+    """Why a metric differs between two prompts. Made by `explain`.
+
+    Attributes:
+        attribution: every site's share of the difference, divided into pattern and value.
+        circuit: a small circuit that keeps most of the difference.
+        graph: the graph of the difference between the sites of the circuit.
+        patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
+        does: by node, what it reads and writes, in a few words.
+        model: the model that was explained.
+        clean: the clean prompts.
+    """
+
+    attribution: Sweep
+    circuit: Circuit
+    graph: CircuitGraph
+    patches: dict[str, Sweep]
+    does: dict[str, str]
+    model: Any
+    clean: Prompts
+
+    @property
+    def title(self) -> str:
+        """How small the circuit is, and how much it keeps."""
+        kept, n = self.circuit.faithfulness, len(self.circuit)
+        return f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.0%} of the difference"
+
+    def table(self) -> pd.DataFrame:
+        """Return a row for each site of the circuit, the strongest first.
+
+        Columns: `id`, `does`; `share` of the difference, which is `by_pattern` + `by_value`; and
+        the exact effects of patching the site alone, in shares of the difference: `denoise`, in the
+        corrupted run, and `noise`, in the clean run (missing where it was not patched).
+        """
+        ids = self.graph.heads["id"]
+        frame = self.attribution.to_frame()
+        frame.index = frame["name"].astype(str) + "@" + frame["position"].astype(str)
+        rows = frame.loc[ids, ["by_pattern", "by_value"]].reset_index(names="id")
+        rows["share"] = rows["by_pattern"] + rows["by_value"]
+        rows["does"] = rows["id"].map(self.does).fillna("")
+        for way, sweep in self.patches.items():
+            sign = 1 if way == "denoise" else -1
+            effect = sign * sweep.effect
+            effect.index = (
+                sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
+            )
+            rows[way] = rows["id"].map(effect)
+        order = rows["share"].abs().sort_values(ascending=False, kind="stable").index
+        return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
+
+    def page(self, path: str | Path) -> Path:
+        """Write the graph as an interactive page, and return its path."""
+        # Pages are above this package: what draws them is loaded when one is asked for.
+        viz = import_module("attn_only_lens.viz")
+        result: Path = viz.write_html(self._drawn(viz), path)
+        return result
+
+    def _drawn(self, viz: Any) -> Any:
+        table = self.table().set_index("id")
+        names = {}
+        for node, row in table.iterrows():
+            kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
+            names[str(node)] = f"{str(node).partition('@')[0]} by {kind}"
+        circuit = self.circuit
+        clean, corrupted = self.attribution.clean_value, self.attribution.corrupted_value
+        notes = [
+            f"{self.title}; everything else keeps {circuit.completeness:.0%}.",
+            f"The metric is {clean:.4g} for the clean prompts, {corrupted:.4g} for the corrupted.",
+        ]
+        return viz.circuit_view(
+            self.graph,
+            self.model,
+            self.clean,
+            exact=self.patches["noise"],
+            notes=notes,
+            state={"names": names},
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the table, the graph, the attribution and the page to a folder, all or nothing."""
+        with atomic_folder(folder, _FILES, "graph.json") as new:
+            write_text(new / "explanation.csv", self.table().to_csv(index=False))
+            to_json(self.graph, new / "graph.json")
+            self.attribution.save(new / "attribution.parquet")
+            self.page(new / "page.html")
+
+    def __repr__(self) -> str:
+        rows = self.table().head(10).to_string(index=False, float_format=lambda x: f"{x:.3f}")
+        return f"{self.title}; everything else keeps {self.circuit.completeness:.0%}\n{rows}"
+
+    def _repr_html_(self) -> str:
+        html: str = self._drawn(import_module("attn_only_lens.viz"))._repr_html_()
+        return html
+
+
+@in_float32
+@full_precision()
+def explain(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    faithfulness: float = 0.9,
+    most_nodes: int = 60,
+    n_patched: int = 20,
+    progress: bool = False,
+) -> Explanation:
+    """Explain why a metric differs between a clean and a corrupted prompt.
+
+    Args:
+        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+        clean: a text, texts, or tokens [batch, pos].
+        corrupted: the same for the corrupted run, with the same number of tokens.
+        metric: `logit_diff(...)` and the like, or a differentiable function of logits.
+        faithfulness: the share of the difference that the circuit must keep, within 1 - this of 1.
+        most_nodes: of the circuit's sites, how many the graph shows: those of the largest shares.
+        n_patched: how many of the strongest sites are patched exactly, in both directions.
+        progress: whether to show a bar for the search.
+
+    Returns:
+        The attribution, the circuit, its graph, and the patches, with a table and a page.
+
+    Raises:
+        InputError: with every reason: invalid numbers; prompts or a metric that do not fit.
+        UnsupportedModelError: the model has a step without a rule (`engine/secants.py`).
+
+    Example:
+        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+        >>> why = circuits.explain(model, "The keys near the cabinet", "The key near the cabinet",
+        ...                        p.logit_diff(" are", " is"))
+        >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
+        (True, 'L3H3@5')
+    """
+    counts = {"most_nodes": most_nodes, "n_patched": n_patched}
+    InputError.raise_if(
+        [f"got {k}={v!r}; expected 1 or more" for k, v in counts.items() if not is_count(v, 1)],
+        "nothing can be explained",
+    )
+    prompts = model, clean, corrupted, metric
+    whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
+    circuit = discover(
+        *prompts, faithfulness=faithfulness, method="secant", budget=0, progress=progress
+    )
+    shares = whole.to_frame().set_index(["name", "position"])["score"]
+    keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
+    keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
+    sites = [f"{name}@{position}" for name, position in keys]
+    graph = attribution_graph(model, clean, metric, corrupted=corrupted, sites=sites)
+    patches = {}
+    some = keys[:n_patched]
+    positions = sorted({int(position) for _, position in some})
+    for way in ("denoise", "noise"):
+        sweep = activation_patch(
+            *prompts,
+            sites=list(dict.fromkeys(str(name) for name, _ in some)),
+            positions=positions,
+            direction=way,
+            progress=False,
+        )
+        patches[way] = sweep
+    does = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
+    return Explanation(whole, circuit, graph, patches, does, model, clean)
+
+
+@torch.no_grad()
+def _what_nodes_do(
+    model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
+) -> dict[str, str]:
+    """Return where heads look from and to, and what neurons write, in the first clean prompt."""
+    pair, host = prompt_pair(model, clean, corrupted), host_of(model)
+    heads = [HeadName.parse(name) for name, _ in nodes]
+    hooks = {
+        host.hook_name(head.layer, head.kind, point) for head in heads for point in ("z", "pattern")
+    }
+    run = record(model, pair.clean, pair.mask, names=sorted(hooks))
+    try:
+        written = DirectEffects(model).promoted_tokens(run.hooked, nodes, 2)
+    except InputError:  # of an unknown norm, say: then without tokens
+        written = []
+    texts = [token_text(model, token) for token in pair.clean[0].tolist()]
+    does = {}
+    for index, (head, (name, position)) in enumerate(zip(heads, nodes, strict=True)):
+        pattern = run.hooked[host.hook_name(head.layer, head.kind, "pattern")][0]
+        top = [repr(token_text(model, token)) for token, _ in written[index][:2]] if written else []
+        writes = f"writes {', '.join(top)}" if top else ""
+        if head.kind == "attention":
+            looks = _looked_at(pattern[head.index, position], texts)
+            does[f"{name}@{position}"] = f"{texts[position]!r} looks at {looks}" + (
+                f"; {writes}" if writes else ""
+            )
+        else:
+            shared = host.neurons[head.layer].heads_per_neuron > 1
+            own = "" if shared else f", gate {float(pattern[head.index, position, SELF]):.2f}"
+            does[f"{name}@{position}"] = f"at {texts[position]!r}{own}; {writes}".rstrip("; ")
+    return does
+
+
+def _looked_at(weights: Tensor, texts: Sequence[str]) -> str:
+    """Return the token that a head looks at most, with its weight."""
+    row = weights[: len(texts)].double().cpu().numpy()
+    most = int(np.argmax(row))
+    return f"{texts[most]!r} ({row[most]:.0%})"
