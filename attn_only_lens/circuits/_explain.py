@@ -91,14 +91,19 @@ class Explanation:
         order = rows["share"].abs().sort_values(ascending=False, kind="stable").index
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
 
-    def page(self, path: str | Path) -> Path:
-        """Write the graph as an interactive page, and return its path."""
+    def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
+        """Write the graph as an interactive page, and return its path.
+
+        Args:
+            path: an .html file.
+            examples: examples of neurons, by `neurons.top_examples`, which the page shows.
+        """
         # Pages are above this package: what draws them is loaded when one is asked for.
         viz = import_module("attn_only_lens.viz")
-        result: Path = viz.write_html(self._drawn(viz), path)
+        result: Path = viz.write_html(self._drawn(viz, examples), path)
         return result
 
-    def _drawn(self, viz: Any) -> Any:
+    def _drawn(self, viz: Any, examples: pd.DataFrame | None = None) -> Any:
         table = self.table().set_index("id")
         names = {}
         for node, row in table.iterrows():
@@ -116,6 +121,7 @@ class Explanation:
             self.clean,
             exact=self.patches["noise"],
             notes=notes,
+            examples=examples,
             state={"names": names},
         )
 

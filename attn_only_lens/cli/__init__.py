@@ -7,6 +7,7 @@ from attn_only_lens.cli import (  # noqa: F401
     compare,
     convert,
     demo,
+    explain,
     grow,
     patch,
     picture,

@@ -25,7 +25,10 @@ _Corrupted = Annotated[
     list[str] | None,
     typer.Option(help="a corrupted prompt for each prompt: also search for a minimal circuit"),
 ]
-_Nodes = Annotated[int, typer.Option(help="number of heads and neurons in the graph")]
+_Nodes = Annotated[
+    int | None,
+    typer.Option(help="number of heads and neurons in the graph: by default 300, or the circuit's"),
+]
 _Faithfulness = Annotated[
     float,
     typer.Option(help="with --corrupted: the share of the effect that the circuit must keep"),
@@ -48,7 +51,7 @@ def circuit(
     wrong: options.Wrong = None,
     metric: options.Metric = "logit_diff",
     tokens: options.TokenNumbers = False,
-    nodes: _Nodes = 300,
+    nodes: _Nodes = None,
     faithfulness: _Faithfulness = 0.9,
     top: options.Top = 20,
     chat: options.Chat = False,
@@ -58,10 +61,10 @@ def circuit(
 ) -> None:
     """Draw the circuit behind an answer: which heads and neurons write what others read.
 
-    The graph describes the clean prompts. It is exact while attention patterns and norm scales
-    keep their values on these prompts. With --corrupted, also search for a minimal circuit: the
-    smallest set found that reaches --faithfulness when everything else is patched from the
-    corrupted prompts.
+    With --corrupted, search for a minimal circuit, the smallest set found that reaches
+    --faithfulness when everything else is patched from the corrupted prompts, and draw what makes
+    the difference between the two prompts. Without it, the graph describes the clean prompts alone,
+    and is exact while attention patterns and norm scales keep their values on these prompts.
     """
     with clear_errors():
         require_writable(out, (".html", ".json"), top)
@@ -77,7 +80,10 @@ def circuit(
                     loaded, prompts, other_prompts, measure, faithfulness=faithfulness
                 )
         with working("attributing the metric"):
-            graph = circuits.attribution_graph(loaded, prompts, measure, top=nodes)
+            sites = circuit if nodes is None else None
+            graph = circuits.attribution_graph(
+                loaded, prompts, measure, corrupted=other_prompts, sites=sites, top=nodes
+            )
         if out.suffix == ".json":
             circuits.to_json(graph, out)
         else:
@@ -97,7 +103,8 @@ def _print_attributions(graph: CircuitGraph, top: int) -> None:
     heads = graph.heads
     strongest = heads.loc[heads["attribution"].abs().nlargest(top).index]
     columns = ["name", "position", "value", "attribution"]
-    title = f"{graph.metric} = {graph.value:.4g}: the largest attributions"
+    change = "change of " * bool(graph.corrupted)
+    title = f"{change}{graph.metric} = {graph.value:.4g}: the largest attributions"
     print_table(title, columns, strongest[columns].to_numpy().tolist())
 
 

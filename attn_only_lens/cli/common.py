@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_TEXT = ("name", "site", "does")
 SHIPPED = "small-english"
 """The name of the shipped language model on the command line."""
 Panel = Literal["Start here", "Look at a model", "Find what matters", "Make models, and compare"]
@@ -174,7 +175,7 @@ def print_table(
     """Print a table: numbers in that format (-0 as 0), names on the left."""
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="left" if column == "name" else "right")
+        table.add_column(column, justify="left" if column in _TEXT else "right")
     for row in rows:
         table.add_row(*(format(x + 0.0, number) if isinstance(x, float) else str(x) for x in row))
     Console().print(table)

@@ -46,10 +46,8 @@ def demo(
         )
         neurons = sweep.query("kind == 'neuron'").top(4 * _SHOWN)["name"].unique().tolist()
         seen = neuron_statistics(model, neurons, pretrained.small_english_texts(), progress="texts")
-        graph = circuits.attribution_graph(model, CLEAN, metric, top=60)
-        circuit = viz.circuit_view(graph, model, CLEAN, examples=seen.frame())
-        for name, page, what in (
-            ("circuit.html", circuit, "the circuit; click a node"),
-            ("neurons.html", viz.neuron_page(model, None, seen), "its neurons, over texts"),
-        ):
-            say_page(viz.write_html(page, out / name), what)
+        why = circuits.explain(model, CLEAN, CORRUPTED, metric)
+        typer.echo(f"\nA circuit: {why.title}.")
+        page = viz.neuron_page(model, None, seen)
+        say_page(why.page(out / "circuit.html", examples=seen.frame()), "the circuit; click a node")
+        say_page(viz.write_html(page, out / "neurons.html"), "its neurons, over texts")

@@ -40,8 +40,7 @@ _WEIGHTS = 100_000  # of patterns, to three decimals
 _FEWEST = 8  # edges into a node, however many nodes there are
 _EXAMPLES = 30_000  # tokens of examples
 _WHAT_IS_EXACT = {
-    direction: f"Exact effect: by how much the metric {what}, measured by running the model. The "
-    "attribution is its share with all patterns and norm scales as they are."
+    direction: f"Exact effect: by how much the metric {what}, measured by running the model."
     for direction, what in {
         "zero": "falls when the node's output is set to zero",
         "mean": "falls when the node's output is set to its mean",
@@ -144,12 +143,18 @@ def circuit_view(
             f"Difference: edges of all kinds add up to attributions. {through:.0%} of "
             "Σ |attribution| goes through patterns (edges q, k and gate), the rest through values."
         )
+    what = "The attribution is its share with all patterns and norm scales as they are."
+    if graph.corrupted:
+        what = (
+            "The attribution divides the difference among all nodes, with slopes taken between the "
+            "two runs; where nodes do the same, patches of one of them differ by direction."
+        )
     meta = {
         "tokens": list(graph.tokens[prompt]),
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model or "model",
-        "exact": "" if exact is None else _WHAT_IS_EXACT[exact.direction],
+        "exact": "" if exact is None else f"{_WHAT_IS_EXACT[exact.direction]} {what}",
         "notes": notes,
     }
     if graph.corrupted:
