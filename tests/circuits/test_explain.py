@@ -1,0 +1,145 @@
+"""Explanations of a difference: their sums, circuits, patches, pages and files; graphs by role."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import patching as p
+
+CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
+METRIC = p.logit_diff(" are", " is")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+
+
+@pytest.fixture(scope="module")
+def why(model):
+    return circuits.explain(model, CLEAN, CORRUPTED, METRIC)
+
+
+def test_the_explanation_says_what_patching_says(why):
+    table = why.table()
+    assert table["id"][0] == "L3H3@5"
+    assert why.circuit.faithfulness == pytest.approx(1, abs=0.1)
+    assert why.title.startswith(f"{len(why.circuit)} of {why.circuit.n_sites:,} sites keep 9")
+    total = table["by_pattern"] + table["by_value"]
+    assert np.allclose(total, table["share"])
+    patched = table.dropna()
+    assert len(patched) >= 10
+    assert np.corrcoef(patched["share"], patched[["denoise", "noise"]].mean(axis=1))[0, 1] > 0.9
+
+
+def test_patches_of_the_table_are_those_of_a_sweep(model, why):
+    row = why.table().set_index("id").loc["L0H3@2"]
+    for way, sign in (("denoise", 1), ("noise", -1)):
+        sweep = p.activation_patch(
+            *(model, CLEAN, CORRUPTED, METRIC),
+            sites=["L0H3"],
+            positions=2,
+            direction=way,
+            progress=False,
+        )
+        assert row[way] == pytest.approx(sign * sweep.effect.item(), abs=1e-5)
+
+
+def test_the_token_that_differs_gets_all_of_it(why):
+    nodes = why.graph.nodes.set_index("id")["attribution"]
+    assert nodes["embed@2"] == pytest.approx(why.graph.value, rel=1e-5)
+    others = nodes[nodes.index.str.startswith("embed")].drop("embed@2")
+    assert others.abs().max() < 1e-5 * why.graph.value
+
+
+def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
+    why.save(tmp_path / "why")
+    names = {path.name for path in (tmp_path / "why").iterdir()}
+    assert names == {"attribution.parquet", "explanation.csv", "graph.json", "page.html"}
+    again = circuits.from_json(tmp_path / "why" / "graph.json")
+    assert again.corrupted == why.graph.corrupted
+    assert again.edges.equals(why.graph.edges)
+    attribution = p.Sweep.load(tmp_path / "why" / "attribution.parquet")
+    pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
+    assert "L0H3 by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
+    why.save(tmp_path / "why")  # again, over it
+
+
+def test_what_makes_no_sense_is_refused(model):
+    for settings, reason in (
+        ({"n_patched": 0}, "got n_patched=0"),
+        ({"faithfulness": 2}, "got faithfulness=2"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            circuits.explain(model, CLEAN, CORRUPTED, METRIC, **settings)
+    with pytest.raises(InputError, match=r"same number of tokens|as many"):
+        circuits.explain(model, CLEAN, "The key", METRIC)
+    for sites, reason in ((["L9H9@1"], "L9H9@1"), (["L0H0@99"], "L0H0@99"), ([], "got no sites")):
+        with pytest.raises(InputError, match=reason):
+            circuits.attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED, sites=sites)
+    with pytest.raises(InputError, match="expected one of them"):
+        circuits.attribution_graph(
+            model, CLEAN, METRIC, corrupted=CORRUPTED, sites=["L0H0@1"], top=3
+        )
+
+
+def test_a_graph_by_role_is_the_mean_of_the_graphs_of_its_prompts(model):
+    task = tasks.agreement(model.tokenizer, 5, seed=3)
+    graph = circuits.attribution_graph(
+        model, task.clean, task.metric, corrupted=task.corrupted, positions=task.roles, top=12
+    )
+    ids = list(graph.heads["id"])
+    singles = {name: [] for name in ids}
+    edges = []
+    for i in range(5):
+        one = tasks.agreement(model.tokenizer, 5, seed=3)
+        metric = p.logit_diff(one.metric.answers[0][i][0], one.metric.answers[1][i][0])
+        n = int(model.to_tokens(one.clean[i]).shape[1])
+        places = {role: at[i] + n if at[i] < 0 else at[i] for role, at in one.roles.items()}
+        sites = [f"{name.split('@')[0]}@{places[name.split('@')[1]]}" for name in ids]
+        alone = circuits.attribution_graph(
+            model, one.clean[i], metric, corrupted=one.corrupted[i], sites=sites
+        )
+        nodes = alone.nodes.set_index("id")["attribution"]
+        for name in ids:
+            head, _, role = name.partition("@")
+            singles[name].append(nodes[f"{head}@{places[role]}"])
+        weights = alone.edges.groupby(["source", "target"])["weight"].sum()
+        edges.append(weights.get((f"L0H3@{places['subject']}", f"L0N259@{places['subject']}"), 0.0))
+    heads = graph.heads.set_index("id")
+    for name, values in singles.items():
+        assert heads.loc[name, "attribution"] == pytest.approx(np.mean(values), abs=1e-4)
+        error = np.std(values, ddof=1) / np.sqrt(5)
+        assert heads.loc[name, "error"] == pytest.approx(error, abs=1e-4)
+    both = graph.edges.query("source == 'L0H3@subject' and target == 'L0N259@subject'")
+    assert both["weight"].sum() == pytest.approx(np.mean(edges), abs=1e-4)
+    inflow = graph.inflow()
+    nodes = graph.nodes.set_index("id")["attribution"]
+    assert (inflow - nodes.reindex(inflow.index)).abs().max() < 1e-4 * graph.value
+
+
+def test_an_attribution_split_in_two_adds_up_in_both_directions_and_over_prompts(model):
+    task = tasks.agreement(model.tokenizer, 5, seed=3)
+    prompts = model, task.clean, task.corrupted, task.metric
+    how = {"method": "secant", "budget": 0, "split": True, "progress": False}
+    frames = {}
+    for way in ("denoise", "noise"):
+        sweep = p.attribution(*prompts, positions=task.roles, direction=way, **how)
+        frame = frames[way] = sweep.to_frame()
+        assert np.allclose(frame["by_pattern"] + frame["by_value"], sweep.effect, atol=1e-6)
+    assert np.allclose(frames["denoise"]["by_pattern"], -frames["noise"]["by_pattern"], atol=1e-6)
+    chunks = p.attribution(*prompts, positions=task.roles, prompts_at_once=2, **how).to_frame()
+    for name in ("by_pattern", "by_value", "score"):
+        assert np.allclose(chunks[name], frames["denoise"][name], atol=1e-5)
+    with pytest.raises(InputError, match="expected method='secant', budget=0"):
+        p.attribution(*prompts, split=True, progress=False)
+
+
+def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
+    graph = circuits.attribution_graph(model, CLEAN, METRIC, top=5)
+    circuits.to_json(graph, tmp_path / "g.json")
+    assert json.loads((tmp_path / "g.json").read_text("utf-8"))["graph"]["corrupted"] == []
+    assert circuits.from_json(tmp_path / "g.json").additive_kinds == ("value",)
