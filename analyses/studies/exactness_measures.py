@@ -19,9 +19,9 @@ from torch import Tensor
 
 from analyses.benchmarks.bench_peak_memory import TINY, model_of
 from attn_only_lens import Bilinear, calibrate, convert, pretrained
-from attn_only_lens.heads.gating import AnyGate
+from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.models.two_blocks.half_layers import neurons_block
+from attn_only_lens.models.two_blocks.config import neurons_block
 from attn_only_lens.tl import HookedTransformer
 
 PAPER = "slope 1.702"

@@ -46,7 +46,7 @@ from analyses.tools.sigmoid_minimax import (
     with_more_sigmoids,
 )
 from attn_only_lens.gates import GATES, BilinearGate
-from attn_only_lens.gates.tables import gates_from_json
+from attn_only_lens.gates.bilinear import gates_from_json
 from attn_only_lens.storage import write_text
 
 NAMES = ("silu", "gelu", "gelu_new", "relu")

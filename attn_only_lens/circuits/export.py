@@ -39,7 +39,7 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.token_texts import join_tokens
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.models.two_blocks.half_layers import heads_block, neurons_block
+from attn_only_lens.models.two_blocks.config import heads_block, neurons_block
 from attn_only_lens.storage import Document, write_text
 
 _TYPES = {"layer": "Int64", "position": "Int64", "gradient": "float64", "value": "float64"}

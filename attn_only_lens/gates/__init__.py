@@ -1,14 +1,15 @@
 """Activation functions as attention patterns."""
 
-from attn_only_lens.gates.bilinear import BilinearGate
+from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate
-from attn_only_lens.gates.generalized_silu import GeneralizedSiLU
-from attn_only_lens.gates.tables import bilinear_gate
+from attn_only_lens.gates.gating import EXACT, Gating, GeneralizedSiLU
 
 __all__ = [
+    "EXACT",
     "GATES",
     "BilinearGate",
     "Gate",
+    "Gating",
     "GeneralizedSiLU",
     "bilinear_gate",
 ]

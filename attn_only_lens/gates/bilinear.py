@@ -1,8 +1,7 @@
 """Bilinear gates: an activation as several heads a neuron, each a softmax over a bilinear score.
 
-The theorem allows only softmax over bilinear scores. A neuron whose activation α is not silu then
-needs m heads. They share one value, apply different affine maps inside the score, and write along
-the same output vector. q is the pre-activation that the gate reads:
+A neuron whose activation α is not silu needs m heads, which share one value and write along the
+same output vector. For the pre-activation q that the gate reads:
 
     head j   score of the token itself 0, of the bias token -(b_j q + c_j)
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
@@ -10,59 +9,61 @@ the same output vector. q is the pre-activation that the gate reads:
 
 Their sum is value · p(q) · W_out[i] with the mixture p(q) = Σ_j w_j σ(b_j q + c_j).
 
-Plain MLPs
-----------
-The value is q itself, so q · p(q) approximates α(q), within `bound` for every real q. This needs
-Σ_j w_j = 1: for large q, p(q) approaches Σ_j w_j, and the error (Σ_j w_j - 1) q. Rounding is
-amplified by Σ_j |w_j|, which is below 2.
-
-* silu is one head with b = 1, and quick_gelu one with b = 1.702, both exact: this is Theorem 3 of
+Plain MLPs: the value is q, and q · p(q) approximates α(q) within `bound` for every real q. This
+needs Σ_j w_j = 1, because the error for large q is (Σ_j w_j - 1) q.
+* silu is one head with b = 1, and quick_gelu one with b = 1.702, both exact: Theorem 3 of
   "Attention-Only Transformers and Implementing MLPs with Attention Heads".
 * gelu and its tanh forms take 1, 2, 4, 6 or 8 heads. With one head, the paper's slope 1.702 has an
-  error of 0.0203 and the best slope 0.0139; with four heads the error is 2.4e-5 (`tables.py`).
+  error of 0.0203 and the best slope 0.0139; with four heads the error is 2.4e-5.
 * relu is one head of slope k. With x = k |q|, |q σ(k q) - relu(q)| = x / (1 + exp x) / k, at most
-  0.27846.../k (W(1/e)/k, with Lambert's W). A steep slope does not amplify rounding, because
-  |d/dq q σ(k q)| < 1.1 for every k. But scores grow to k |q|, and the range of float16 ends at
+  W(1/e)/k = 0.27846.../k, with Lambert's W. Scores grow to k |q|; the range of float16 ends at
   65504.
 
-Gated MLPs (SwiGLU, GEGLU, ReGLU)
----------------------------------
-A neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u, so the
-mixture itself approximates α(q), within `bound` for |q| <= `limit`. The last head has b = 0 and c =
-∞: the bias token is masked, the pattern is (1, 0), and the head is linear, as in Theorem 7. Every
-score is still bilinear and every value linear in the residual stream. The error of the neuron is at
-most bound · |u| · |W_out[i]|. The paper only covers plain MLPs; we know of no published form of
-this.
+Gated MLPs: a neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u,
+and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b = 0 and
+c = ∞: its pattern is (1, 0), and the head is linear, as in Theorem 7. The paper only covers plain
+MLPs; we know of no published form of this.
+* A sum of sigmoids is bounded and α is not, so no number of heads covers every q. The linear part
+  of α comes from the rising flank of wide sigmoids. The wider they are (small b), the straighter
+  the flank; but w grows as 1/b, and the cancelling heads lose up to about 2^-22 Σ|w| in float32.
+* R relu(q/R) = relu(q), so one fit of relu on [-1, 1] covers all limits, with error and weights
+  times R: 8.3e-3, 2.3e-3, 8.1e-4 and 1.9e-4 for 4, 6, 8 and 12 heads. silu and gelu are better.
+* The bound is absolute: it may exceed α near 0. Beyond the limit the error grows like |q|. The
+  output of one head may be many times the output of the neuron; half precision cannot hold it.
 
-*Limit.* A sum of sigmoids is bounded and α is not, so no number of heads covers every q. The linear
-part of α, q/2 for a silu or a gelu, comes from the rising flank of wide sigmoids. The flatter they
-are (small b), the straighter the flank; but w grows as 1/b, and the cancelling heads lose up to
-about 2^-22 Σ|w| in float32. The fits (`analyses/tools/fit_gated_gates.py`) minimise the sum of both
-errors, with slopes near 1/limit and Σ|w| from 2 to 17 times the limit.
-
-*Scale.* R relu(q/R) = relu(q), so one fit of relu on [-1, 1] covers all limits, with error and
-weights times R. Over a long range silu and gelu look like relu with a rounded corner, so they are
-no harder: no bound exceeds that of relu, which is R times 8.3e-3, 2.3e-3, 8.1e-4 and 1.9e-4 for 4,
-6, 8 and 12 heads. For small limits the bounds of silu and gelu are far lower.
-
-*Accuracy.* The bound is absolute: where α is small, for q near 0 or negative, it may exceed α.
-Beyond the limit the sigmoids saturate and the error grows like |q|. The output of one head may be
-many times the output of the neuron; only the sum of the heads is meaningful, and half precision
-cannot hold the terms of such a sum. The kink of relu leaves an error proportional to the limit.
+`plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
+`fit_gated_gates.py`). In `plain.json`, a head with c ≠ 0 stands next to its mirror image with the
+offset -c, so p(-q) = 1 - p(q), as for the exact gate. Each w is a multiple of 2^-23, so that
+float32 holds every partial sum: they add up to exactly 1. gelu_new stands for three spellings of
+one formula; gelu_fast rounds sqrt(2/π), which changes the activation by less than 1e-11.
 
 The bounds hold in real arithmetic (`analyses/tools/certificates.py`). The weights are computed in
 the working precision, or in float32 for half precision, whose rounding adds to the bound
 (`analyses/results/`).
 """
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.devices import float32_if_half
+from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
+
+_DEFAULT_TOLERANCE = 1e-3  # gelu then takes 4 heads
+_DEFAULT_GATED_HEADS = 8
+_LEAST_TOLERANCE = 1e-12  # the precision of an activation in float64; relu's slope fits float32
+_LARGEST_LIMIT = 2.0**64  # far within float32
+_RELU_CONSTANT = 0.2784645427611  # max of x / (1 + exp x), rounded up
+_EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
+_SPELLINGS = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class BilinearGate:
         b: for each head, the slope of its query in q.
         c: for each head, the offset of its query; ∞ for a head that sees only its own token.
         bound: certified largest error of `activation` over all |q| <= limit.
-        limit: the largest |q| for which the bound holds. ∞ for a plain MLP, where the mixture
-            approximates α(q) / q; finite for a gated MLP, where it approximates α(q).
+        limit: the largest |q| for which the bound holds; ∞ for a plain MLP, finite for a gated one.
 
     Example:
         >>> import torch
@@ -128,11 +128,7 @@ class BilinearGate:
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
-        """Return the query b_j q + c_j of each head, in float32 or float64.
-
-        It is clamped to `largest_query` of q's dtype, so that arithmetic on scores never computes
-        ∞ - ∞; the softmax is the same.
-        """
+        """Return the query b_j q + c_j of each head, finite, in float32 or float64."""
         largest = largest_query(q.dtype)
         q = float32_if_half(q).clamp(-largest, largest)[..., None]
         return (q * q.new_tensor(self.b) + q.new_tensor(self.c)).clamp(-largest, largest)
@@ -150,9 +146,8 @@ class BilinearGate:
     def mixture(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return Σ_j w_j σ(b_j q + c_j), in float32 or float64: α(q) / q, or α(q) for a gated MLP.
 
-        Heads are added one at a time and in place: a sum over a new axis would take m times the
-        memory, and new tensors would take longer than the sigmoids. No step overwrites a value that
-        a gradient needs, because the gradient of σ is computed from its result.
+        Heads are added one at a time and in place, which saves time and m times the memory. The
+        gradient of σ is computed from its result, so no step overwrites a value that it needs.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -171,3 +166,196 @@ class BilinearGate:
 def largest_query(dtype: torch.dtype) -> float:
     """Return a quarter of the largest number of a dtype, which leaves room for a patched key."""
     return torch.finfo(dtype).max / 4
+
+
+def bilinear_gate(
+    act_fn: str,
+    heads: int | None = None,
+    *,
+    tolerance: float | None = None,
+    slope: float | Literal["paper"] | None = None,
+    limit: float | None = None,
+) -> BilinearGate:
+    """Return the bilinear gate of an activation, with its coefficients and certified bound.
+
+    For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is within
+    `tolerance`; for gated MLPs, the gate of the smallest limit in the table that covers `limit`.
+
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
+    gates of one head.
+
+    Args:
+        act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, relu; or, in plain MLPs,
+            quick_gelu.
+        heads: heads a neuron: in plain MLPs 1, 2, 4, 6 or 8 for the gelus and 1 for the others; in
+            gated MLPs 4, 6, 8 (the default) or 12.
+        tolerance: in plain MLPs, the largest error over all real q, at least 1e-12; 1e-3 by
+            default. It sets the slope of relu.
+        slope: in plain MLPs, makes the gate one head, SiLU(slope · q) / slope. For relu any slope
+            k, with an error of at most 0.2785/k; for the gelus from 1 to 3.2, or "paper" for the
+            paper's 1.702, whose bound is 0.0204 (0.0207 for the tanh forms).
+        limit: in gated MLPs, the largest |q| to cover.
+
+    Raises:
+        ValueError: no such activation, number of heads or limit, or no gate within the tolerance.
+
+    Example:
+        >>> from attn_only_lens.gates import bilinear_gate
+        >>> bilinear_gate("gelu_new", tolerance=1e-5).heads_per_neuron
+        6
+        >>> bilinear_gate("silu")
+        BilinearGate(name='silu', w=(1.0,), b=(1.0,), c=(0.0,), bound=0.0, limit=inf)
+        >>> gate = bilinear_gate("gelu_new", limit=11.0)
+        >>> gate.limit, gate.heads_per_neuron, gate.bound < 1e-3
+        (16.0, 8, True)
+        >>> gate = bilinear_gate("gelu", slope="paper")
+        >>> gate.b, 0.0203 < gate.bound < 0.0204
+        ((1.702,), True)
+    """
+    if limit is not None:
+        if tolerance is not None or slope is not None:
+            raise ValueError(
+                "got a tolerance or a slope for gated MLPs, whose error depends on the limit: "
+                "choose the number of heads instead"
+            )
+        return _gated(act_fn, _DEFAULT_GATED_HEADS if heads is None else heads, limit)
+    if slope is not None:
+        if heads not in (None, 1) or tolerance is not None:
+            raise ValueError(
+                f"got slope={slope!r} with heads={heads!r} and tolerance={tolerance!r}; expected "
+                "only a slope, which means one head and sets its error"
+            )
+        return _of_slope(act_fn, slope)
+    if tolerance is not None and not _LEAST_TOLERANCE <= tolerance < math.inf:
+        raise ValueError(
+            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. Exact "
+            "gates (GATES) have no error beyond rounding"
+        )
+    return _within(act_fn, heads, tolerance)
+
+
+def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
+    """Return the smallest gate for plain MLPs within a tolerance, or with a number of heads."""
+    allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
+    gates = _plain(act_fn, relu_tolerance=allowed)
+    if heads is not None:
+        gates = _with_heads(gates, heads)
+        if tolerance is None:
+            return gates[0]
+    for gate in gates:
+        if gate.bound <= allowed:
+            return gate
+    bounds = ", ".join(f"{gate.heads_per_neuron} heads: {gate.bound:.4g}" for gate in gates)
+    raise ValueError(
+        f"no bilinear gate of {act_fn} is within {allowed!r} of it ({bounds}): allow more heads or "
+        f"a larger tolerance, or use the exact gate, GATES[{act_fn!r}]"
+    )
+
+
+@cache
+def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
+    """Return a gate of one head for plain MLPs."""
+    gate = _plain(act_fn, _DEFAULT_TOLERANCE)[0]
+    if slope == "paper" and act_fn not in ("relu", *_EXACT_SLOPES):
+        slope = QUICK_GELU_SLOPE
+    least, most = 1.0, 3.2
+    if act_fn == "relu":
+        least, most = math.ulp(0.0), _RELU_CONSTANT / _LEAST_TOLERANCE
+    elif act_fn in _EXACT_SLOPES:
+        least = most = _EXACT_SLOPES[act_fn]
+    if isinstance(slope, str) or not least <= slope <= most:
+        raise ValueError(
+            f"got slope={slope!r} for {act_fn}; expected a number from {least:.4g} to {most:.4g}, "
+            "or 'paper' for a gelu"
+        )
+    if act_fn == "relu":
+        bound = _RELU_CONSTANT / slope
+    else:
+        bound = gate.bound if act_fn in _EXACT_SLOPES else _slope_bound(act_fn, slope)
+    return replace(gate, b=(float(slope),), bound=bound)
+
+
+def _slope_bound(act_fn: str, slope: float) -> float:
+    """Bound the error, even in q, of SiLU(slope · q) / slope against a gelu; slope from 1 to 3.2.
+
+    `analyses/tools/certificates.py` proves that the error exceeds its values at nodes h = 2^-10
+    apart by less than h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and is below 5e-8 for q > 20.
+    """
+    q = torch.arange(20 * 2**10 + 1, dtype=torch.float64, device="cpu") / 2**10
+    error = q * (torch.sigmoid(-slope * q) - GATES[act_fn].bias_weight(q))
+    return error.abs().max().item() + 1e-6
+
+
+def _plain(act_fn: str, relu_tolerance: float) -> Sequence[BilinearGate]:
+    """Return the gates for plain MLPs, fewest heads first."""
+    if act_fn == "relu":
+        slope = _RELU_CONSTANT / relu_tolerance
+        return [BilinearGate(act_fn, (1.0,), (slope,), (0.0,), relu_tolerance)]
+    if act_fn in _EXACT_SLOPES:
+        return [BilinearGate(act_fn, (1.0,), (_EXACT_SLOPES[act_fn],), (0.0,), 0.0)]
+    return _fitted("plain", act_fn, ("relu", *_EXACT_SLOPES))
+
+
+def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
+    gates = _with_heads(_fitted("gated", act_fn), heads)
+    if not 0.0 < limit <= _LARGEST_LIMIT:
+        raise ValueError(
+            f"got limit={limit}; expected a positive number, the largest |q| measured, up to "
+            f"{_LARGEST_LIMIT:g}"
+        )
+    if act_fn == "relu":
+        mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
+        return _scaled(gates[0], 2.0 ** (exponent - (mantissa == 0.5)))
+    covering = [gate for gate in gates if gate.limit >= limit]
+    if not covering:
+        largest = max(gate.limit for gate in gates)
+        raise ValueError(
+            f"got limit={limit:g}; {act_fn} has gates up to {largest:g}: use the exact gate, or "
+            f"pass limit={largest:g} and let `verify` measure the error of larger inputs"
+        )
+    return min(covering, key=lambda gate: gate.limit)
+
+
+def _scaled(gate: BilinearGate, factor: float) -> BilinearGate:
+    """Return the gate of factor · α(q / factor); exact for a power of two."""
+    return replace(
+        gate,
+        w=tuple(factor * w for w in gate.w),
+        b=tuple(b / factor for b in gate.b),
+        bound=factor * gate.bound,
+        limit=factor * gate.limit,
+    )
+
+
+def _with_heads(gates: Sequence[BilinearGate], heads: int) -> Sequence[BilinearGate]:
+    if matching := [gate for gate in gates if gate.heads_per_neuron == heads]:
+        return matching
+    counts = sorted({gate.heads_per_neuron for gate in gates})
+    raise ValueError(f"got heads={heads!r}; {gates[0].name} has gates of {counts} heads a neuron")
+
+
+def _fitted(
+    kind: Literal["plain", "gated"], act_fn: str, formulas: Iterable[str] = ()
+) -> Sequence[BilinearGate]:
+    spelling = _SPELLINGS.get(act_fn, act_fn)
+    if gates := [replace(gate, name=act_fn) for gate in table(kind) if gate.name == spelling]:
+        return gates
+    known = sorted({gate.name for gate in table(kind)} | set(_SPELLINGS) | set(formulas))
+    raise ValueError(
+        f"no bilinear gate of {act_fn!r} for {kind} MLPs; expected one of {', '.join(known)}"
+    )
+
+
+@cache
+def table(kind: Literal["plain", "gated"]) -> tuple[BilinearGate, ...]:
+    """Return every fitted gate for one kind of MLP, fewest heads first for each activation."""
+    file = resources.files("attn_only_lens.gates").joinpath(f"{kind}.json")
+    return gates_from_json(file.read_text("utf-8"))
+
+
+def gates_from_json(text: str) -> tuple[BilinearGate, ...]:
+    """Return the gates of a table in JSON: a list of objects with the fields of `BilinearGate`."""
+    return tuple(
+        BilinearGate(**entry | {name: tuple(entry[name]) for name in "wbc"})
+        for entry in json.loads(text)
+    )

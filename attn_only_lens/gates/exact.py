@@ -3,7 +3,7 @@
 An activation α with α(q) = q · p(q) and p(q) in [0, 1] is a head that attends to its own token
 with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value is zero,
 the token's own value is q, so the head's output is p(q) · q = α(q). (A generalized SiLU has one
-more factor, which belongs to the value: `generalized_silu.py`.)
+more factor, which belongs to the value: `gating.py`.)
 
 The scores follow the paper's choice of gauge: 0 for the token itself, and
 

@@ -31,7 +31,7 @@ from attn_only_lens.growth.hooked import (
     tensors_of,
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
-from attn_only_lens.models.two_blocks.half_layers import (
+from attn_only_lens.models.two_blocks.config import (
     block_kind,
     block_layer,
     heads_block,

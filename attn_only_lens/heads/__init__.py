@@ -1,14 +1,11 @@
 """Neuron-heads in every kind of model: their computation, names and patterns."""
 
 from attn_only_lens.heads.computation import logit_tolerance
-from attn_only_lens.heads.gating import EXACT, Gating
 from attn_only_lens.heads.host import has_neuron_heads, host_of, reasons_without_heads
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.heads.patterns import dense_pattern, neuron_gate, neuron_pattern
 
 __all__ = [
-    "EXACT",
-    "Gating",
     "HeadName",
     "dense_pattern",
     "has_neuron_heads",

@@ -16,7 +16,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
 from attn_only_lens.gates import Gate
-from attn_only_lens.heads.gating import AnyGate
+from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 

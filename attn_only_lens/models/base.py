@@ -71,6 +71,7 @@ class HookChecks(HookedTransformer):
             UnsupportedCallError: a hook point does not exist, or does not fire under the present
                 settings (for example `hook_result` without `set_use_attn_result(True)`).
         """
+        fwd_hooks, bwd_hooks = list(fwd_hooks), list(bwd_hooks)
         self._require_all([name for name, _ in [*fwd_hooks, *bwd_hooks]])
         with super().hooks(
             [(self._wanted(name), hook) for name, hook in fwd_hooks],

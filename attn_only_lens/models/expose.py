@@ -9,8 +9,8 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.devices import normal_numbers
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import GeneralizedSiLU
-from attn_only_lens.heads import EXACT, Gating, logit_tolerance
+from attn_only_lens.gates import EXACT, Gating, GeneralizedSiLU
+from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place import (

@@ -49,10 +49,10 @@ from torch import Tensor
 from attn_only_lens.engine.attached_hooks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import BilinearGate
+from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.models.two_blocks.attention import NeuronAttention
+from attn_only_lens.models.two_blocks.blocks import NeuronAttention
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
 from attn_only_lens.tl import (
     USE_INSTEAD,

@@ -15,8 +15,8 @@ from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.inputs import checked_tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import GATES
+from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
-from attn_only_lens.heads.gating import AnyGate
 from attn_only_lens.heads.host import Host
 from attn_only_lens.models.in_place import hidden
 from attn_only_lens.models.in_place.hook_points import find_hook_points

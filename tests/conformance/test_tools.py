@@ -26,79 +26,54 @@ def metric(logits):
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # TransformerLens holds results in float32
-HEAD_PATCHES = [name for name in dir(patching) if name.startswith("get_act_patch_attn_head")]
+SWEEPS = [name for name in dir(patching) if name.startswith("get_act_patch_")]
 
 
-@pytest.mark.parametrize("name", HEAD_PATCHES)
+@pytest.mark.parametrize("name", SWEEPS)
 @torch.no_grad()
-def test_patching_of_all_heads_is_refused_with_the_call_to_make(name):
+def test_sweeps_by_head_or_layer_are_refused_with_the_call_to_make(name):
     converted = convert(build("gelu"))
     _, cache = converted.run_with_cache(CLEAN)
     with pytest.raises(UnsupportedCallError, match="index_df") as caught:
         getattr(patching, name)(converted, CORRUPTED, cache, metric)
-    assert len(HEAD_PATCHES) >= 12
-    call = re.search(r"patching\.activation_patch\(.*'\)", str(caught.value)).group()
-    if "every" not in name:
-        part = name.split("_")[5]
-        assert f"part={ {'out': 'z', 'v': 'value'}.get(part, part)!r}" in call
-        assert ("positions='each'" in call) == ("all_pos" not in name)
-    names = {"model": converted, "clean_tokens": CLEAN, "corrupted_tokens": CORRUPTED}
-    names |= {"patching": attn_only_lens.patching, "patching_metric": metric}
+    call = re.search(r"patching\.activation_patch\([^)]*\)", str(caught.value)).group()
+    names = {"model": converted, "clean": CLEAN, "corrupted": CORRUPTED, "metric": metric}
+    names |= {"patching": attn_only_lens.patching}
     assert set(eval(call, names).frame["name"]) >= {"L0H0", "L2H1"}
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "parallel", "post_norm"])
 @torch.no_grad()
 def test_patching_of_the_stream_and_of_block_outputs(name):
-    """Rows are blocks: the source's results, one half of a layer after the other."""
+    """generic_activation_patch of blocks: the source's results for one half of a layer."""
     source = build(name)
     converted = convert(source)
     _, cache = converted.run_with_cache(CLEAN)
-    _, theirs = source.run_with_cache(CLEAN)
-
-    def both(function):
-        function = getattr(patching, function)
-        return (
-            function(source, CORRUPTED, theirs, metric),
-            function(converted, CORRUPTED, cache, metric),
+    _, source_cache = source.run_with_cache(CLEAN)
+    corrupted = metric(converted(CORRUPTED))
+    for point, half, source_point in (
+        ("attn_out", 0, "attn_out"),
+        ("attn_out", 1, "mlp_out"),
+        ("resid_pre", 0, "resid_pre"),
+    ):
+        setter = patching.layer_pos_patch_setter
+        frame = patching.make_df_from_ranges([3, 11], ["layer", "pos"])
+        blocks = frame.assign(layer=2 * frame["layer"] + half)
+        got = patching.generic_activation_patch(
+            converted, CORRUPTED, cache, metric, setter, point, index_df=blocks
         )
-
-    def close(got, expected):
+        expected = patching.generic_activation_patch(
+            source, CORRUPTED, source_cache, metric, setter, source_point, index_df=frame
+        )
         torch.testing.assert_close(got, expected, **CLOSE)
-
-    heads, attn_out = both("get_act_patch_attn_out")
-    mlps, mlp_out = both("get_act_patch_mlp_out")
-    pre, resid_pre = both("get_act_patch_resid_pre")
-    corrupted = metric(converted(CORRUPTED)).float().expand(3, 11)
-    close(attn_out[::2], heads)
-    close(attn_out[1::2], mlps)
-    close(mlp_out[1::2], mlps)
-    close(mlp_out[::2], corrupted)
-    close(resid_pre[::2], pre)
-    assert all((result - corrupted[0]).abs().max() > 1e-3 for result in (heads, mlps, pre))
-    _, every = both("get_act_patch_block_every")
-    close(every, torch.stack([resid_pre, attn_out, mlp_out]))
-    resid_mid = patching.get_act_patch_resid_mid(converted, CORRUPTED, cache, metric)
-    close(resid_mid[:-1], resid_pre[1:])
-    if name != "parallel":  # which has no hook_resid_mid in the source
-        close(resid_mid[::2], patching.get_act_patch_resid_mid(source, CORRUPTED, theirs, metric))
-    # The names stay refused to whoever else asks.
+        assert (got - corrupted).abs().max() > 1e-3
     for point in ("mlp_out", "resid_mid"):
         with pytest.raises(UnsupportedCallError, match="block 2l"):
             cache[point, 1]
-    frame = patching.make_df_from_ranges([6, 11], ["layer", "pos"])
-    setter = patching.layer_pos_patch_setter
-    with pytest.raises(UnsupportedCallError, match="block 2l"):
-        patching.generic_activation_patch(
-            converted, CORRUPTED, cache, metric, setter, "mlp_out", index_df=frame
-        )
-
-    def metric_that_asks(logits):
-        with pytest.raises(UnsupportedCallError, match="no single number"):
-            converted.cfg.n_heads  # noqa: B018
-        return metric(logits)
-
-    close(patching.get_act_patch_attn_out(converted, CORRUPTED, cache, metric_that_asks), attn_out)
+        with pytest.raises(UnsupportedCallError, match="block 2l"):
+            patching.generic_activation_patch(
+                converted, CORRUPTED, cache, metric, setter, point, index_df=blocks
+            )
 
 
 def test_a_block_without_an_mlp_says_what_to_use():

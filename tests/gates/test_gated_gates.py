@@ -12,7 +12,7 @@ from analyses.tools import fit_gated_gates as script
 from analyses.tools.certificates import certified_bound
 from analyses.tools.sigmoid_minimax import Problem, minimax
 from attn_only_lens.gates import bilinear_gate
-from attn_only_lens.gates.tables import table
+from attn_only_lens.gates.bilinear import table
 
 EPS32 = 2.0**-23
 TABLE = table("gated")

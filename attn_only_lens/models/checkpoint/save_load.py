@@ -19,7 +19,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.heads import Gating, has_neuron_heads, host_of
+from attn_only_lens.gates import Gating
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
 from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
 from attn_only_lens.models.source_folder import (

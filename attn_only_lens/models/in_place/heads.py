@@ -30,9 +30,9 @@ from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.gates import Gate
+from attn_only_lens.gates.gating import AnyGate, Gating
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
-from attn_only_lens.heads.gating import AnyGate, Gating
 from attn_only_lens.heads.host import POINTS, PassState
 from attn_only_lens.tl import GatedMLP
 

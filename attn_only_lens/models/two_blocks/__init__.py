@@ -3,8 +3,7 @@
 from attn_only_lens.models.two_blocks.build import convert_as, rebuild
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache
 from attn_only_lens.models.two_blocks.config import LayerSizes
-from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
-from attn_only_lens.models.two_blocks.stacks import HeadStack
+from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer, HeadStack
 
 __all__ = [
     "AttentionOnlyCache",

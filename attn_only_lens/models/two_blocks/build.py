@@ -1,13 +1,8 @@
 """Build converted models: around the parameters of a source, or from a configuration and tensors.
 
-Without a source, a skeleton is built on the meta device, so that nothing is computed and no random
-number is drawn; then it gets its tensors. Tensors that do not fit are refused.
-
-The configuration of TransformerLens has one size for all layers, but its forward pass does not need
-that: each block asks its own `cfg`. For a layer of another size, the skeleton gets a block built
-from a configuration with that size, and parameters for values of another width. Its modules then
-get the configuration of the model, and conversion gives its attention a view of that
-(`BlockConfig`).
+Without a source, a skeleton is built on the meta device: nothing is computed and no random number
+is drawn. Each block asks its own `cfg` for sizes, so a layer of another size gets a block built
+from a configuration of that size.
 """
 
 import copy
@@ -20,16 +15,17 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import TypedModuleList
 
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads.gating import Gating
+from attn_only_lens.gates.gating import Gating
 from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
 from attn_only_lens.models.two_blocks.config import (
     BlockConfig,
     LayerSizes,
     attention_only_config,
+    heads_block,
+    neurons_block,
     sizes_of,
 )
-from attn_only_lens.models.two_blocks.half_layers import heads_block, neurons_block
 from attn_only_lens.models.two_blocks.model import AttentionOnlyTransformer
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, TransformerBlock, quiet
 
@@ -41,10 +37,7 @@ def convert_as(
     copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model that `reasons_against` allows; pass `sizes` if they differ from its `cfg`.
-
-    Raises ValueError if the gates do not fit.
-    """
+    """Convert a model that `reasons_against` allows; pass `sizes` if they differ from its `cfg`."""
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)
@@ -65,11 +58,7 @@ def convert_as(
 
 
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
-    """Copy the model's `__dict__` deeply, but share its tensors and tokenizer.
-
-    The memo of `deepcopy` is filled beforehand, so that tied parameters stay tied, unknown
-    attributes are kept, and TransformerLens does not load the tokenizer again.
-    """
+    """Copy the model's `__dict__` deeply, but share its tensors (also tied ones) and tokenizer."""
     memo: dict[int, Any] = {id(model.cfg): cfg}
     for tensor in [*model.parameters(), *model.buffers()]:
         alias = tensor.detach().clone() if copy_weights else tensor.detach()
@@ -92,15 +81,11 @@ _POSITIONS = ("standard", "rotary", "shortformer", "alibi")
 
 
 def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
-    """Build a stock model without weights, from all fields of its configuration.
-
-    Raises ValueError for positions that TransformerLens would refuse when the model runs.
-    """
+    """Build a stock model without weights, from all fields of its configuration."""
     positions = fields.get("positional_embedding_type", _POSITIONS[0])
     if positions not in _POSITIONS:
         raise ValueError(f"got positional_embedding_type={positions!r}; expected {_POSITIONS}")
-    # Building must not change the random state (a seed would), ask a hub for a tokenizer, or look
-    # for a device; these fields are restored afterwards.
+    # Building must not set a seed, load a tokenizer or look for a device; `update` restores these.
     neutral = {"seed": None, "tokenizer_name": None, "init_weights": False, "device": "cpu"}
     cfg = HookedTransformerConfig(**{**fields, **neutral})
     with quiet(), torch.device("meta"):
@@ -115,10 +100,7 @@ _VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # the axis of d_value
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """Build a converted model without weights, from a `stock_skeleton`, which it changes.
-
-    The `cfg` of the skeleton has the sizes of layer 0.
-    """
+    """Build a converted model without weights, from a `stock_skeleton`, which it changes."""
     for layer, layer_sizes in enumerate(sizes):
         if layer_sizes == sizes_of(source.cfg):
             continue
@@ -158,10 +140,14 @@ def rebuild(
 ) -> AttentionOnlyTransformer:
     """Build a model of the same kind with other weights, in layers of other sizes or number.
 
-    `tensors` holds every parameter and buffer of the new model by name, which the model takes over;
-    `tied` maps each further name of a tied parameter to its first name; `changes` are other fields
-    of the source's configuration that differ, such as `d_model`. Everything else is taken from
-    `model`, which is not changed.
+    Args:
+        model: gives everything that the other arguments do not; it is not changed.
+        tensors: every parameter and buffer of the new model by name, which the model takes over.
+        sizes: the sizes of each source layer.
+        frozen: parameters that need no gradient.
+        tied: for each further name of a tied parameter, its first name.
+        gating: other gates.
+        changes: other fields of the source's configuration, such as `d_model`.
 
     Raises:
         UnsupportedModelError: tensors are missing, not known, or have another shape.
@@ -195,10 +181,7 @@ def skeleton_misfits(
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return which tensors are missing, not known, or have another shape than expected.
-
-    The first axis of `growing` tensors may have any length.
-    """
+    """Return which tensors do not fit; the first axis of `growing` tensors may have any length."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
     for name in filter(tensors.__contains__, expected):

@@ -1,16 +1,13 @@
-"""The activation cache of a converted model, with the correct name for every component.
+"""The activation cache of a converted model.
 
-`layer` means a block, as in the rest of TransformerLens' API on a converted model. Labels name
-source layers: the output of block 2l + 1 is `5_mlp_out` for l = 5, and its neuron-heads are
-`L5N0 …`.
-
-TransformerLens' own methods stack the outputs of whole blocks. Its stacks of heads and neurons
-cannot be used: they assume one number of heads and neurons for all layers, end at whole layers, and
-leave out the norms after blocks (OLMo 2; Gemma 2 and 3), without which the components do not sum to
-the stream.
+A `layer` is a block, as in the rest of TransformerLens' API; labels name source layers (`5_mlp_out`
+for block 11, `L5N0`). TransformerLens' own stacks of heads and neurons cannot be used: they assume
+one number of heads for all layers, end at whole layers, and leave out the norms after blocks (OLMo
+2; Gemma 2 and 3), without which the components do not sum to the stream.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +19,15 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
-from attn_only_lens.models.two_blocks.half_layers import (
-    HALF_LAYER_POINTS,
+from attn_only_lens.models.two_blocks.config import (
+    AttentionOnlyConfig,
     block_kind,
     block_layer,
     neurons_block,
-    sweep_of_caller,
-    written_at,
 )
-from attn_only_lens.models.two_blocks.stacks import HeadRows
 
 _MLP_POINTS = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
+_RESHAPES = ("reshape", "reshape_as", "unflatten", "view", "view_as")
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
@@ -43,6 +37,69 @@ def refuse_mlp_input(mlp_input: bool) -> None:
             "mlp_input on a converted model: a block has one input. The input of the neurons of "
             "source layer l is that of block 2l + 1: pass layer=2 * l + 1 and no mlp_input"
         )
+
+
+class HeadRows(Tensor):
+    """A tensor with a row for each head of a converted model, in the order of the source.
+
+    Notebooks for stock models split these rows by `cfg.n_layers`. A converted model counts two
+    blocks for each layer, so each result would silently hold half the heads of a layer. This class
+    raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`. The result of an
+    operation is again a `HeadRows` if its first axis is equally long, else a plain tensor.
+
+    Example:
+        >>> from attn_only_lens import convert, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
+        >>> stack, labels = cache.stack_head_results(pos_slice=-1, return_labels=True)
+        >>> labels
+        ['L0H0', 'L0H1', 'L0H2', 'L0H3']
+        >>> stack.unflatten(0, (model.cfg.n_layers // 2, -1)).shape  # source layer, head, ...
+        torch.Size([1, 4, 5, 128])
+    """
+
+    n_blocks: int
+
+    @classmethod
+    def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
+        """Return a view of a stack of the heads of a model with this number of blocks."""
+        rows = stack.as_subclass(cls)
+        rows.n_blocks = n_blocks
+        return rows
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Save as a plain tensor, which torch.load accepts."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HeadRows":
+        return self.of(copy.deepcopy(self.as_subclass(Tensor), memo), self.n_blocks)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation of torch on the plain tensor; raise if it splits the rows by blocks."""
+        values = (*args, *(kwargs or {}).values())
+        rows = next((value for value in values if isinstance(value, HeadRows)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            kept = isinstance(result, Tensor) and result.ndim and rows is not None and rows.ndim
+            # An operation in place returns the tensor itself, which stays a leaf.
+            if rows is None or not kept or result is rows or func is Tensor.as_subclass:
+                return result
+            split = rows.n_blocks, len(rows) // rows.n_blocks, *rows.shape[1:]
+            if func.__name__ in _RESHAPES and result.shape == split:
+                raise UnsupportedCallError(
+                    f"a stack of {len(rows)} heads, split into cfg.n_layers = {rows.n_blocks} "
+                    "rows: a converted model has two blocks for each source layer, so a row would "
+                    f"hold half the heads of a layer. Split it into its {rows.n_blocks // 2} "
+                    "layers: layer=model.cfg.n_layers // 2"
+                )
+            return cls.of(result, rows.n_blocks) if len(result) == len(rows) else result
 
 
 class AttentionOnlyCache(ActivationCache):
@@ -69,16 +126,12 @@ class AttentionOnlyCache(ActivationCache):
             self.has_pos_embed = False  # they are added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
-        """As in TransformerLens, `cache["pattern", 11]`; the names of an MLP raise an error."""
+        """As in TransformerLens, `cache["pattern", 11]`; raise an error for points of an MLP."""
         if key not in self.cache_dict:
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
                 path = (path[0], self.model.cfg.n_layers + path[1], *path[2:])
             key = get_act_name(*path)
-            if key.endswith(HALF_LAYER_POINTS) and sweep_of_caller() is not None:
-                written = written_at(key)
-                # The sweep patches nothing in a block of attention heads, so any value will do.
-                return self[written] if written else torch.zeros((), device="cpu")
             if any(name in key for name in _MLP_POINTS):
                 raise UnsupportedCallError(
                     f"{key} on a converted model: the MLP of source layer l is block 2l + 1. Use "
@@ -99,10 +152,9 @@ class AttentionOnlyCache(ActivationCache):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """Return the residual stream before each source layer, up to block `layer`.
+        """Return the residual stream before each source layer, up to the input of block `layer`.
 
-        With `incl_mid`, also before the neurons of each layer (`3_mid`). The last entry is the
-        input of block `layer`. Values and labels are those of the source model.
+        With `incl_mid`, also before the neurons of each layer (`3_mid`).
         """
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
@@ -155,22 +207,17 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of the attention heads before block `layer`, as the source model does.
 
-        Rows and labels are those of the source: `L0H0`, `L0H1`, … Split them by source layers,
-        half as many as `cfg.n_layers`:
-
-            layer=model.cfg.n_layers // 2    in einops.rearrange(stack, "(layer head) ... -> ...")
-
-        The result, a `HeadRows`, raises an error for a split by `cfg.n_layers` itself.
+        Rows and labels are those of the source: `L0H0`, `L0H1`, … Split the rows by source layers:
+        `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
             layer: a block; -1 for all blocks.
-            return_labels: whether to return the name of the head of each row, too.
+            return_labels: whether to return the names of the heads, too.
             incl_remainder: whether to add a row with the rest of the stream.
             pos_slice: positions; all by default.
             apply_ln: whether to apply the norm at the input of block `layer`.
-            neurons: whether to add neuron-heads, block by block: L0H0 …, L0N0 …, L1H0 … Each neuron
-                block then takes d_mlp vectors of d_model a token; `stack_neuron_results` with
-                `project_output_onto` needs far less memory.
+            neurons: whether to add neuron-heads, block by block. This takes d_mlp vectors of
+                d_model a token; `stack_neuron_results` with `project_output_onto` takes far less.
         """
         stack = _Stack(self, layer, pos_slice, apply_ln)
         for block in range(stack.end):
@@ -236,10 +283,7 @@ class AttentionOnlyCache(ActivationCache):
         return_labels: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Return attention heads, neuron-heads (or neuron blocks), embeddings and summed biases.
-
-        Order, values and labels are those of the source model's own decomposition.
-        """
+        """Return attention heads, neurons (or neuron blocks), embeddings and summed biases."""
         refuse_mlp_input(mlp_input)
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(0, stack.end, 2):
@@ -331,11 +375,10 @@ class AttentionOnlyCache(ActivationCache):
 
 
 class _OutputNorm:
-    """The norm between the heads of one block and the stream, with the scales of one forward pass.
+    """The norm between the heads of one block and the stream, at the scales of one forward pass.
 
-    With such a norm (OLMo 2; Gemma 2 and 3), head results do not add up to the block's output. At a
-    fixed scale the norm is a linear map, the same for every head of the block; applied to each
-    head's result, it makes them add up again.
+    At a fixed scale it is a linear map. Applied to the result of each head, it makes the results
+    add up to the output of the block (OLMo 2; Gemma 2 and 3).
     """
 
     def __init__(self, cache: AttentionOnlyCache, block: int, positions: Slice) -> None:
@@ -374,10 +417,10 @@ class _OutputNorm:
 
 
 class _Stack:
-    """Components of the stream before a block, at some positions, perhaps normed and projected.
+    """Components of the stream before a block at some positions, normed and projected on request.
 
-    With both a norm and a projection P, nothing of size d_model is normed: at a fixed scale s,
-    LN(x) @ P = x @ (P - mean of P over d_model) / s, since centring is its own transpose.
+    At a fixed scale s, LN(x) @ P = x @ (P - mean of P over d_model) / s for a projection P, since
+    centring is its own transpose. So no component of size d_model is normed.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """The configuration of a converted model, each block's live view of it, and the sizes of layers.
 
-`convert` makes models in which all source layers are alike. But the output of a block is a sum over
-its heads, so the layers of a converted model may differ in their heads and neurons (`rebuild`), and
-queries and keys may have another width than values, as in the growth paper. Only d_model is the
-same everywhere.
+Source layer l is block 2l, its attention heads, and block 2l + 1, its neurons. A block writes a sum
+over its heads, so layers may differ in their heads and neurons (`rebuild`), and queries and keys
+may have another width than values. Only d_model is the same everywhere.
 """
 
 import copy
@@ -13,13 +12,29 @@ from pprint import pformat
 from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads.gating import Gating
-from attn_only_lens.models.two_blocks.half_layers import (
-    block_kind,
-    block_layer,
-    sweep_of_caller,
-)
+from attn_only_lens.gates.gating import Gating
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tl import HookedTransformerConfig
+
+
+def heads_block(layer: int) -> int:
+    """Return the block of the attention heads of a source layer."""
+    return 2 * layer
+
+
+def neurons_block(layer: int) -> int:
+    """Return the block of the neuron-heads of a source layer."""
+    return 2 * layer + 1
+
+
+def block_layer(block: int) -> int:
+    """Return the source layer of a block."""
+    return block // 2
+
+
+def block_kind(block: int) -> HeadKind:
+    """Return the kind of heads in a block."""
+    return "neuron" if block % 2 else "attention"
 
 
 @dataclass(frozen=True)
@@ -74,12 +89,7 @@ def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
 
 
 def by_layer(values: Sequence[Any]) -> str:
-    """Return a text that says which source layers have which value.
-
-    Example:
-        >>> by_layer([37, 41, 37])
-        '37 in layers 0, 2 and 41 in layer 1'
-    """
+    """Say which source layers have which value: "37 in layers 0, 2 and 41 in layer 1"."""
     layers: dict[Any, list[str]] = {}
     for layer, value in enumerate(values):
         layers.setdefault(value, []).append(str(layer))
@@ -97,10 +107,9 @@ _READ_ONLY = (
 class AttentionOnlyConfig(HookedTransformerConfig):
     """A `HookedTransformerConfig` with two blocks for each source layer.
 
-    `n_layers` counts blocks. `n_heads` raises an error: blocks of two kinds have no common number,
-    and code that loops over `n_layers` × `n_heads` would silently skip most neuron-heads. Use
-    `model.blocks[i].cfg.n_heads`, or `model.cfg.layer_sizes`. The error also keeps TransformerLens
-    from building a different model from this configuration.
+    `n_layers` counts blocks. `n_heads` raises an error: code that loops over `n_layers` × `n_heads`
+    would silently skip most neuron-heads. Use `model.blocks[i].cfg.n_heads`, or
+    `model.cfg.layer_sizes`.
 
     If source layers differ in size, `d_mlp` raises an error too, and `n_key_value_heads`, `d_head`
     (of queries and keys) and `attn_scale` are those of layer 0: TransformerLens allocates key-value
@@ -122,10 +131,10 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return "AttentionOnlyConfig:\n" + pformat(vars(self))
 
     def to_dict(self) -> NoReturn:
-        """Raises: a `HookedTransformerConfig` with these fields would describe another model."""
+        """Raise an error: a `HookedTransformerConfig` of these fields describes another model."""
         raise UnsupportedCallError(
-            "to_dict of the configuration of a converted model: its blocks are of two kinds, for "
-            "which HookedTransformerConfig has no fields. Use model.source_cfg.to_dict(), or "
+            "to_dict of the configuration of a converted model: HookedTransformerConfig has no "
+            "fields for blocks of two kinds. Use model.source_cfg.to_dict(), or "
             "model.cfg.layer_cfg(l).to_dict() if layers differ, for the source; and "
             "attn_only_lens.save(model, folder) to keep the model"
         )
@@ -140,10 +149,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def n_heads(self) -> int:  # type: ignore[override]
-        """Raise an error; return 0 to TransformerLens' patching of whole blocks."""
-        if (sweep := sweep_of_caller()) is not None:
-            sweep.require_no_heads()
-            return 0
+        """Raise an error: blocks of two kinds have no common number of heads."""
         m = self.gating.heads_per_neuron
         counts = by_layer([f"{sizes.n_heads} and {sizes.d_mlp * m}" for sizes in self.layer_sizes])
         raise UnsupportedCallError(
@@ -151,12 +157,12 @@ class AttentionOnlyConfig(HookedTransformerConfig):
             f"attention heads and neuron-heads ({counts}), so there is no single number. Use "
             "model.blocks[i].cfg.n_heads for a block, "
             "model.cfg.layer_sizes[l].n_heads for the attention heads of a source layer, and "
-            "model.all_head_labels(neurons=True) for every head. To patch heads, "
-            "from attn_only_lens import patching, and call patching.activation_patch(model, clean, "
-            "corrupted, metric), or for paths between heads patching.path_patch(model, clean, "
-            'corrupted, metric, senders="L0H1", receivers=patching.heads(), part="q"); or give '
-            "generic_activation_patch an explicit index_df. To build a model, use "
-            "attn_only_lens.convert or attn_only_lens.load"
+            "model.all_head_labels(neurons=True) for every head. Instead of TransformerLens' "
+            "get_act_patch_*, from attn_only_lens import patching and call "
+            "patching.activation_patch(model, clean, corrupted, metric), or for paths between "
+            'heads patching.path_patch(model, clean, corrupted, metric, senders="L0H1", '
+            'receivers=patching.heads(), part="q"); or give generic_activation_patch an explicit '
+            "index_df. To build a model, use attn_only_lens.convert or attn_only_lens.load"
         )
 
     @property
@@ -177,12 +183,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return a stock configuration of the source model, at the present dtype and device.
-
-        Raises:
-            UnsupportedCallError: no stock model has such sizes: source layers differ, or values
-                have another width than queries and keys.
-        """
+        """Return a stock configuration of the source; raise if no stock model has these sizes."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
                 "source_cfg of a converted model whose layers differ, or whose values have another "
@@ -212,16 +213,14 @@ def attention_only_config(
 ) -> AttentionOnlyConfig:
     """Make the configuration of a converted model; pass `sizes` if they differ from `source`."""
     sizes = (sizes_of(source),) * source.n_layers if sizes is None else tuple(sizes)
-    # TransformerLens allocates its key-value cache by n_key_value_heads if that is set. It is
-    # always correct here, because neuron-heads cache nothing.
     first = sizes[0]
-    kv_heads = first.n_heads if first.n_key_value_heads is None else first.n_key_value_heads
     cfg = object.__new__(AttentionOnlyConfig)
     cfg.__dict__.update(source.__dict__ | first.stock_fields)
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
-        n_key_value_heads=kv_heads,
+        # Key-value caches are allocated by this number, or by n_heads, which raises.
+        n_key_value_heads=first.n_key_value_heads or first.n_heads,
         gating=gating,
         layer_sizes=sizes,
     )
@@ -230,10 +229,10 @@ def attention_only_config(
 
 
 class BlockConfig:
-    """A block's view of the model's configuration, with fixed overrides; all else is live.
+    """A block's live view of the model's configuration, with fixed overrides.
 
-    Live, because `model.set_use_attn_result(True)` and similar calls change the configuration after
-    the blocks are built; a block with a copy would silently ignore them.
+    Calls such as `model.set_use_attn_result(True)` change the configuration after the blocks are
+    built; a block with a copy would silently ignore them.
     """
 
     _root: AttentionOnlyConfig
@@ -244,7 +243,7 @@ class BlockConfig:
         self.__dict__["_overrides"] = _overrides(root, block)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy in the making asks for private attributes before __dict__ is filled.
+        # copy.copy asks for private attributes before __dict__ is filled.
         if name.startswith("_"):
             raise AttributeError(name)
         overrides = self._overrides
@@ -263,12 +262,11 @@ class BlockConfig:
 def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     layer = block_layer(block)
     sizes = root.layer_sizes[layer]
-    # True if neurons read the same stream as the heads of their layer: GPT-J, GPT-NeoX.
+    # In a parallel model (GPT-J, GPT-NeoX), neurons read the same stream as the heads.
     common = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron
         heads = {"n_heads": n_heads, "d_head": 1, "d_value": 1, "n_key_value_heads": None}
         return {**common, **heads, "d_mlp": sizes.d_mlp}
-    # In a stock block with a parallel MLP, the output of the MLP is added to resid_pre + attn_out,
-    # and its input is read after the hooks of resid_pre. See AttentionBlock.
+    # `AttentionBlock` says why its block claims to have a parallel MLP.
     return {**common, **asdict(sizes), "use_hook_mlp_in": False, "parallel_attn_mlp": True}

@@ -28,10 +28,9 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """Return why this model cannot be converted exactly. Changes nothing.
+    """Return why this model cannot be converted exactly; `hook_reasons` checks hooks.
 
     Without `needs_mlp`, models without MLPs are allowed. With `silu`, require this activation.
-    Hooks are not checked here: see `hook_reasons`.
     """
     if not isinstance(model, HookedTransformer):
         return [
@@ -76,7 +75,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return why the computation of a model's modules is unknown, whatever their classes."""
+    """Return why the computation of a model is unknown, apart from the classes of its modules."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
@@ -115,14 +114,13 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
     shapes = {"W_in": into, "b_in": out[:1], "W_out": out, "b_out": into[:1]}
     if cfg.gated_mlp:
         shapes["W_gate"] = into
-    wrong = []
     for name, shape in shapes.items():
         weight = getattr(mlp, name)
         if tuple(weight.shape) != shape:
-            wrong.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
+            reasons.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
         elif not weight.is_floating_point():
-            wrong.append(f"its {name} is {weight.dtype}; expected floating point")
-    return reasons + wrong
+            reasons.append(f"its {name} is {weight.dtype}; expected floating point")
+    return reasons
 
 
 def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:

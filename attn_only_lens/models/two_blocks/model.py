@@ -1,5 +1,6 @@
 """A converted model, a `HookedTransformer` in which every head has a name; and its host."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,19 +18,24 @@ from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.base import HookedTransformerHost
 from attn_only_lens.models.norms import LayerNorms, hooked_norms
 from attn_only_lens.models.shared_weights import parted_reasons
-from attn_only_lens.models.two_blocks.attention import BilinearAttention, NeuronAttention
-from attn_only_lens.models.two_blocks.blocks import AttentionBlock, NeuronBlock
+from attn_only_lens.models.two_blocks.blocks import (
+    AttentionBlock,
+    BilinearAttention,
+    NeuronAttention,
+    NeuronBlock,
+    QKAndOV,
+)
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache, refuse_mlp_input
-from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
-from attn_only_lens.models.two_blocks.half_layers import (
+from attn_only_lens.models.two_blocks.config import (
+    AttentionOnlyConfig,
     block_kind,
     block_layer,
+    by_layer,
     heads_block,
     neurons_block,
 )
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 from attn_only_lens.models.two_blocks.refusals import ConvertedHookChecks, Refusals
-from attn_only_lens.models.two_blocks.stacks import HeadStack, StackedWeight
 from attn_only_lens.tl import (
     Attention,
     GroupedQueryAttention,
@@ -38,6 +44,85 @@ from attn_only_lens.tl import (
 )
 
 _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAttention))
+
+
+class StackedWeight:
+    """A weight of the heads of all source layers in one tensor; None if they have no such weight.
+
+    Raises UnsupportedCallError if source layers differ in size.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
+        stack = owner if isinstance(owner, HeadStack) else owner.neuron_heads
+        weights = [getattr(attn, self.name) for attn in stack.attns]
+        if weights[0] is None:
+            return None
+        shapes = [tuple(weight.shape) for weight in weights]
+        if len(set(shapes)) > 1:
+            block = "2 * l" if stack.kind == "attention" else "2 * l + 1"
+            raise UnsupportedCallError(
+                f"{self.name} of all layers of a converted model whose layers differ in size: "
+                f"{by_layer(shapes)}, so one tensor cannot hold them. Use "
+                f"model.blocks[{block}].attn.{self.name} for source layer l"
+            )
+        return torch.stack(weights)
+
+
+@dataclass(frozen=True)
+class HeadStack(QKAndOV):
+    """The weights of all attention heads, or of all neuron-heads, of a converted model.
+
+    They replace `model.W_Q` and similar stacks, which cannot hold heads of two kinds. The first
+    axis is the source layer; grouped keys and values are repeated for each query head, as in
+    TransformerLens. The width d_value is d_head, unless growth widened one of the two. If source
+    layers differ in size, asking for a stack raises UnsupportedCallError.
+
+    Attributes:
+        kind: "attention" or "neuron".
+        attns: the attention module of each source layer.
+
+    Example:
+        >>> from attn_only_lens import convert, pretrained
+        >>> converted = convert(pretrained.modular_addition())
+        >>> converted.attention_heads.W_Q.shape
+        torch.Size([1, 4, 128, 32])
+        >>> converted.neuron_heads.W_O.shape
+        torch.Size([1, 512, 1, 128])
+        >>> converted.neuron_heads.labels[-1]
+        'L0N511'
+    """
+
+    kind: HeadKind
+    attns: tuple[Any, ...]
+
+    W_Q = StackedWeight()
+    """Query weights [layer, head_index, d_model, d_head]."""
+    W_K = StackedWeight()
+    """Key weights [layer, head_index, d_model, d_head]; zero for neuron-heads."""
+    W_V = StackedWeight()
+    """Value weights [layer, head_index, d_model, d_value]; raises for gated neuron-heads."""
+    W_O = StackedWeight()
+    """Output weights [layer, head_index, d_value, d_model]."""
+    b_Q = StackedWeight()
+    """Query biases [layer, head_index, d_head]."""
+    b_K = StackedWeight()
+    """Key biases [layer, head_index, d_head]; zero for neuron-heads."""
+    b_V = StackedWeight()
+    """Value biases [layer, head_index, d_value]; raises for gated neuron-heads."""
+
+    @property
+    def labels(self) -> list[str]:
+        """The name of every head, layer by layer."""
+        labels: list[str] = []
+        for layer, attn in enumerate(self.attns):
+            heads_per_neuron = getattr(attn, "heads_per_neuron", 1)
+            labels += head_labels(layer, self.kind, attn.cfg.n_heads, heads_per_neuron)
+        return labels
 
 
 class TwoBlocksHost(HookedTransformerHost):
@@ -127,12 +212,9 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     """A `HookedTransformer` of attention only, as `convert` returns it.
 
     Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of
-    width 1. A layer argument of TransformerLens means a block here; names of heads refer to source
+    width 1. A layer argument of TransformerLens means a block; names of heads refer to source
     layers (`L5H3`, `L5N1234`). A call that has no correct answer raises `UnsupportedCallError` and
-    names the call to use.
-
-    After growth, source layers may differ in their numbers of heads and neurons, and in the widths
-    of queries and keys (d_head) and of values (d_value): `cfg.layer_sizes`.
+    names the call to use. After growth, layers may differ in size: see `cfg.layer_sizes`.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -169,8 +251,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         """A stock configuration of the source model, at the present dtype and device.
 
         Raises:
-            UnsupportedCallError: no stock model has such sizes: source layers differ, or values
-                have another width than queries and keys.
+            UnsupportedCallError: layers differ, or values are wider or narrower than queries.
         """
         return self.cfg.source_cfg()
 
@@ -195,10 +276,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return head_labels(block_layer(block), block_kind(block), n_heads, shared)
 
     def all_head_labels(self, neurons: bool = False) -> list[str]:
-        """Return the name of every attention head, as in the source: L0H0, L0H1, …, L1H0, …
-
-        With `neurons`, name neuron-heads too, block by block: L0H0 …, L0N0 …, L1H0 …
-        """
+        """Return the names of all attention heads, and with `neurons` of neuron-heads, by block."""
         blocks = range(0, len(self.blocks), 1 if neurons else 2)
         return [label for block in blocks for label in self.head_labels(block)]
 
@@ -236,13 +314,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     ) -> Float[Tensor, "d_model"]:
         """Return the sum of the output biases of the blocks before block `layer`.
 
-        Args:
-            layer: a block, in [0, 2L]; the input of source layer l's neurons is block 2l + 1.
-            mlp_input: must be False, because a block has one input.
-            include_mlp_biases: whether to include neuron blocks.
-
-        Raises:
-            UnsupportedCallError: `mlp_input` is set, or `layer` is out of range.
+        `mlp_input` must be False; `include_mlp_biases` tells whether to include neuron blocks.
         """
         refuse_mlp_input(mlp_input)
         if not 0 <= layer <= self.cfg.n_layers:
@@ -277,8 +349,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         """As `HookedTransformer.run_with_cache`, with an `AttentionOnlyCache`.
 
         Raises:
-            UnsupportedCallError: `names_filter` names a hook point that does not exist or does not
-                fire under the present settings; TransformerLens would silently leave it out.
+            UnsupportedCallError: `names_filter` names a hook point that does not fire.
         """
         # Skip the stock method, which would wrap the result in the stock cache.
         out, cache = super(HookedTransformer, self).run_with_cache(

@@ -1,6 +1,6 @@
 """Calls that have no correct answer on a converted model, and what to use instead.
 
-Hooks that could never fire are refused, too; TransformerLens would ignore them silently.
+Hooks that could never fire are refused too; TransformerLens would ignore them silently.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.base import HookChecks
-from attn_only_lens.models.two_blocks.half_layers import sweep_of_caller, written_at
 
 NO_MLP = (
     "no block of a converted model has an MLP, and its hook_mlp_out is zero. The output of the MLP "
@@ -106,18 +105,10 @@ _refuse_all()
 class ConvertedHookChecks(HookChecks):
     """Add hooks to a converted model, and refuse those that could never fire.
 
-    No block has an MLP, and each `hook_mlp_out` is zero. A function of names that selects it must
-    also select the block's output, `hook_attn_out` or `attn.hook_z`, and is called only for that. A
-    name may be hooked together with `attn.hook_z` of every block, as TransformerLens'
-    `attribution_patch` does to get the outputs of all heads and MLPs.
+    Each `hook_mlp_out` is zero. A function of names that selects it must also select the block's
+    output, `hook_attn_out` or `attn.hook_z`, and is called only for that. Its name may be hooked
+    only together with `attn.hook_z` of every block, as `attribution_patch` does.
     """
-
-    def run_with_hooks(self, *model_args: Any, fwd_hooks: Any = (), **kwargs: Any) -> Any:
-        """As in TransformerLens; for `get_act_patch_*`, translate names of hook points first."""
-        if sweep_of_caller() is not None:
-            points = [(written_at(name), hook) for name, hook in fwd_hooks]
-            fwd_hooks = [(name, hook) for name, hook in points if name is not None]
-        return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), **kwargs)
 
     def _require_all(self, wanted: list[Any]) -> None:
         """Refuse hooks that never fire or would see an absent MLP, among hooks added together."""

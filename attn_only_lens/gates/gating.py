@@ -1,0 +1,164 @@
+"""The choice of gates for the neurons of a model, and generalized SiLU functions.
+
+α(q) = a_1 SiLU(a_2 q) is q times the weight σ(a_2 q) times the number a_1 a_2: the score of the
+bias token is -a_2 q, linear in q, and the token's value is a_1 a_2 q. So Theorem 3 holds exactly.
+The paper's W_Q = W_V = a_2 V_1 and W_O = a_1 V_2 split the same product into other factors.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.arguments import as_plain
+from attn_only_lens.errors import InputError
+from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
+from attn_only_lens.gates.exact import GATES, Gate, linear_gate
+
+AnyGate = Gate | BilinearGate
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # within float32, in which weights are computed
+_SIZE = "from 2^-126 to 2^127 in size"
+
+
+@dataclass(frozen=True)
+class GeneralizedSiLU:
+    """The activation a_1 SiLU(a_2 x) of a model: `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
+
+    The coefficients are compared with the activations that the model computes. Each neuron is then
+    exactly one head, with the attention σ(a_2 q) to its own token, the value a_1 a_2 q (times u in
+    a gated MLP), and the output W_out[i]. SiLU has a_1 = a_2 = 1; Swish with β has a_1 = 1/β and
+    a_2 = β; quick_gelu, which the package also knows by name, has 1/1.702 and 1.702.
+
+    For a model with a gelu or relu, a generalized SiLU is an approximation: `Bilinear(slope=…)`.
+
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2 and
+    Theorem 3.
+
+    Attributes:
+        a_1: the factor outside, not 0.
+        a_2: the factor inside, not 0; may be negative.
+
+    Raises:
+        InputError: a coefficient, or their product, is not a number from 2^-126 to 2^127 in size.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import GeneralizedSiLU, convert, pretrained
+        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
+        >>> swish = GeneralizedSiLU(a_1=0.5, a_2=2.0)
+        >>> for block in model.blocks:
+        ...     block.mlp.act_fn = swish
+        >>> attn_only = convert(model, gate=swish)
+        >>> torch.equal(attn_only(tokens), model(tokens))
+        True
+    """
+
+    a_1: float
+    a_2: float
+
+    def __post_init__(self) -> None:
+        reasons = []
+        for name in ("a_1", "a_2"):
+            value = as_plain(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if not _is_coefficient(value):
+                reasons.append(f"got {name}={value!r}; expected a number other than 0, {_SIZE}")
+        if not reasons and not _is_coefficient(self.a_1 * self.a_2):
+            product = f"a_1 · a_2 = {self.a_1 * self.a_2!r}"
+            reasons = [f"got {product}; expected a number other than 0, {_SIZE}"]
+        InputError.raise_if(reasons, "there is no such generalized SiLU")
+
+    def __call__(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Return a_1 SiLU(a_2 x)."""
+        return self.a_1 * F.silu(self.a_2 * x)
+
+    @property
+    def gate(self) -> Gate:
+        """The exact gate: one object for each pair of coefficients."""
+        return _silu_gate(float(self.a_1), float(self.a_2))
+
+
+def _is_coefficient(value: object) -> bool:
+    return type(value) in (int, float) and _SMALLEST <= abs(value) <= _LARGEST  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _silu_gate(a_1: float, a_2: float) -> Gate:
+    return linear_gate(f"{a_1:g} SiLU({a_2:g} x)", a_2, a_1 * a_2)
+
+
+@dataclass(frozen=True)
+class Gating:
+    """The choice of gates that turns the neurons of a model into heads.
+
+    Attributes:
+        kind: "exact", one head a neuron with the activation's own pattern; or "bilinear", softmax
+            over bilinear scores only.
+        heads_per_neuron: heads that share a neuron; 1 for exact gates.
+        slope: for plain MLPs with one bilinear head, its slope if the user can choose it.
+        ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
+            each source layer.
+        silu: for exact gates, the activation if it is a generalized SiLU.
+    """
+
+    kind: Literal["exact", "bilinear"] = "exact"
+    heads_per_neuron: int = 1
+    slope: float | None = None
+    ranges: tuple[float, ...] | None = None
+    silu: GeneralizedSiLU | None = None
+
+    def __post_init__(self) -> None:
+        bilinear_fields = self.heads_per_neuron, self.slope, self.ranges
+        if self.kind == "exact" and bilinear_fields != (1, None, None):
+            raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
+        if self.kind == "bilinear" and self.silu is not None:
+            raise ValueError(f"got {self}; a generalized SiLU has exact gates")
+
+    def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
+        """Raise ValueError if these gates do not fit the MLPs of a model."""
+        ranged = gated and self.kind == "bilinear"
+        if (None if self.ranges is None else len(self.ranges)) != (n_layers if ranged else None):
+            expected = "a range for each layer" if ranged else "no ranges"
+            raise ValueError(f"got {self}; expected {expected}")
+        for layer in range(n_layers):
+            self.gate(act_fn, layer)
+
+    def gate(self, act_fn: str, layer: int) -> AnyGate:
+        """Return the gate of the neurons of a source layer; raise ValueError if there is none."""
+        if self.kind == "exact":
+            return self.activation(act_fn)
+        limit = None if self.ranges is None else self.ranges[layer]
+        return _bilinear_gate(act_fn, self.heads_per_neuron, self.slope, limit)
+
+    def activation(self, act_fn: str) -> Gate:
+        """Return the exact gate of the activation; raise ValueError if there is none."""
+        if self.silu is not None:
+            return self.silu.gate
+        if act_fn not in GATES:
+            raise ValueError(f"no exact gate of {act_fn!r}; expected one of {', '.join(GATES)}")
+        return GATES[act_fn]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Gating":
+        """Return the gating that `to_json` wrote; raise TypeError or ValueError if it is none."""
+        ranges, silu = data["ranges"], data["silu"]
+        ranges = None if ranges is None else tuple(ranges)  # JSON has made a list of it
+        silu = None if silu is None else GeneralizedSiLU(**silu)
+        return cls(**data | {"ranges": ranges, "silu": silu})
+
+
+EXACT = Gating()
+
+
+@lru_cache(maxsize=1024)
+def _bilinear_gate(
+    act_fn: str, heads: int, slope: float | None, limit: float | None
+) -> BilinearGate:
+    return bilinear_gate(act_fn, heads, slope=slope, limit=limit)
