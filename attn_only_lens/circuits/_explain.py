@@ -92,18 +92,19 @@ class Explanation:
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
-        """Write the graph as an interactive page, and return its path.
+        """Write the graph as an interactive page, and return its path; see `view`."""
+        viz = import_module("attn_only_lens.viz")
+        result: Path = viz.write_html(self.view(examples), path)
+        return result
+
+    def view(self, examples: pd.DataFrame | None = None) -> Any:
+        """Return the graph as an interactive page (`viz.circuit_view`).
 
         Args:
-            path: an .html file.
             examples: examples of neurons, by `neurons.top_examples`, which the page shows.
         """
         # Pages are above this package: what draws them is loaded when one is asked for.
         viz = import_module("attn_only_lens.viz")
-        result: Path = viz.write_html(self._drawn(viz, examples), path)
-        return result
-
-    def _drawn(self, viz: Any, examples: pd.DataFrame | None = None) -> Any:
         table = self.table().set_index("id")
         names = {}
         for node, row in table.iterrows():
@@ -134,11 +135,14 @@ class Explanation:
             self.page(new / "page.html")
 
     def __repr__(self) -> str:
-        rows = self.table().head(10).to_string(index=False, float_format=lambda x: f"{x:.3f}")
+        table = self.table().head(10).round(2)
+        numbers = table.select_dtypes("number").columns
+        table[numbers] += 0.0  # no -0.00
+        rows = table.to_string(index=False, float_format="{:.2f}".format)
         return f"{self.title}; everything else keeps {self.circuit.completeness:.0%}\n{rows}"
 
     def _repr_html_(self) -> str:
-        html: str = self._drawn(import_module("attn_only_lens.viz"))._repr_html_()
+        html: str = self.view()._repr_html_()
         return html
 
 

@@ -41,8 +41,7 @@ def main() -> None:
     pair = p.activation_patch(model, TEXT, TEXT.replace("keys", "key"), metric, progress=False)
     strongest = pair.top(12)["name"].unique().tolist()
     read = [name for name in strongest if "N" in name][:3]
-    graph = circuits.attribution_graph(model, TEXT, metric, top=60)
-    circuit = viz.circuit_view(graph, model, TEXT)
+    circuit = circuits.explain(model, TEXT, TEXT.replace("keys", "key"), metric).view()
     viz.write_svg(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
     found = compare(
