@@ -311,6 +311,9 @@ CIRCUITS = {
     "discover": lambda kit: len(_found(kit, "discover")),
     "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
+    "explain": lambda kit: len(
+        circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
+    ),
     "evaluate": lambda kit: _found(kit, "evaluate").whole,
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(
@@ -385,6 +388,10 @@ COMMANDS = {
         *("circuit", kit.files, "--clean", TEXT, "--answer", "w7", "--wrong", "w11"),
         *("--nodes", 7, "--out", kit.out("x.html")),
     ).exists(),
+    "explain": lambda kit: kit.run(
+        *("explain", kit.files, "--clean", TEXT, "--corrupted", OTHER, "--answer", "w7"),
+        *("--wrong", "w11", "--out", kit.out("why.html")),
+    ).exists(),
     "compare": lambda kit: kit.run(
         *("compare", kit.files, kit.larger, "--tokens", kit.prompts, "--patched", 2),
         *("--nodes", 5, "--out", kit.out("report")),
@@ -402,7 +409,8 @@ OF_NO_MODEL = {
     *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
-    *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Faithfulness"),
+    *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Explanation"),
+    *("Faithfulness",),
     *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.

@@ -11,10 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import SELF
@@ -36,6 +34,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
+_LONGEST = 9  # characters of a token in a label
 _FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
 _COLUMNS = ("id", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
@@ -50,6 +49,7 @@ class Explanation:
         graph: the graph of the difference between the sites of the circuit.
         patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
         does: by node, what it reads and writes, in a few words.
+        labels: by node, its name with the token that it looks at, or writes most.
         model: the model that was explained.
         clean: the clean prompts.
     """
@@ -59,6 +59,7 @@ class Explanation:
     graph: CircuitGraph
     patches: dict[str, Sweep]
     does: dict[str, str]
+    labels: dict[str, str]
     model: Any
     clean: Prompts
 
@@ -109,7 +110,7 @@ class Explanation:
         names = {}
         for node, row in table.iterrows():
             kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
-            names[str(node)] = f"{str(node).partition('@')[0]} by {kind}"
+            names[str(node)] = f"{self.labels[str(node)]}, by {kind}"
         circuit = self.circuit
         clean, corrupted = self.attribution.clean_value, self.attribution.corrupted_value
         notes = [
@@ -213,15 +214,15 @@ def explain(
             progress=False,
         )
         patches[way] = sweep
-    does = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
-    return Explanation(whole, circuit, graph, patches, does, model, clean)
+    what = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
+    return Explanation(whole, circuit, graph, patches, *what, model, clean)
 
 
 @torch.no_grad()
 def _what_nodes_do(
     model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
-) -> dict[str, str]:
-    """Return where heads look from and to, and what neurons write, in the first clean prompt."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return where heads look, and what neurons write, in the first clean prompt; and labels."""
     pair, host = prompt_pair(model, clean, corrupted), host_of(model)
     heads = [HeadName.parse(name) for name, _ in nodes]
     hooks = {
@@ -233,25 +234,24 @@ def _what_nodes_do(
     except InputError:  # of an unknown norm, say: then without tokens
         written = []
     texts = [token_text(model, token) for token in pair.clean[0].tolist()]
-    does = {}
+    does, labels = dict[str, str](), dict[str, str]()
     for index, (head, (name, position)) in enumerate(zip(heads, nodes, strict=True)):
         pattern = run.hooked[host.hook_name(head.layer, head.kind, "pattern")][0]
+        key = f"{name}@{position}"
+        labels[key] = name
         top = [repr(token_text(model, token)) for token, _ in written[index][:2]] if written else []
         writes = f"writes {', '.join(top)}" if top else ""
         if head.kind == "attention":
-            looks = _looked_at(pattern[head.index, position], texts)
-            does[f"{name}@{position}"] = f"{texts[position]!r} looks at {looks}" + (
-                f"; {writes}" if writes else ""
-            )
+            weights = pattern[head.index, position, : len(texts)]
+            most = int(weights.argmax())
+            looks = f"{texts[position]!r} looks at {texts[most]!r} ({float(weights[most]):.0%})"
+            does[key] = f"{looks}; {writes}".rstrip("; ")
+            labels[key] += f" ← {texts[most].strip()[:_LONGEST]}"
         else:
             shared = host.neurons[head.layer].heads_per_neuron > 1
             own = "" if shared else f", gate {float(pattern[head.index, position, SELF]):.2f}"
-            does[f"{name}@{position}"] = f"at {texts[position]!r}{own}; {writes}".rstrip("; ")
-    return does
-
-
-def _looked_at(weights: Tensor, texts: Sequence[str]) -> str:
-    """Return the token that a head looks at most, with its weight."""
-    row = weights[: len(texts)].double().cpu().numpy()
-    most = int(np.argmax(row))
-    return f"{texts[most]!r} ({row[most]:.0%})"
+            does[key] = f"at {texts[position]!r}{own}; {writes}".rstrip("; ")
+            if written:
+                token = token_text(model, written[index][0][0])
+                labels[key] += f" → {token.strip()[:_LONGEST]}"
+    return does, labels

@@ -138,10 +138,13 @@ def circuit_view(
     if graph.corrupted:
         parts = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
         by_pattern = parts.reindex(graph.heads["id"]).fillna(0.0)
-        through = by_pattern.abs().sum() / max(graph.heads["attribution"].abs().sum(), 1e-30)
+        by_value = graph.heads["attribution"].to_numpy() - by_pattern.to_numpy()
+        carried = by_pattern.abs().sum(), np.abs(by_value).sum()
+        through = carried[0] / (sum(carried) or 1.0)
         notes.append(
-            f"Difference: edges of all kinds add up to attributions. {through:.0%} of "
-            "Σ |attribution| goes through patterns (edges q, k and gate), the rest through values."
+            "Difference: edges of all kinds add up to attributions. Of what these nodes carry, "
+            f"{through:.0%} goes through patterns (edges q, k, gate) and {1 - through:.0%} through "
+            "values, counted without signs."
         )
     what = "The attribution is its share with all patterns and norm scales as they are."
     if graph.corrupted:
