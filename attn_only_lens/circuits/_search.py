@@ -118,7 +118,7 @@ def discover(
     metric: AnyMetric,
     *,
     faithfulness: float = 0.9,
-    method: str = "exact_gate",
+    method: str = "secant",
     budget: Budget = "auto",
     ablation: Ablation = "resample",
     order: Order | None = None,
@@ -139,7 +139,8 @@ def discover(
         metric: `logit_diff(...)` and the like, or a differentiable function of logits.
         faithfulness: the faithfulness wanted, more than 0, up to 1.
         method: of the ranking: one of `attribution`'s, or "patching" for `activation_patch`, which
-            uses no gradients; the search then skips the step "worth".
+            uses no gradients; the search then skips the step "worth". With the default, "secant",
+            circuits were the smallest (`analyses/results/contrast_vs_patching.md`).
         budget: of exact patches in the ranking, as in `attribution`.
         ablation: of everything outside: "zero", "mean", "resample".
         order: None to search and prune; "magnitude" or "signed" for the shortest prefix found of
@@ -183,7 +184,7 @@ def search_circuit(
     faithfulness: float,
     budget: Budget,
     seed: int,
-    method: str = "exact_gate",
+    method: str,
     ablation: Ablation = "resample",
     order: Order | None = None,
     sites: Sites | None = None,

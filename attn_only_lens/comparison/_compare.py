@@ -350,6 +350,7 @@ def _circuit(
         faithfulness=faithfulness,
         # As overlaps and their intervals rank nodes: by |estimates| of every prompt.
         order="magnitude",
+        method="exact_gate",
         budget=0,
         seed=seed,
         mask=pair.mask,

@@ -33,9 +33,9 @@ queries under "gradient" and "integrated": a patch of any part of a neuron-head 
 (`edits.py`). Patches scaled by ε move the metric by ε times the estimate of "gradient", as ε → 0.
 
 Agreement with patching was measured on the shipped model and five real ones, over all sites
-(`analyses/results/attribution_vs_patching.md`). For parts "z", "pattern" and "value" the mean
-Pearson correlation for neuron-heads and attention heads is .934 and .965 with "exact_gate" and
-"gradient", .896 and .756 with "integrated", and .890 and .816 with "frozen_pattern". For part "q"
+(`analyses/results/attribution_vs_patching.md`), by denoising. For parts "z", "pattern" and "value"
+the mean Pearson correlation for neuron-heads and attention heads is .934 and .965 with "exact_gate"
+and "gradient", .896 and .756 with "integrated", and .921 and .855 with "secant" for z. For part "q"
 it is .947 and .966 with "exact_gate", and .599 and .722 with "gradient".
 
 Cost for all sites together, in forwards of 2 · n_pos · parameters flops (a backward that stops at
