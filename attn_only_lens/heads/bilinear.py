@@ -9,11 +9,9 @@ For token t with normalised residual x_t, head j of neuron i computes
     z         pattern(self) · value
     result    z · w_j W_out[i, :]
 
-and Σ_j w_j z_j approximates the neuron's activation within the bound of its gate
-(`gates/bilinear.py`). Heads are ordered neuron by neuron: head_index = i · m + j.
-
-Without live hooks the sum is computed head by head, without patterns. It is the same function:
-hooks change rounding, never the approximation.
+and Σ_j w_j z_j approximates the activation within the bound of its gate (`gates/bilinear.py`).
+Heads are ordered neuron by neuron: head_index = i · m + j. Without live hooks the sum is computed
+without patterns, which changes only rounding.
 """
 
 import torch

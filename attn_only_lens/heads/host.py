@@ -1,8 +1,7 @@
 """One protocol for all kinds of models with neuron-heads: a `Host` for each kind.
 
-A converted HookedTransformer has two blocks for each source layer, attention heads in block 2l and
-neuron-heads in block 2l + 1. An exposed model, HookedTransformer or TransformerBridge, keeps its
-blocks, and its neuron-heads are next to its MLPs. All higher packages ask the host.
+A converted model has two blocks for each source layer, attention heads in block 2l and neuron-heads
+in block 2l + 1. An exposed model keeps its blocks, and its neuron-heads are next to its MLPs.
 """
 
 import threading
@@ -17,9 +16,8 @@ from attn_only_lens.errors import UnsupportedCallError
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
-# In place, no name may match a filter for attention's hook points: such filters ask whether a name
-# ends in z, q, k, v, pattern, scores or result, or contains z, attn, pattern, score, hook_q or
-# result.
+# In place, filters for attention's hook points must not match: these ask whether a name ends in z,
+# q, k, v, pattern, scores or result, or contains z, attn, pattern, score, hook_q or result.
 POINTS = {
     "q": "hook_neuron_query",
     "k": "hook_neuron_key",
@@ -41,18 +39,8 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 class PassState(threading.local):
     """Values that one module leaves for a later module of the same forward pass.
 
-    Modules keep no such values themselves, because several threads may run one model at the same
-    time, and a hook may run it again in the middle of a pass. Each thread has its own values. A
-    copy or a pickle of the state is empty.
-
-    Example:
-        >>> state = PassState()
-        >>> state.values["u"] = 5
-        >>> with state.new_pass():
-        ...     "u" in state.values
-        False
-        >>> state.values.pop("u")
-        5
+    Modules do not keep them, because several threads may run one model, and a hook may run it again
+    in the middle of a pass. Each thread has its own values. A copy or a pickle is empty.
     """
 
     def __init__(self) -> None:
@@ -72,12 +60,10 @@ class PassState(threading.local):
 
 
 class Host(ABC):
-    """A model with neuron-heads: where its heads are, and how it runs.
-
-    `in_place` tells whether the blocks of the model are those of its source.
-    """
+    """A model with neuron-heads: where its heads are, and how it runs."""
 
     in_place: ClassVar[bool]
+    """True if the blocks of the model are those of its source."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -140,11 +126,7 @@ class Host(ABC):
 
     @abstractmethod
     def norms(self) -> list[Any]:
-        """Return the norms of each source layer (`models/norms.py`).
-
-        Raises:
-            InputError: with every reason: unknown norms, or an unknown order of sublayers.
-        """
+        """Return the norms of each source layer; raise InputError if one is unknown."""
 
     def reads_centred(self) -> bool:
         """Return whether all heads read the stream through a norm that subtracts its mean."""
@@ -165,13 +147,7 @@ class Host(ABC):
 
     @abstractmethod
     def require_weights(self) -> None:
-        """Check that `W_Q`, `W_in` and so on are the matrices that the model applies.
-
-        Hooks of TransformerLens may be attached: they edit activations, not weights.
-
-        Raises:
-            InputError: with every matrix that differs, and every module that was replaced.
-        """
+        """Raise InputError if the model applies other matrices than `W_Q`, `W_in` and so on."""
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -201,11 +177,7 @@ def has_neuron_heads(model: object) -> bool:
 
 
 def host_of(model: Any) -> Host:
-    """Return the host of a model.
-
-    Raises:
-        UnsupportedCallError: the model has no neuron-heads.
-    """
+    """Return the host of a model; raise UnsupportedCallError if it has no neuron-heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)

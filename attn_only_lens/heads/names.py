@@ -1,10 +1,8 @@
 """Map the name of a head to its block, index and hook, and back.
 
-`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in the MLP
-of source layer 5. If several heads share a neuron (bilinear gates), they are `L5N1234.0`,
-`L5N1234.1`, …, and `L5N1234` is the neuron itself. With two blocks a layer, source layer l becomes
-block 2l (its attention heads) and block 2l + 1 (its neuron-heads). In place, both are in block l:
-attention heads under `attn`, neuron-heads under `mlp`. Analyses use names, never block numbers.
+`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in its
+MLP. If several heads share a neuron (bilinear gates), they are `L5N1234.0`, `L5N1234.1`, …, and
+`L5N1234` is the neuron itself. Analyses use names, never block numbers.
 """
 
 import re
@@ -46,16 +44,8 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Read `L5H3` or `L5N1234`.
-
-        Raises:
-            UnknownHeadError: the text has another form.
-        """
+        """Read `L5H3` or `L5N1234`; raise UnknownHeadError for another form."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
-        if match is None and "@" in str(text):
-            raise UnknownHeadError(
-                f"got {text!r}, a head at a position; expected only the head, such as 'L5N1234'"
-            )
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
                 f"got {text!r}; expected 'L5H3' (attention head 3 of source layer 5) or "
@@ -65,44 +55,24 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Return the index of this head among the heads of its block.
-
-        Raises:
-            UnknownHeadError: the name is of a neuron with several heads, or the neuron has no such
-                head.
-        """
+        """Return the index of this head in its block; raise UnknownHeadError if there is none."""
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
-            neuron = f"L{self.layer}N{self.index}"
-            names = (
-                f"the {heads_per_neuron} heads {neuron}.0 … {neuron}.{heads_per_neuron - 1}"
-                if heads_per_neuron > 1
-                else f"one head, {neuron}"
-            )
+            neuron, last = f"L{self.layer}N{self.index}", heads_per_neuron - 1
+            names = f"the heads {neuron}.0 … {neuron}.{last}" if last else f"one head, {neuron}"
             raise UnknownHeadError(f"got {str(self)!r}; the neuron has {names}")
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the indices of all heads of this neuron, or of this one head, in its block.
-
-        Example:
-            >>> from attn_only_lens import HeadName
-            >>> HeadName.parse("L5N10").heads(heads_per_neuron=4)
-            slice(40, 44, None)
-        """
+        """Return the indices of all heads of this neuron, or of this one head, in its block."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
         return slice(index, index + 1)
 
     def block(self, model: Any) -> int:
-        """Return the block of a model that runs this head.
-
-        Raises:
-            UnknownHeadError: the model has no such head.
-            UnsupportedCallError: see `hook`.
-        """
+        """Return the block of a model that runs this head; raises as `hook` does."""
         self.require_in(model)
         if has_neuron_heads(model):
             return host_of(model).block(self.layer, self.kind)
@@ -119,7 +89,7 @@ class HeadName:
         Raises:
             UnknownHeadError: the model has no such head, or heads have no such point.
             UnsupportedCallError: not a model; a neuron of a model without neuron-heads; a model of
-                `to_stock`; or its attention has no such hook point.
+                `to_stock`; or the attention has no such hook point.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -148,7 +118,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Require that a model has this head; raises as `block` does."""
+        """Require that a model has this head; raises as `hook` does."""
         if has_neuron_heads(model):
             neurons, n_heads = host_of(model).neurons, host_of(model).n_heads
         else:

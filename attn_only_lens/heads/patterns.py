@@ -16,22 +16,20 @@ from attn_only_lens.heads.names import HeadName
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
     """Return the attention of one neuron-head, from each token to itself and to the bias token.
 
-    This pattern is compact: its last axis is (itself, the bias token), not tokens. Plotting tools
-    such as circuitsvis expect tokens by tokens, and draw a wrong picture of it without an error:
-    give them `dense_pattern`.
+    The last axis is (itself, the bias token), not tokens. Plotting tools such as circuitsvis expect
+    tokens by tokens, and would draw a wrong picture without an error: use `dense_pattern`.
 
     Args:
         cache: of a converted or exposed model, with the pattern of the neuron's block in it.
         name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several share a neuron.
 
     Returns:
-        Weights in [0, 1] that sum to 1 over the last axis; without the batch axis if the cache
-        has none.
+        Weights that sum to 1 over the last axis; no batch axis if the cache has none.
 
     Raises:
         UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
-        UnsupportedCallError: the cache is not of such a model, does not hold the pattern of that
-            block, or was made when the model had another number of heads a neuron.
+        UnsupportedCallError: the cache is of another kind of model, does not hold this pattern, or
+            was made when the model had another number of heads a neuron.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
@@ -50,20 +48,18 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
     """Return the share of its value that a neuron lets through: Σ_j w_j pattern_j(self).
 
-    The sum runs over the heads of the neuron. With exact gates it is the self weight of its one
-    head. With bilinear gates it is the effective gate of the neuron, p(q), which may leave [0, 1]
-    slightly; in a gated MLP, the weights of the heads make up the activation itself, α(q).
+    With exact gates this is the self weight of its one head. With bilinear gates it is p(q), which
+    may leave [0, 1] slightly; in a gated MLP, it is the activation itself, α(q).
 
     Args:
         cache: see `neuron_pattern`.
         name: a neuron by source layer, `L5N1234`.
 
     Returns:
-        One number for each token; without the batch axis if the cache has none.
+        One number for each token; no batch axis if the cache has none.
 
     Raises:
-        UnknownHeadError: the name is malformed, names an attention head or one of several heads of
-            a neuron, or is not in the model.
+        UnknownHeadError: as `neuron_pattern`; or the name is of one of several heads of a neuron.
         UnsupportedCallError: see `neuron_pattern`.
 
     Example:
@@ -139,22 +135,10 @@ def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point:
 def dense_pattern(
     cache: ActivationCache, name: str
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
-    """Return `neuron_pattern` as a square over tokens, with one more column for the bias token.
+    """Return `neuron_pattern` as a square over tokens, with a last column for the bias token.
 
-    For plots: circuitsvis and similar tools take [query_pos, key_pos], and would draw the compact
-    (self, bias) pair as attention to the first two tokens, without an error.
-
-    Args:
-        cache: see `neuron_pattern`.
-        name: see `neuron_pattern`.
-
-    Returns:
-        Weights [batch, pos, pos + 1]: the self weight on the diagonal, the bias weight in the
-        last column, zero elsewhere.
-
-    Raises:
-        UnknownHeadError: see `neuron_pattern`.
-        UnsupportedCallError: see `neuron_pattern`.
+    Plotting tools such as circuitsvis take this form. Arguments and errors are those of
+    `neuron_pattern`. The self weight is on the diagonal, and all else is zero.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

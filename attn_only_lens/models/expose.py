@@ -22,7 +22,7 @@ from attn_only_lens.models.in_place import (
     reasons_against_copying,
     show,
 )
-from attn_only_lens.models.in_place.hook_points import UnknownMLPError
+from attn_only_lens.models.in_place.heads import UnknownMLPError
 from attn_only_lens.models.in_place.known_mlps import (
     KnownMLP,
     evaluation_without_hooks,

@@ -1,13 +1,9 @@
 """Check that the model wrapped by a bridge runs the modules of the bridge, and nothing around them.
 
-A bridge replaces modules of the wrapped model by its own: `block.mlp.out` of the bridge takes the
-place of the model's `layer.mlp.down_proj`. A user may later put another module there, such as an
-adapter around it. That module runs outside the hook points: it reads activations before edits, and
-no weight of the bridge shows it. (Joint attention keeps the model's own module, which is allowed.)
-
-An adapter of peft on a bridge replaces the module inside a bridge component. It runs between the
-hook points, and other checks see its weights: `known_mlps` checks W_out, `require_bridge_weights`
-all matrices.
+A bridge replaces modules of the wrapped model by its own: `block.mlp.out` takes the place of
+`layer.mlp.down_proj`. A user may later put another module there, such as an adapter, which reads
+activations before edits, and which no weight of the bridge shows. (Joint attention keeps the
+model's own module.) `known_mlps` and `require_bridge_weights` check modules inside a component.
 """
 
 from collections.abc import Iterator
@@ -36,10 +32,7 @@ def component_reasons(model: Any) -> list[str]:
 
 
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
-    """Return why an edit at a hook point, the entrance of a component, would miss some readers.
-
-    A torch hook on the component receives the input before the edit, and may read or save it.
-    """
+    """Return which torch hooks on components receive the input of a hook point before edits."""
     return [
         f"{name} has a hook, attached by torch's register_forward_hook or "
         "register_forward_pre_hook, that receives the input of this component before the "

@@ -1,10 +1,9 @@
 """The classes of models and MLPs while their neurons are exposed as heads in place.
 
-Exposing changes the `__class__` of a model to a subclass, and `undo` changes it back: the model
-stays the same object with the same parameters, so all references to it stay valid. The subclasses
-of models refuse hooks on `mlp.hook_neuron_write` while it is off; TransformerLens does this only
-for `attn.hook_result`, and would silently never call them. The subclasses of MLPs send their output
-through `hook_neuron_write`.
+Exposing changes the `__class__` of a model to a subclass, and `undo` changes it back, so all
+references to the model stay valid. The subclasses of models refuse hooks on `mlp.hook_neuron_write`
+while it is off, which TransformerLens would silently never call. The subclasses of MLPs send their
+output through it.
 """
 
 import warnings
@@ -30,13 +29,6 @@ from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 _RESULT = f"mlp.{POINTS['result']}"
 _OFF = "{name} does not fire while it is off: call model.set_use_attn_result(True) first"
-
-
-def _named(names_filter: Any) -> list[Any]:
-    """Return the hooks that a filter lists by name; none if it is a function or None."""
-    if isinstance(names_filter, str):
-        return [names_filter]
-    return names_filter if isinstance(names_filter, list) else []
 
 
 class _Exposed(WithNeuronHeads):
@@ -117,8 +109,9 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
         """As in TransformerLens; refuse the names of hook points that do not fire."""
-        positional = args[3] if len(args) > 3 else None
-        for name in _named(how.get("names_filter", positional)):
+        wanted = how.get("names_filter", args[3] if len(args) > 3 else None)
+        names = [wanted] if isinstance(wanted, str) else wanted
+        for name in names if isinstance(names, list) else []:
             if name.endswith(_RESULT) and self._gated_hook_reason(name):
                 raise UnsupportedCallError(_OFF.format(name=name))
         return super().run_with_cache(*args, **how)

@@ -7,13 +7,11 @@ u → hook_pre_linear. Its code still runs, and its hook points are tapped:
     hook_post                    its input is replaced by the output of the heads
     the output of W_out          is replaced by Σ hook_result + bias if hook_result is live
 
-The order is hook_pre, then hook_q, hook_k, hook_v, hook_attn_scores, hook_pattern, hook_z, then
-hook_post, then hook_result; an edit at one reaches all later ones. (These are attributes of the
-heads; in the MLP they have the names in `POINTS`.) The results add up to the output minus its bias:
-an edit of a neuron at hook_post is shared equally by its heads.
-
-Exact heads replace nothing while none of their hook points is live, so the model equals its source
-bitwise. Bilinear heads compute another function and always replace the activations.
+An edit at one hook point reaches all later ones: hook_pre, hook_q, hook_k, hook_v,
+hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (In the MLP they have the names in
+`POINTS`.) An edit of a neuron at hook_post is shared equally by its heads, so the results add up to
+the output minus its bias. Exact heads replace nothing while none of their hook points is live;
+bilinear heads always replace the activations.
 """
 
 from collections.abc import Iterator
@@ -25,6 +23,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import (
+    GatedMLPBridge,
+    JointGateUpMLPBridge,
+    MLPBridge,
+)
+from transformers.pytorch_utils import Conv1D
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
@@ -33,30 +37,26 @@ from attn_only_lens.gates import Gate
 from attn_only_lens.gates.gating import AnyGate, Gating
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
-from attn_only_lens.heads.host import POINTS, PassState
-from attn_only_lens.tl import GatedMLP
+from attn_only_lens.heads.host import POINTS, PassState, stock_class
+from attn_only_lens.tl import MLP, GatedMLP
 
 _ROUNDINGS = 16  # of an activation that is computed in several steps
 
 
 @dataclass(frozen=True)
 class MLPHookPoints:
-    """The hook points of an MLP that its neuron-heads tap.
-
-    Attributes:
-        pre: outputs the pre-activation q.
-        pre_linear: outputs u, in a gated MLP.
-        post: receives the activations on their way to W_out.
-        out: receives the output of W_out; None in an MLP without such a hook point, whose class
-            calls `InPlace.write` instead.
-        layer: the layer of the source that runs the MLP, if the MLP is not a separate module.
-    """
+    """The hook points of an MLP that its neuron-heads tap."""
 
     pre: HookPoint
+    """Outputs the pre-activation q."""
     pre_linear: HookPoint | None
+    """Outputs u, in a gated MLP."""
     post: HookPoint
+    """Receives the activations on their way to W_out."""
     out: HookPoint | None
+    """Receives the output of W_out; None in an MLP whose class calls `InPlace.write` instead."""
     layer: nn.Module | None = None
+    """The layer of the source that runs the MLP, if the MLP is not a separate module."""
 
     def __iter__(self) -> Iterator[HookPoint]:
         points = self.pre, self.pre_linear, self.post, self.out
@@ -68,8 +68,7 @@ def activation_error(
 ) -> Float[Tensor, ""]:
     """Return the largest |post - (act(q) · u + b_in)|, in units of the error that rounding allows.
 
-    `gate` is the exact gate of act, computed in the precision of q; `post` entered hook_post;
-    `b_in` is the bias that a GatedMLP adds to the product.
+    `gate` is the exact gate of act; `post` entered hook_post; `b_in` is the bias of a GatedMLP.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in
@@ -351,5 +350,63 @@ class _Out(_Tap):
         return out
 
 
-TAPS = (_Pre, _PreLinear, _Post, _Out)
-"""The classes of the hook points of neuron-heads."""
+_TAPS = (_Pre, _PreLinear, _Post, _Out)
+_BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
+
+
+class UnknownMLPError(Exception):
+    """An MLP whose neurons cannot be exposed as heads; the text says why."""
+
+
+def find_hook_points(mlp: Any) -> MLPHookPoints:
+    """Return the hook points of an MLP; raise UnknownMLPError if a class is not known."""
+    if mlp is None:
+        raise UnknownMLPError("it has no MLP")
+    kind = stock_class(mlp)
+    if kind in (MLP, GatedMLP):
+        points = MLPHookPoints(
+            mlp.hook_pre, getattr(mlp, "hook_pre_linear", None), mlp.hook_post, None
+        )
+    elif kind in _BRIDGES:
+        points = _bridge_hook_points(mlp)
+    else:
+        raise UnknownMLPError(
+            f"its mlp is a {type(mlp).__qualname__}, whose forward pass is not known; expected one "
+            f"of {', '.join(known.__name__ for known in (MLP, GatedMLP, *_BRIDGES))}"
+        )
+    changed = [point.name for point in points if type(point) not in (HookPoint, *_TAPS)]
+    if changed:
+        raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
+    # OPT passes [batch · pos, d_mlp] and shows hooks [batch, pos, d_mlp].
+    converted = [point.name for point in points if point.hook_conversion is not None]
+    if converted:
+        raise UnknownMLPError(
+            f"its hook points {converted} show hooks a reshaped tensor (in OPT, one axis holds the "
+            "tokens of all prompts)"
+        )
+    return points
+
+
+def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
+    linears: dict[str, Any] = dict(mlp.named_children())
+    missing = [name for name in ("in", "out") if name not in linears]
+    if missing:
+        raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
+    # An adapted or quantised W_out computes more than its weight.
+    W_out = getattr(linears["out"], "original_component", None)
+    kind = type(W_out)
+    if kind not in (nn.Linear, Conv1D):
+        got = kind.__qualname__
+        advice = "merge adapters, dequantise, or remove parametrizations first"
+        if kind.__module__.startswith("peft."):  # whose classes are called Linear too
+            got = f"{kind.__module__}.{got}"
+            advice = (
+                "call merge_and_unload() before the model is bridged; or in a bridge, for every "
+                "component with an adapter `layer`, call layer.merge() and "
+                "component.set_original_component(layer.get_base_layer())"
+            )
+        raise UnknownMLPError(f"its W_out is a {got}, expected a Linear or a Conv1D: {advice}")
+    q = linears["gate" if "gate" in linears else "in"].hook_out
+    u = linears["in"].hook_out if "gate" in linears else None
+    layer = mlp.original_component if mlp.name is None else None
+    return MLPHookPoints(q, u, linears["out"].hook_in, linears["out"].hook_out, layer)

@@ -10,7 +10,7 @@ from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.heads.host import HeadKind, PassState
 from attn_only_lens.models.base import HookedTransformerHost, ModelHost
 from attn_only_lens.models.in_place.bridge_components import component_reasons, unseen_edit_reasons
-from attn_only_lens.models.in_place.hook_points import UnknownMLPError, find_hook_points
+from attn_only_lens.models.in_place.heads import InPlace, UnknownMLPError, find_hook_points
 from attn_only_lens.models.norms import (
     LayerNorms,
     Norm,
@@ -51,16 +51,15 @@ class _InPlaceHost(ModelHost):
     in_place = True
 
     @property
-    def neurons(self) -> list[Any]:
+    def neurons(self) -> list[InPlace]:
         """The neuron-heads of each layer."""
-        heads: list[Any] = vars(self.model)["_neuron_heads"]
+        heads: list[InPlace] = vars(self.model)["_neuron_heads"]
         return heads
 
     @property
     def passing(self) -> PassState:
         """The values of a forward pass, shared by all MLPs."""
-        passing: PassState = self.neurons[0].passing
-        return passing
+        return self.neurons[0].passing
 
     @property
     def n_heads(self) -> list[int]:
@@ -124,9 +123,8 @@ class BridgeHost(_InPlaceHost):
         """Return which torch hooks read z before edits."""
         if kind == "neuron":
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
-        return unseen_edit_reasons(
-            self.model, self.model.hook_dict[self.hook_name(layer, kind, "z")]
-        )
+        z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
+        return unseen_edit_reasons(self.model, z)
 
     def norms(self) -> list[LayerNorms]:
         """Return the norms of each layer, by a run on two tokens."""

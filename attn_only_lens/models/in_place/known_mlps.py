@@ -1,20 +1,12 @@
 """Recognise MLPs whose neurons can be exposed as heads, by their computation, not by their names.
 
-The class of an MLP determines its hook points:
-
-    MLP, GatedMLP                hook_pre, hook_pre_linear, hook_post
-    MLPBridge and its gated      the outputs of `in` (or `gate`) and `in`, input and output of `out`
-    kinds                        (the bridges' hook_pre and hook_post are aliases of these)
-
-BERT has no module for its MLP: both halves are modules of the layer, and the bridge's `mlp` only
-names them. Their hook points fire when the layer runs.
-
 An MLP is known if the input of hook_post is act(q), or act(q) · u, + b_in, for an activation that
-has a gate, and for any q (and u) that its hook points return. The check runs the MLP with random u,
-and with q from -12 to 12 and up to 10^4 on both sides, where a clipped activation shows.
+has a gate. The check runs the MLP with random u, and with q from -12 to 12 and up to 10^4 on both
+sides, where a clipped activation shows. It cannot see dropout, because the MLP runs in evaluation
+mode, nor later changes: `InPlace` checks again whenever heads replace the activations.
 
-The check cannot see dropout, because the MLP runs in evaluation mode, nor later changes. So
-`InPlace` checks again whenever heads replace the activations.
+BERT has no module for its MLP: the bridge's `mlp` only names modules of the layer, whose hook
+points fire when the layer runs.
 """
 
 import math
@@ -35,8 +27,12 @@ from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.in_place.bridge_components import component_reasons
 from attn_only_lens.models.in_place.exposed import exposed_heads
-from attn_only_lens.models.in_place.heads import MLPHookPoints, activation_error
-from attn_only_lens.models.in_place.hook_points import UnknownMLPError, find_hook_points
+from attn_only_lens.models.in_place.heads import (
+    MLPHookPoints,
+    UnknownMLPError,
+    activation_error,
+    find_hook_points,
+)
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
@@ -48,13 +44,7 @@ _FAR = 1e4  # its product with u is within float16
 
 @dataclass(frozen=True)
 class KnownMLP:
-    """An MLP that can be exposed.
-
-    Attributes:
-        mlp: the module.
-        points: its hook points.
-        act_fn: the name of its activation: a key of `GATES`, or of a generalized SiLU.
-    """
+    """An MLP that can be exposed; `act_fn` is a key of `GATES`, or names a generalized SiLU."""
 
     mlp: nn.Module
     points: MLPHookPoints
@@ -64,8 +54,7 @@ class KnownMLP:
 def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) -> list[KnownMLP]:
     """Recognise the MLP of every layer of a HookedTransformer or TransformerBridge, exposed or not.
 
-    With `silu`, require this activation. Raises UnsupportedModelError, with `problem` as its title,
-    if the model or one of its MLPs is not known.
+    With `silu`, require this activation. `problem` is the title of an UnsupportedModelError.
     """
     if exposed := exposed_heads(model):
         UnsupportedModelError.raise_if(host_of(model).reasons(), problem)
@@ -120,10 +109,7 @@ def non_finite_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
-    """Run an MLP alone and return its output; raise UnknownMLPError if it does not run.
-
-    If its two halves are modules of a layer, run this layer (`points.layer`).
-    """
+    """Run an MLP alone, or its layer if it is no module, and return its output."""
     if points.layer is None:
         output = _run(mlp, x)
         if not isinstance(output, Tensor):
@@ -216,7 +202,7 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
 
 
 def _queries(shape: tuple[int, ...]) -> Tensor:
-    """Return values from -12 to 12 in even steps, and a few far values at both ends."""
+    """Return even steps from -12 to 12, and a few far values at both ends."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far

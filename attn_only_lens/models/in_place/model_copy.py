@@ -1,16 +1,11 @@
 """Copy a TransformerBridge or HookedTransformer before exposing its neuron-heads.
 
-The modules of a bridge and of the model that it wraps form one graph. `deepcopy` preserves this
-graph, with its ties and views, if its memo already holds the counterpart of every tensor.
-Counterparts are aliases, or views of storages that are copied once: joint attention has q, k and v
-as views of one weight, and copying tensor by tensor would separate them.
-
-`deepcopy` cannot copy closures. TransformerBridge hooks closures to its own modules that capture
-the input of a norm or an MLP; each is bound to its block, so a copy would write into the original.
-They are removed from the copy, whose blocks hook new ones when they run. The closures by which
-transformer-lens 4 shows BERT's MLPs are made again, bound to the copy. Those of transformers, which
-collect outputs on request, are bound to no module. A bridge with other closures as hooks is
-refused (`engine/attached_hooks.py` tells them apart).
+`deepcopy` preserves ties and views if its memo already holds the counterpart of every tensor: an
+alias, or a view of a storage that is copied once (joint attention has q, k and v as views of one
+weight). It cannot copy closures. A bridge's closures that capture the input of a norm or an MLP are
+removed from the copy, whose blocks hook new ones when they run; those by which transformer-lens 4
+shows BERT's MLPs are made again. A bridge with other closures is refused
+(`engine/attached_hooks.py`).
 """
 
 import copy
@@ -32,7 +27,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 def reasons_against_copying(model: Any) -> list[str]:
-    """Return why a model cannot be copied; empty if it can. Changes nothing."""
+    """Return why a model cannot be copied; empty if it can."""
     if type(model) not in (TransformerBridge, HookedTransformer):
         return [
             f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "

@@ -20,7 +20,6 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.models.two_blocks.config import (
-    AttentionOnlyConfig,
     block_kind,
     block_layer,
     neurons_block,
@@ -116,11 +115,6 @@ class AttentionOnlyCache(ActivationCache):
     model: Any
 
     def __init__(self, cache_dict: dict[str, Tensor], model: Any, has_batch_dim: bool = True):
-        if not isinstance(model.cfg, AttentionOnlyConfig):
-            raise UnsupportedCallError(
-                f"got a cache of a {type(model).__name__}; expected one of a model that convert "
-                "made: other models have transformer_lens' ActivationCache"
-            )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
             self.has_pos_embed = False  # they are added to queries and keys, not to the stream
@@ -264,10 +258,7 @@ class AttentionOnlyCache(ActivationCache):
         apply_ln: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Stack the outputs of every neuron-head before block `layer`: `L0N0`, `L0N1`, …
-
-        Rows and labels are those of the source. Split them by source layers, `cfg.n_layers // 2`.
-        """
+        """Stack the outputs of every neuron before block `layer`, as the source does: `L0N0`, …"""
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(neurons_block(0), stack.end, 2):
             stack.add_neurons(block, neuron_slice)
@@ -305,16 +296,9 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation over blocks, if it has the same shape in blocks of both kinds."""
-        activations = [self[activation_name, b, sublayer_type] for b in range(self._end(layer))]
-        shapes = sorted({tuple(activation.shape) for activation in activations})
-        if len(shapes) > 1:
-            raise UnsupportedCallError(
-                f"stack_activation({activation_name!r}): its shapes in the blocks are {shapes}. "
-                "Stack one kind, if source layers have the same size: "
-                f"torch.stack([cache[{activation_name!r}, 2 * l + 1] for l in range(n_layers)])"
-            )
-        return torch.stack(activations)
+        """Stack an activation over blocks; torch refuses activations of several shapes."""
+        blocks = range(self._end(layer))
+        return torch.stack([self[activation_name, block, sublayer_type] for block in blocks])
 
     def apply_ln_to_stack(
         self,
@@ -462,14 +446,8 @@ class _Stack:
 
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
-        d_mlp = self.cache.model.cfg.layer_sizes[layer].d_mlp
-        try:  # an integer selects one neuron, and keeps its axis
-            neurons = _slice(wanted).apply(torch.arange(d_mlp, device="cpu"), dim=0).reshape(-1)
-        except IndexError as error:
-            raise UnsupportedCallError(
-                f"got neuron_slice={wanted!r}; source layer {layer} has neurons 0 to {d_mlp - 1}. "
-                "Use get_neuron_results(2 * l + 1, …) for one source layer l"
-            ) from error
+        every = torch.arange(self.cache.model.cfg.layer_sizes[layer].d_mlp, device="cpu")
+        neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # an integer keeps its axis
         results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.components.append(results.movedim(-2, 0))
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]

@@ -108,12 +108,8 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     """A `HookedTransformerConfig` with two blocks for each source layer.
 
     `n_layers` counts blocks. `n_heads` raises an error: code that loops over `n_layers` × `n_heads`
-    would silently skip most neuron-heads. Use `model.blocks[i].cfg.n_heads`, or
-    `model.cfg.layer_sizes`.
-
-    If source layers differ in size, `d_mlp` raises an error too, and `n_key_value_heads`, `d_head`
-    (of queries and keys) and `attn_scale` are those of layer 0: TransformerLens allocates key-value
-    caches by the first two, and each attention block adapts its cache entry to its heads.
+    would silently skip most neuron-heads. If source layers differ in size, `d_mlp` raises an error
+    too, and `n_key_value_heads`, `d_head` (of queries and keys) and `attn_scale` are of layer 0.
     """
 
     gating: Gating
@@ -195,10 +191,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return self.layer_cfg(0)
 
     def layer_cfg(self, layer: int) -> HookedTransformerConfig:
-        """Return a stock configuration with every layer of the size of this source layer.
-
-        Its d_head is the width of queries and keys.
-        """
+        """Return a stock configuration with every layer of the size of this source layer."""
         fields = {k: v for k, v in self.__dict__.items() if k not in ("gating", "layer_sizes")}
         sizes = self.layer_sizes[layer]
         fields |= {"n_layers": len(self.layer_sizes), "attn_only": False, **sizes.stock_fields}
@@ -229,10 +222,9 @@ def attention_only_config(
 
 
 class BlockConfig:
-    """A block's live view of the model's configuration, with fixed overrides.
+    """A block's view of the model's configuration, with fixed overrides.
 
-    Calls such as `model.set_use_attn_result(True)` change the configuration after the blocks are
-    built; a block with a copy would silently ignore them.
+    It is live: a copy would miss later calls such as `model.set_use_attn_result(True)`.
     """
 
     _root: AttentionOnlyConfig

@@ -47,10 +47,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A weight of the heads of all source layers in one tensor; None if they have no such weight.
-
-    Raises UnsupportedCallError if source layers differ in size.
-    """
+    """A weight of the heads of all source layers in one tensor; None if they have none."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -77,10 +74,9 @@ class StackedWeight:
 class HeadStack(QKAndOV):
     """The weights of all attention heads, or of all neuron-heads, of a converted model.
 
-    They replace `model.W_Q` and similar stacks, which cannot hold heads of two kinds. The first
-    axis is the source layer; grouped keys and values are repeated for each query head, as in
-    TransformerLens. The width d_value is d_head, unless growth widened one of the two. If source
-    layers differ in size, asking for a stack raises UnsupportedCallError.
+    The first axis is the source layer; grouped keys and values are repeated for each query head.
+    d_value is d_head, unless growth widened one of the two. If source layers differ in size, asking
+    for a stack raises UnsupportedCallError.
 
     Attributes:
         kind: "attention" or "neuron".
@@ -195,10 +191,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """In a parallel model, give neurons the recorded input of their layer's attention block.
-
-        A variant that begins between the two blocks has not changed that input.
-        """
+        """In a parallel model, give neurons the recorded input of their layer's attention block."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -312,10 +305,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, "d_model"]:
-        """Return the sum of the output biases of the blocks before block `layer`.
-
-        `mlp_input` must be False; `include_mlp_biases` tells whether to include neuron blocks.
-        """
+        """Return the sum of the output biases of the blocks before block `layer`."""
         refuse_mlp_input(mlp_input)
         if not 0 <= layer <= self.cfg.n_layers:
             raise UnsupportedCallError(f"got layer={layer}; expected 0 to {self.cfg.n_layers}")

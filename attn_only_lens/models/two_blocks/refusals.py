@@ -50,9 +50,8 @@ _REFUSED: tuple[_Refusal, ...] = (
     (
         ("all_composition_scores",),
         None,
-        "its heads are of two kinds, and its block order is not TransformerLens' layer order",
-        "transformer_lens.utils.composition_scores on model.attention_heads.OV, "
-        "model.neuron_heads.QK and so on",
+        "its heads are of two kinds",
+        "transformer_lens.utils.composition_scores on model.attention_heads.OV and so on",
     ),
     (
         ("init_weights",),
