@@ -114,12 +114,12 @@ class BilinearGate:
 
     @property
     def gated(self) -> bool:
-        """True for gated MLPs: the mixture approximates α(q), and the value of the heads is u."""
+        """True for gated MLPs, where the mixture approximates α(q) and the value is u."""
         return self.limit < math.inf
 
     @property
     def sum_abs_w(self) -> float:
-        """Σ_j |w_j|: times a few roundings, the error of the mixture in working precision."""
+        """Σ_j |w_j|, to which the rounding error of the mixture is proportional."""
         return math.fsum(map(abs, self.w))
 
     @property

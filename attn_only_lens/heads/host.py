@@ -167,7 +167,7 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return the class that a module has without its neuron-heads."""
     kind = type(module)
-    stock: type = vars(kind).get("_stock", kind)  # `vars`, since a subclass may compute otherwise
+    stock: type = vars(kind).get("_stock", kind)  # not of a subclass, which may compute otherwise
     return stock
 
 

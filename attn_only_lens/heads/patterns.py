@@ -100,11 +100,10 @@ def _block_pattern(
     pattern = cached_activation(cache, head.layer, head.kind, "pattern")
     heads = host_of(cache.model).neurons[head.layer]
     n_heads = heads.n_neurons * heads.heads_per_neuron
-    # If the model was exposed again with other gates, these indices mean other neurons.
     if pattern.shape[-3] != n_heads:
         raise UnsupportedCallError(
             f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads of layer "
-            f"{head.layer}, and its model has {n_heads} by now: its gates have changed; "
+            f"{head.layer}, but its model now has {n_heads}, because its gates have changed; "
             "run_with_cache again"
         )
     return pattern

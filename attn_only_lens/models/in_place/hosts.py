@@ -67,7 +67,7 @@ class _InPlaceHost(ModelHost):
         return [self.model.cfg.n_heads] * len(self.model.blocks)
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the layer itself."""
+        """Return the layer: blocks are layers."""
         return layer
 
     def _mlp_reasons(self) -> list[str]:
@@ -108,7 +108,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Block by block."""
+        """Return a replay, block by block."""
         return HookedReplay(self.model, recording, metric, precise)
 
 
@@ -131,7 +131,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_norms(self.model)
 
     def reads_centred(self) -> bool:
-        """Return whether heads read a centred stream; in BERT the norms are on the stream."""
+        """Return whether heads read a centred stream; BERT's norms centre the stream itself."""
         return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:
@@ -139,15 +139,15 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Compare the matrices with the modules that apply them, too."""
+        """Also compare the matrices with the modules that apply them."""
         super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the length of the cache of transformers, under whichever argument it is passed."""
+        """Return the length of a cache of transformers among the arguments."""
         caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Cache)]
         return max((int(cache.get_seq_length()) for cache in caches), default=0)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Through the wrapped model's own forward pass."""
+        """Return a replay by the forward pass of the wrapped model."""
         return BridgeReplay(self.model, recording, metric, precise)

@@ -198,7 +198,7 @@ def fill(
     tied: Mapping[str, str],
     frozen: Collection[str],
 ) -> None:
-    """Put tensors that fit into a skeleton."""
+    """Put tensors that fit into a skeleton; `frozen` parameters get no gradient."""
     for name in dict(skeleton.named_parameters(remove_duplicate=False)):
         module, leaf = _owner(skeleton, name)
         if name not in tied:

@@ -134,7 +134,9 @@ def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) ->
         return []
     worst = (computed - expected).abs().max().item() if same_shape else float("nan")
     if silu is not None:
-        return [f"its act_fn is not {gate.name}, as given: they differ by {worst:.2g}"]
+        return [
+            f"its act_fn is not {gate.name}, the gate that you passed: they differ by {worst:.2g}"
+        ]
     return [
         f"its act_fn is not {name}, the name in cfg.act_fn: they differ by {worst:.2g}; if it "
         "is a_1 SiLU(a_2 x), pass gate=GeneralizedSiLU(a_1, a_2)"

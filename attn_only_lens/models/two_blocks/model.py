@@ -349,8 +349,6 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
             return out, AttentionOnlyCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, cache
 
-    # Settings for which the stock method reads the wrong configuration
-
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Toggle `hook_mlp_in`, the neuron block's own copy of its input stream."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
