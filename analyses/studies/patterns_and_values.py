@@ -27,7 +27,7 @@ from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, task
 from attn_only_lens import patching as p
 
 Prompts = list[tuple[Any, Any, Any]]
-N_NAMES, N_SHUFFLES, FOLDS = 100, 200, 5
+N_NAMES, FEWEST, N_SHUFFLES, FOLDS = 100, 40, 200, 5
 SIZES = (20, 40, 80, 160)
 NOUNS = ("cabinet", "table", "door", "house", "garden", "window", "car", "box")
 PREDICTIONS = """Written before the run:
@@ -133,6 +133,8 @@ def predicted(model: Any, parts: pd.DataFrame, prompts: Prompts) -> Iterator[dic
         columns = ["score", "by_pattern", "by_value"]
         sums = train[train["kind"] == kind].groupby("name", observed=True)[columns].sum() / n_train
         names = sums["score"].abs().nlargest(N_NAMES).index
+        if len(names) < FEWEST:  # too few for a regression on fifths of them
+            continue
         sums = sums.loc[names]
         for part in ("z", "q", "pattern", "value"):
             effects = [
@@ -216,27 +218,27 @@ def _tables(frame: pd.DataFrame) -> dict[str, str]:
     share = (sums["pattern"] / sums.sum(axis=1)).unstack()
     first = of["carried"][of["carried"]["layer"] == 0].set_index(["model", "kind"])
     first_share = (first["pattern"] / (first["pattern"] + first["value"])).unstack()
-    heads = ["model", "attention heads", "neurons", "heads of layer 0", "neurons of layer 0"]
     kinds = ["attention", "neuron"]
     cells = pd.concat([share[kinds], first_share[kinds]], axis=1)
+    heads = ["model", "attention heads", "neurons", "heads of layer 0", "neurons of layer 0"]
     carried_table = markdown(
-        heads, [[model, *(f"{x:.0%}" for x in row)] for model, row in zip(cells.index, cells.to_numpy(), strict=True)]
-    )  # fmt: skip
-    columns = ["model", "n", "spread", "null", "above"]
+        heads, [[model, *(f"{x:.0%}" for x in row)] for model, *row in cells.itertuples()]
+    )
+    some = of["splitting"][["model", "n", "spread", "null", "above"]].itertuples(index=False)
     splitting_table = markdown(
         ["model", "heads", "spread of shares", "shuffled", "shuffles below it"],
-        [[m, f"{n:.0f}", f"{s:.3f}", f"{z:.3f}", f"{a:.0%}"] for m, n, s, z, a in of["splitting"][columns].to_numpy()],
-    )  # fmt: skip
-    columns = ["model", "kind", "part", "z", "parts"]
+        [[m, f"{n:.0f}", f"{s:.3f}", f"{z:.3f}", f"{a:.0%}"] for m, n, s, z, a in some],
+    )
+    some = of["predicted"][["model", "kind", "part", "z", "parts"]].itertuples(index=False)
     predicted_table = markdown(
         ["model", "kind", "patched", "R² of z", "R² of the parts", "ΔR²"],
-        [[m, k, x, f"{z:.3f}", f"{b:.3f}", f"{b - z:+.3f}"] for m, k, x, z, b in of["predicted"][columns].to_numpy()],
-    )  # fmt: skip
+        [[m, k, x, f"{z:.3f}", f"{b:.3f}", f"{b - z:+.3f}"] for m, k, x, z, b in some],
+    )
     wide = of["ranked"].groupby(["model", "k", "part"], sort=False)["f"].mean().unstack()
     ranked_table = markdown(
-        ["model", "sites", *wide.columns],
-        [[m, f"{k:.0f}", *(f"{x:.3f}" for x in row)] for (m, k), row in zip(wide.index, wide.to_numpy(), strict=True)],
-    )  # fmt: skip
+        ["model", "sites", *(str(name) for name in wide.columns)],
+        [[m, f"{k:.0f}", *(f"{x:.3f}" for x in row)] for (m, k), *row in wide.itertuples()],
+    )
     return {"CARRIED": carried_table, "SPLITTING": splitting_table} | {
         "PREDICTED": predicted_table,
         "RANKED": ranked_table,
@@ -285,7 +287,7 @@ SPLITTING
 ## (c) Do the parts predict held-out patches beyond z?
 
 Shares of half of the pairs predict, over the 100 heads or neurons of the largest shares, the mean
-effect of a patch at all positions in the other half. R² over held-out fifths of the names, from z
+effect of a patch at all positions in the other half (where there are at least 40 of them). R² over held-out fifths of the names, from z
 alone and from both parts. Below .02 ΔR² counts as no.
 
 PREDICTED
