@@ -287,8 +287,8 @@ SPLITTING
 ## (c) Do the parts predict held-out patches beyond z?
 
 Shares of half of the pairs predict, over the 100 heads or neurons of the largest shares, the mean
-effect of a patch at all positions in the other half (where there are at least 40 of them). R² over held-out fifths of the names, from z
-alone and from both parts. Below .02 ΔR² counts as no.
+effect of a patch at all positions in the other half; where there are at least 40 of them. R² over
+held-out fifths of the names, from z alone and from both parts. Below .02 ΔR² counts as no.
 
 PREDICTED
 

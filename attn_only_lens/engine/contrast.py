@@ -28,11 +28,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_only_lens.axes import SELF, Logits, Residual
+from attn_only_lens.axes import SELF, Logits, Residual, Tokens
 from attn_only_lens.engine.gradients import Tape, edit_input
 from attn_only_lens.engine.metrics import BoundMetric
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.recording import Hooks, input_stream, of_this_thread, output_stream, run
+from attn_only_lens.engine.recording import (
+    Hooks,
+    NeuronRun,
+    Recording,
+    input_stream,
+    of_this_thread,
+    output_stream,
+    require_seen,
+    run,
+)
 from attn_only_lens.engine.secants import (
     Both,
     FunctionRules,
@@ -71,6 +80,19 @@ class BothRuns:
     norms: dict[nn.Module, Both]
     functions: list[Both]
     heads: dict[str, Tensor]
+
+    def recordings(self, model: Any) -> tuple[Recording, Recording]:
+        """Return the clean and the corrupted run with the outputs of all heads, without streams."""
+        host, pair = host_of(model), self.pair
+        clean, corrupted = ({name: x.chunk(2)[i] for name, x in self.heads.items()} for i in (0, 1))
+        z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
+
+        def side(tokens: Tokens, logits: Logits, heads: dict[str, Tensor]) -> Recording:
+            neurons = {i: NeuronRun(heads[name].squeeze(-1)) for i, name in enumerate(z_names)}
+            return Recording(tokens, pair.mask, (), (), logits, neurons, heads)
+
+        logits = self.logits.chunk(2)
+        return side(pair.clean, logits[0], clean), side(pair.corrupted, logits[1], corrupted)
 
     def change(self, name: str) -> Tensor:
         """Return the clean activation less the corrupted one, by hook name."""
@@ -151,6 +173,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
         stack.enter_context(edit_input(model, look))
         tokens = torch.cat([pair.clean, pair.corrupted])
         logits = run(model, tokens, mask, [(name, keep(name)) for name in names])
+    require_seen({name: name for name in names}, heads)
     return BothRuns(pair, logits, streams[0], steps.norms, steps.functions.seen, heads)
 
 

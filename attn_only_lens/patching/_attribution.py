@@ -77,7 +77,7 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Residual, Tokens
-from attn_only_lens.engine.contrast import Contrast, contrast, run_both
+from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, run_both
 from attn_only_lens.engine.gradients import (
     Tape,
     by_site,
@@ -98,7 +98,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts
-from attn_only_lens.engine.recording import Recording, RunPair, Side, record_pair, run
+from attn_only_lens.engine.recording import Recording, RunPair, Side, record_pair, run, run_pair
 from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.engine.sites import SHARED_PARTS, Part, Sites, hook_name
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -356,6 +356,7 @@ class _Estimator:
         }
         self._tested: set[Any] = set()
         self._tape = Tape(())
+        self._both: BothRuns | None = None
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
         """Record both runs of some prompts, and keep the graph of the one that is patched into."""
@@ -364,6 +365,10 @@ class _Estimator:
         if self._budget:
             written, kept = hook_points(plan.model, plan.sites, plan.part)
         self._tape = Tape({*nodes, *written}, self._readers)
+        if self._method == "secant" and not self._budget:
+            self._both = run_both(plan.model, pair)
+            sides = self._both.recordings(plan.model)
+            return run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
         side: Side = "corrupted" if plan.direction == "denoise" else "clean"
         with start_graph(plan.model):
             return record_pair(
@@ -414,7 +419,9 @@ class _Estimator:
     def _contrast(self, prompts: PromptChunk) -> Contrast:
         """Return the multipliers between the two runs."""
         require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
-        runs = run_both(self._plan.model, prompts.pair)
+        runs = self._both
+        if runs is None or runs.pair is not prompts.pair:
+            runs = run_both(self._plan.model, prompts.pair)
         return contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
 
     def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
