@@ -176,7 +176,7 @@ def ranked(model: Any, prompts: Prompts) -> Iterator[dict[str, Any]]:
         columns = ["by_pattern", "by_value", "exact"]
         parts = replace(whole, frame=frame.drop(columns=columns).assign(value=value))
         shares = [k * (1 + 1e-9) / len(frame) for k in SIZES if k < len(frame)]
-        for name, ranking in (("|pattern + value|", whole), ("|pattern| + |value|", parts)):
+        for name, ranking in (("by the whole", whole), ("by the parts", parts)):
             curve = circuits.faithfulness(model, *one, ranking, shares=shares, n_random=0).frame
             for k, f in zip(curve["n_sites"], curve["faithfulness"], strict=True):
                 yield {"what": "ranked", "pair": number, "part": name, "k": k, "f": f}
@@ -294,7 +294,8 @@ PREDICTED
 
 ## (d) Do rankings by parts need fewer sites?
 
-Faithfulness of the first k sites, the mean over six pairs.
+Faithfulness of the first k sites by |pattern + value| ("the whole") and by |pattern| + |value|
+("the parts"), the mean over six pairs.
 
 RANKED
 """
