@@ -10,7 +10,9 @@ higher score than another, ties counting half. 0.5 is chance.
     EAP           `edge_attribution_patching.py`: the cut to first order
     graph         |weight| of `circuits.attribution_graph`: edges of kind "value" for what heads
                   read as values and for what neurons and the output read; "q" and "k" for queries
-                  and keys; "q" of a neuron besides its value
+                  and keys; "gate" of a neuron besides its value
+    secants       |weight| of the graph of a difference, from each input to the next two inputs of
+                  its length
     random        a score drawn at random: the mean over draws
 
 All of them see the same inputs, of every length, and all positions, BOS included. The first two
@@ -45,7 +47,7 @@ from attn_only_lens.engine.metrics import Metric
 
 LABELS = {"all": "all true edges", "changing": "true edges that change a logit when cut alone"}
 N_RANDOM = 100
-METHODS = ("two factors", "exact cut", "EAP", "graph")
+METHODS = ("two factors", "exact cut", "EAP", "graph", "secants")
 LEAKED = 1e-9
 
 
@@ -75,10 +77,22 @@ def metric_of(program: TracrProgram, expected: list[Any]) -> Metric:
 
 
 def graph_scores(
-    model: Any, tokens: Tensor, metric: Metric, *, patterns: bool
+    model: Any,
+    tokens: Tensor,
+    metric: Metric,
+    *,
+    patterns: bool = True,
+    corrupted: Tensor | None = None,
 ) -> dict[Edge, float]:
-    """|weights| of the attribution graph of one input, summed over positions."""
-    graph = circuits.attribution_graph(model, tokens[None], metric, mass=1, patterns=patterns)
+    """Return |weights| of the graph of one input, or of a difference, summed over positions."""
+    graph = circuits.attribution_graph(
+        model,
+        tokens[None],
+        metric,
+        corrupted=None if corrupted is None else corrupted[None],
+        mass=1,
+        patterns=patterns,
+    )
     names = graph.nodes.set_index("id")["name"]
     found: dict[Edge, float] = defaultdict(float)
     for row in graph.edges.itertuples():
@@ -110,17 +124,27 @@ def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge
     keys = [Edge(e.writer, e.reader, side_of(e.kind)) for e in found.itertuples()]
     eap = edge_attribution_patching(program.model, converted, [t for t, _ in given], nodes)
     graph: dict[Edge, float] = defaultdict(float)
+    secants: dict[Edge, float] = defaultdict(float)
     for tokens, wanted in given:
-        for row, expected in zip(tokens, wanted, strict=True):
-            if any(value is not None for value in expected):
-                metric = metric_of(program, expected)
-                for edge, score in graph_scores(converted, row, metric, patterns=True).items():
-                    graph[edge] += score
+        for i, (row, expected) in enumerate(zip(tokens, wanted, strict=True)):
+            if all(value is None for value in expected):
+                continue
+            metric = metric_of(program, expected)
+            for edge, score in graph_scores(converted, row, metric).items():
+                graph[edge] += score
+            for step in (1, 2):
+                other = tokens[(i + step) % len(tokens)]
+                if torch.equal(row, other):
+                    continue
+                of_pair = graph_scores(converted, row, metric, corrupted=other)
+                for edge, score in of_pair.items():
+                    secants[edge] += score
     return {
         "two factors": dict(zip(keys, found["score"], strict=True)),
         "exact cut": dict(zip(keys, found["exact"], strict=True)),
         "EAP": {Edge(w, r, side_of(kind)): score for (w, r, kind), score in eap.items()},
         "graph": graph,
+        "secants": secants,
     }
 
 

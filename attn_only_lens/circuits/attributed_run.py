@@ -338,7 +338,7 @@ def _require_flows(
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
     """Compare what each sublayer reads, by its weights, with the attributions of its heads."""
-    reasons = []
+    sums, sizes = list[tuple[float, float]](), list[float]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
         covector = sublayer.back(along)
@@ -350,14 +350,17 @@ def _require_flows(
                 entering = torch.einsum("bpgd,gmd->bpm", inputs, slope.W)
             covector = covector + writes.reads.back(entering)
         terms, outputs = covector * (clean - corrupted).to(covector), along * writes.outputs
-        got, expected = float(terms.sum()), float(outputs.sum())
-        size = max(float(outputs.abs().sum()), float(terms.abs().sum()))
-        if not abs(got - expected) <= LOGIT_TOLERANCE[torch.float32] * size:
-            reasons.append(
-                f"layer {writes.layer}: flows into its {writes.kind} heads add up to {got:.6g}; "
-                f"expected {expected:.6g}: its matrices do not make what its heads read, for "
-                "instance because values are clipped"
-            )
+        sums.append((float(terms.sum()), float(outputs.sum())))
+        sizes.append(max(float(outputs.abs().sum()), float(terms.abs().sum())))
+    allowed = LOGIT_TOLERANCE[torch.float32]
+    smallest = allowed * max([abs(result.total), *sizes])  # where flows are only roundings
+    reasons = [
+        f"layer {sublayer.writes.layer}: flows into its {sublayer.writes.kind} heads add up to "
+        f"{got:.6g}; expected {expected:.6g}: its matrices do not make what its heads read, for "
+        "instance because values are clipped"
+        for sublayer, (got, expected), size in zip(sublayers, sums, sizes, strict=True)
+        if not abs(got - expected) <= allowed * max(size, smallest)
+    ]
     UnsupportedModelError.raise_if(reasons, "the graph of this model is unknown")
 
 
