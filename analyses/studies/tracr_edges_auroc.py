@@ -125,7 +125,7 @@ def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge
     eap = edge_attribution_patching(program.model, converted, [t for t, _ in given], nodes)
     graph: dict[Edge, float] = defaultdict(float)
     secants: dict[Edge, float] = defaultdict(float)
-    for tokens, wanted in given:
+    for (tokens, wanted), (others, _, _) in zip(given, program.batches(), strict=True):
         for i, (row, expected) in enumerate(zip(tokens, wanted, strict=True)):
             if all(value is None for value in expected):
                 continue
@@ -133,7 +133,7 @@ def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge
             for edge, score in graph_scores(converted, row, metric).items():
                 graph[edge] += score
             for step in (1, 2):
-                other = tokens[(i + step) % len(tokens)]
+                other = others[(i + step) % len(others)]
                 if torch.equal(row, other):
                     continue
                 of_pair = graph_scores(converted, row, metric, corrupted=other)
