@@ -177,7 +177,10 @@ class FunctionRules(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self._replaces:
             y = func(*args, **kwargs)
-            self.seen.append((x.detach().clone(), y.detach().clone()))
+            recorded = y.detach().clone()
+            if _RULES[func] is _softmax:  # padding may attend to nothing
+                recorded = recorded.nan_to_num(0.0)
+            self.seen.append((x.detach().clone(), recorded))
             return y
         rest, seen = args[1:], self.seen[self._n_calls]
         self._n_calls += 1

@@ -189,6 +189,43 @@ def test_a_metric_of_functions_with_rules_has_none():
     assert abs(float(total) - bound.of(clean) + bound.of(corrupted)) <= EXACT
 
 
+PADDED = ["bridge gpt2", "bridge llama", "bridge native"]
+if HAS_HOOKED_TRANSFORMER:
+    PADDED += ["exposed rotary", "converted alibi"]
+
+
+@pytest.mark.parametrize("family", PADDED)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_nothing(family, side):
+    """A batch of two lengths has the parts of its prompts, each alone."""
+    model, metric = model_of(family), METRICS["logit_diff"]
+    clean = tokens(1, batch=2, pos=6)
+    mask = torch.ones_like(clean)
+    mask[0, slice(4, 6) if side == "right" else slice(0, 2)] = 0
+    clean = clean * mask
+    corrupted = clean.clone()
+    corrupted[:, 3] = (clean[:, 3] + 5) % 31
+    how = {"method": "secant", "budget": 0, "split": True, "progress": False}
+    columns = ["by_pattern", "by_value"]
+
+    def parts(sweep, first=0):
+        frame = sweep.to_frame()
+        frame["position"] += first
+        span = sweep.clean_value - sweep.corrupted_value
+        return frame.set_index(["name", "position"])[columns] * span
+
+    together = parts(p.attribution(model, clean, corrupted, metric, mask=mask, **how))
+    alone = 0.0
+    for row in range(2):
+        kept = mask[row].bool()
+        rows = clean[row, kept][None], corrupted[row, kept][None]
+        one = parts(p.attribution(model, *rows, metric, **how), int(kept.nonzero()[0]))
+        alone = alone + one.reindex(together.index).fillna(0.0) / 2
+    assert not together.isna().any(axis=None)
+    assert (together - alone).abs().max(axis=None) <= EXACT
+    assert (together - alone).abs().max(axis=None) < together.abs().max(axis=None)
+
+
 def test_gradients_need_not_be_enabled():
     model = model_of("bridge gpt2")
     with torch.no_grad():
