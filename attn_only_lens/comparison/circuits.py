@@ -1,11 +1,12 @@
 """The circuits of two models at equal faithfulness: nodes and edges that are kept, lost, gained.
 
 Each model's circuit is the shortest prefix by |estimated effect| that `circuits.discover` finds for
-the same faithfulness on the same prompts, `order="magnitude"` and `budget=0`, without pruning:
-heads and neurons at positions. Its edges are those of its attribution graph between its nodes, from
-the embedding and into the metric, and of each kind as few as have a share of Σ |weight|: with
-patterns frozen nearly every pair of nodes has some edge. An edge's weight does not depend on which
-other nodes are chosen, so the edges of both models are computed between the nodes of both circuits.
+the same faithfulness on the same prompts, `order="magnitude"`, `method="exact_gate"` and
+`budget=0`, without pruning: heads and neurons at positions. Its edges are those of its attribution
+graph between its nodes, from the embedding and into the metric, and of each kind as few as have a
+share of Σ |weight|: with patterns frozen nearly every pair of nodes has some edge. An edge's weight
+does not depend on which other nodes are chosen, so the edges of both models are computed between
+the nodes of both circuits.
 
 A node is a row of one array for all models, [component of the grown model, position]; if a model
 has no such component its scores are NaN.

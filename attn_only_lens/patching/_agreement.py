@@ -89,7 +89,8 @@ def _setting_reasons(exact: Sweep, approx: Sweep) -> list[str]:
 def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
     """Return a reason if one of the sweeps has sites that the other has not."""
     only_exact = np.flatnonzero(order < 0)
-    only_approx = np.setdiff1d(np.arange(len(approx)), order)
+    seen = np.bincount(order[order >= 0], minlength=len(approx))
+    only_approx = np.flatnonzero(seen == 0)
     if not len(only_exact) and not len(only_approx):
         return []
     row = exact.frame.iloc[only_exact[0]] if len(only_exact) else approx.frame.iloc[only_approx[0]]

@@ -35,7 +35,7 @@ from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.page import Page
 
-_EDGES = 25_000
+_EDGES = 24_000
 _WEIGHTS = 100_000  # of patterns, to three decimals
 _FEWEST = 8  # edges into a node, however many nodes there are
 _EXAMPLES = 30_000  # tokens of examples

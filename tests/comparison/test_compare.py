@@ -228,7 +228,10 @@ def test_circuits_after_training(after_training):
     for source in (model, grown.model, null.model):
         with expose_neuron_heads(source) as exposed:
             circuit = circuits.discover(
-                exposed, pair.clean, pair.corrupted, p.loss(), order="magnitude", budget=0
+                *(exposed, pair.clean, pair.corrupted, p.loss()),
+                order="magnitude",
+                method="exact_gate",
+                budget=0,
             )
             graph = circuits.attribution_graph(exposed, prompts, p.loss(), mass=1.0)
         drawn.append(graph.edges.set_index(["source", "target", "kind"])["weight"])

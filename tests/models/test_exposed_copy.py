@@ -474,5 +474,5 @@ def test_accessors_refuse_a_cache_from_before_the_model_was_exposed_anew():
         assert neuron_pattern(cache, "L1N3.0").shape == (2, POS, 2)
     with expose_neuron_heads(bridge):
         for read in (neuron_pattern, neuron_gate, dense_pattern):
-            with pytest.raises(UnsupportedCallError, match=r"148 neuron-heads .* has 37 by now"):
+            with pytest.raises(UnsupportedCallError, match=r"148 neuron-heads .* now has 37"):
                 read(cache, "L1N12")

@@ -56,7 +56,7 @@ def test_the_page_holds_the_graph(drawn):
     )
     expected = graph.edges.set_index(["source", "target", "kind"])["weight"].to_dict()
     assert found == pytest.approx(expected, rel=1e-4)
-    assert set(data["edges"]["kind"]) == {"value", "q", "k"}
+    assert set(data["edges"]["kind"]) == {"value", "q", "k", "gate"}
     sizes, n = heads_of(graph)["attribution"].abs(), 3 * (2 + 37) * POS
     every = attribution_graph(model, given, METRIC, mass=1.0)
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()

@@ -18,6 +18,7 @@ from transformer_lens.utilities import Slice, get_act_name
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.models.two_blocks.config import (
     block_kind,
@@ -115,6 +116,11 @@ class AttentionOnlyCache(ActivationCache):
     model: Any
 
     def __init__(self, cache_dict: dict[str, Tensor], model: Any, has_batch_dim: bool = True):
+        if not has_neuron_heads(model) or host_of(model).in_place:
+            raise UnsupportedCallError(
+                f"got a cache of a {type(model).__name__}; expected one of a model that convert "
+                "made: other models have transformer_lens' ActivationCache"
+            )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
             self.has_pos_embed = False  # they are added to queries and keys, not to the stream
