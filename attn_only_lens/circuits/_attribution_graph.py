@@ -133,9 +133,6 @@ def attribution_graph(
     n_before = [0, *np.cumsum([_numbers(run, i, roles).shape[1] for i in range(len(run.z))])]
     by_prompt = torch.cat([_numbers(run, i, roles) for i in range(len(run.z))], dim=1).numpy()
     sizes = np.abs(by_prompt.sum(0))
-    if corrupted is not None and not sizes.any():
-        reason = "got clean and corrupted prompts with the same runs; expected a difference"
-        raise InputError([reason], _PROBLEM)
     if sites is not None:
         index = _rows_of(run, _site_ids(sites), n_before, roles)
     else:

@@ -77,7 +77,7 @@ def test_what_makes_no_sense_is_refused(model):
             circuits.explain(model, CLEAN, CORRUPTED, METRIC, **settings)
     with pytest.raises(InputError, match=r"same number of tokens|as many"):
         circuits.explain(model, CLEAN, "The key", METRIC)
-    with pytest.raises(InputError, match="same runs"):
+    with pytest.raises(InputError, match="identical prompts"):
         circuits.attribution_graph(model, CLEAN, METRIC, corrupted=CLEAN)
     for sites, reason in ((["L9H9@1"], "L9H9@1"), (["L0H0@99"], "L0H0@99"), ([], "got no sites")):
         with pytest.raises(InputError, match=reason):
