@@ -92,7 +92,7 @@ def circuit_page(
     data["notes"], data["state"] = list(meta.get("notes", ())), state
     data["exact"] = meta.get("exact", "")
     title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"
-    picture = circuit_picture(data, title)
+    picture = circuit_picture(_named(data, state), title)
     body = [
         asset("assets/circuit.html").replace("TITLE", escape(title)),
         f'<script type="application/json" id="circuit">{script_data(data)}</script>',
@@ -144,6 +144,16 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
         "first_view": {"most": MOST, "fewest": FEWEST},
     }
     return drawing | {"first": first_view(drawing)}
+
+
+def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a picture, with nodes under the names that the state gives them."""
+    names, nodes = state.get("names", {}), data["nodes"]
+    labels = [
+        names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
+    ]
+    named = data | {"nodes": nodes | {"label": labels, "width": list(map(_box, labels))}}
+    return named | {"first": first_view(named)}
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":

@@ -86,6 +86,12 @@ def _shown(data: _Data, k: int) -> list[int]:
     return sorted(plain, key=lambda i: -sizes[i])[:k]
 
 
+def _kinds(data: _Data) -> list[str]:
+    """Return the kinds of edges that are shown first."""
+    kinds: list[str] = data["state"].get("kinds", ["value"])
+    return kinds
+
+
 def _boxes(data: _Data) -> Boxes:
     nodes = data["nodes"]
     overhangs = [kind == "metric" for kind in nodes["kind"]]
@@ -97,12 +103,12 @@ def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
 
 
 def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
-    """Return the k strongest value edges among these nodes."""
-    edges = data["edges"]
+    """Return the k strongest edges among these nodes, of the kinds that are shown."""
+    edges, kinds = data["edges"], _kinds(data)
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)
     rows_ = [
-        row for row in zip(*columns, strict=True) if row[2] == "value" and {row[0], row[1]} <= shown
+        row for row in zip(*columns, strict=True) if row[2] in kinds and {row[0], row[1]} <= shown
     ]
     return sorted(rows_, key=lambda row: -abs(row[3]))[:k]
 
@@ -164,7 +170,9 @@ def _legend(data: _Data, y: float) -> str:
         marks = " · ".join(f"{mark} {word}" for word, mark in STATUSES.items())
     else:
         marks = "+ raises the metric (blue) · − lowers it (red)"
-    return _text(8, y, f"{marks} · edges: arrow positive, bar negative", "row")
+    dashes = {"q": "long dashes", "k": "dots", "gate": "dashes and dots"}
+    kinds = "".join(f", {kind} {dashes[kind]}" for kind in _kinds(data) if kind in dashes)
+    return _text(8, y, f"{marks} · edges: arrow positive, bar negative{kinds}", "row")
 
 
 def _text(x: float, y: float, text: str, name: str, dy: str = "0") -> str:
