@@ -556,7 +556,7 @@ def test_kernels_of_a_graph(counted):
     assert many.total("kernel") <= 16_000
     assert many.total("kernel") - few.total("kernel") <= 2_500
     # Taking the model apart compares some numbers of every norm and sublayer; a node needs none.
-    assert many.synchronisations <= 900
+    assert many.synchronisations <= 1_000
     assert many.synchronisations - few.synchronisations <= 60
 
 
@@ -570,7 +570,8 @@ def test_kernels_of_a_search(counted):
 
     device = counted(search)
     assert device.total("kernel") <= 15_000
-    assert device.synchronisations <= 14 * 12
+    # Some 15 a layer are of its norms, which secants fit to what they did.
+    assert device.synchronisations <= 30 * 12
 
 
 @of_bridges
