@@ -143,7 +143,8 @@ def prompt_pair(
             here, there = (token_texts(model, tokens) for tokens in (row, corrupted_row))
             reasons.append(
                 f"prompt {i} has {len(row)} clean tokens {here} and {len(corrupted_row)} corrupted "
-                f"tokens {there}; expected as many: choose words that split alike"
+                f"tokens {there}; both prompts must have the same number of tokens: use words that "
+                "tokenize to the same length"
             )
     padded = not (_is_tensor(clean) or _is_tensor(corrupted))
     clean_tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM)

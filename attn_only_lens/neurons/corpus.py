@@ -28,13 +28,13 @@ _EXPECTED = "expected a text, a dictionary with 'text', or tokens of one text [p
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What is run at once of a text.
+    """One piece of a text, short enough for one forward pass.
 
     Attributes:
-        text: which text of the corpus.
-        first: the position in the text of its first token, had the text no other BOS before that.
+        text: the index of the text in the corpus.
+        first: the position of its first token in the text, without BOS.
         tokens: on the CPU.
-        has_bos: whether it begins with BOS, which is no example: it is the same in every text.
+        has_bos: whether it begins with BOS. BOS is the same in every text, so it is no example.
     """
 
     text: int

@@ -37,7 +37,7 @@ class NodeDetails:
             token at the node's position attends to.
         writes: tokens that the node raises (positive) or lowers (negative) most, each with how
             much, in standard deviations over the vocabulary; the largest first.
-        reads: tokens that raise or lower a neuron's query most, likewise.
+        reads: tokens that raise or lower a neuron's query most, with the same amounts.
         examples: where a neuron's values are largest in a corpus.
         z: of a neuron-head, gate × value at each token of the prompt, which colours them.
 

@@ -61,16 +61,16 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything stands.
+    """The places of boxes, columns and rows in a drawing, in pixels.
 
     Attributes:
-        x: centre of each box, by node, of those that are shown.
-        y: likewise.
-        columns: first and last position, left end and width of each column; several positions are
-            folded tokens, and -1 is that of no position.
-        rows: row, y and height of each row that has nodes.
-        width: of all of it.
-        height: likewise.
+        x: the centre of the box of each node that is shown.
+        y: the same, downwards.
+        columns: the first and last position, left end and width of each column. A column of several
+            positions holds folded tokens; position -1 is for nodes without a token.
+        rows: the row, y and height of each row that has nodes.
+        width: the width of the drawing.
+        height: the height of the drawing.
     """
 
     x: dict[int, float]

@@ -114,7 +114,9 @@ def circuit_view(
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
     nodes_shown = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
-    share = f"with {graph.mass:.0%} of Σ |attribution|; the others add up in rest."
+    share = (
+        f"with {graph.mass:.0%} of Σ |attribution|; all others are summed into one node, 'rest'."
+    )
     notes = [*notes, f"Nodes: {nodes_shown}, {share}"]
     if len(graph.tokens) > 1:
         notes.append(
@@ -173,7 +175,8 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
     fewer = graph.prune_edges(top=top)
     if len(fewer.edges) < len(graph.edges):
         notes.append(
-            f"Edges: the {top} strongest into each node, of each kind; the others add up in rest."
+            f"Edges: the {top} strongest into each node, of each kind; all others are summed into "
+            "one node, 'rest'."
         )
     return fewer
 

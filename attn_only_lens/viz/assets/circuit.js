@@ -567,10 +567,10 @@
       box.append(part);
     }
     if (more.writes) box.append(bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
-    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "Its query by each token's embedding, in σ likewise.",
+    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "How strongly each token's embedding activates this neuron's gate (standard deviations above the mean of the vocabulary).",
                                         ["most", "least"], more.reads));
     if (more.examples) {
-      const part = section("examples", "Top examples", "Coloured by z likewise; point at a token.");
+      const part = section("examples", "Top examples", "Each token is coloured by z. Point at a token for its values.");
       const top = furthest(more.examples.flatMap((each) => each.values));
       for (const each of more.examples) {
         const line = coloured(each.tokens, each.values, top, each.position,
