@@ -11,6 +11,7 @@ at the same position or at any. It is counted before edges are computed, and ref
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ from attn_only_lens.circuits.attributed_run import (
 from attn_only_lens.circuits.by_role import RoleMap
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node
-from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.contrast import float32_slopes
+from attn_only_lens.engine.in_float32 import float32_weights
+from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.positions import Roles
@@ -44,7 +47,7 @@ _BYTES = 40  # of an edge: source, target, kind, weight, and its contribution fo
 _PROBLEM = "no attribution graph can be made"
 
 
-@in_float32
+@warned_once()
 @full_precision()
 def attribution_graph(
     model: Any,
@@ -74,7 +77,8 @@ def attribution_graph(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            A model in half precision is run in float32 during the call, with the same weights.
+            A model in half precision is run in float32 during the call, with the same weights; of
+            a difference, a warning says by how much that moves the metric's change.
         clean: a text, texts, or tokens [batch, pos]. Contributions of several prompts at one
             position are added up.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits
@@ -125,27 +129,31 @@ def attribution_graph(
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
     if corrupted is None:
         pair = single_prompts(model, clean, mask)
-        run = attribute_run(model, pair, metric, patterns)
+        in_float32: AbstractContextManager[None] = float32_weights(model)
     else:
         pair = prompt_pair(model, clean, corrupted, mask)
-        run = attribute_difference(model, pair, metric)
-    roles = None if positions is None else RoleMap.of(pair, positions)
-    n_before = [0, *np.cumsum([_numbers(run, i, roles).shape[1] for i in range(len(run.z))])]
-    by_prompt = torch.cat([_numbers(run, i, roles) for i in range(len(run.z))], dim=1).numpy()
-    sizes = np.abs(by_prompt.sum(0))
-    if sites is not None:
-        index = _rows_of(run, _site_ids(sites), n_before, roles)
-    else:
-        if top is None and mass is None:
-            top = _TOP["run" if corrupted is None else "difference"]
-        index = select_largest(sizes, top=top, mass=mass)
-    places = roles.n_roles if roles else run.first.shape[1]
-    _require_affordable(run, sizes, index, max_edges, places)
-    chosen = _by_sublayer(run, index, places)
-    rest = by_prompt.sum(0)
-    return _graph(
-        model, run, pair, chosen, roles, float(np.delete(rest, index).sum()), sizes, index
-    )
+        in_float32 = float32_slopes(model, pair, metric)
+    if top is None and mass is None:
+        top = _TOP["run" if corrupted is None else "difference"]
+    with in_float32:
+        if corrupted is None:
+            run = attribute_run(model, pair, metric, patterns)
+        else:
+            run = attribute_difference(model, pair, metric)
+        roles = None if positions is None else RoleMap.of(pair, positions)
+        numbers = [_numbers(run, i, roles) for i in range(len(run.z))]
+        by_prompt = torch.cat(numbers, dim=1).numpy()
+        sizes = np.abs(by_prompt.sum(0))
+        if sites is None:
+            index = select_largest(sizes, top=top, mass=mass)
+        else:
+            n_before = [0, *np.cumsum([part.shape[1] for part in numbers])]
+            index = _rows_of(run, _site_ids(sites), n_before, roles)
+        places = roles.n_roles if roles else run.first.shape[1]
+        _require_affordable(run, sizes, index, max_edges, places)
+        chosen = _by_sublayer(run, index, places)
+        rest = float(np.delete(by_prompt.sum(0), index).sum())
+        return _graph(model, run, pair, chosen, roles, rest, sizes, index)
 
 
 def _numbers(run: AttributedRun, index: int, roles: RoleMap | None) -> Tensor:

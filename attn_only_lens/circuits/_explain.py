@@ -21,7 +21,8 @@ from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
-from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.contrast import float32_slopes
+from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.recording import record
@@ -69,6 +70,12 @@ class Explanation:
         kept, n = self.circuit.faithfulness, len(self.circuit)
         return f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.0%} of the difference"
 
+    @property
+    def neurons(self) -> list[str]:
+        """The names of the graph's neurons, for `neurons.top_examples`."""
+        heads = self.graph.heads
+        return list(heads.loc[heads["kind"] == "neuron", "name"].unique())
+
     def table(self) -> pd.DataFrame:
         """Return a row for each site of the circuit, the strongest first.
 
@@ -102,15 +109,16 @@ class Explanation:
         """Return the graph as an interactive page (`viz.circuit_view`).
 
         Args:
-            examples: examples of neurons, by `neurons.top_examples`, which the page shows.
+            examples: of the explanation's `neurons`, by `neurons.top_examples`: the page shows
+                them, and names a neuron after the token where its output is largest.
         """
         # Pages are above this package: what draws them is loaded when one is asked for.
         viz = import_module("attn_only_lens.viz")
         table = self.table().set_index("id")
-        names = {}
+        labels, names = self.labels | self._labels_by_examples(examples), {}
         for node, row in table.iterrows():
             kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
-            names[str(node)] = f"{self.labels[str(node)]}, by {kind}"
+            names[str(node)] = f"{labels[str(node)]}, by {kind}"
         circuit = self.circuit
         clean, corrupted = self.attribution.clean_value, self.attribution.corrupted_value
         notes = [
@@ -126,6 +134,21 @@ class Explanation:
             examples=examples,
             state={"names": names},
         )
+
+    def _labels_by_examples(self, examples: pd.DataFrame | None) -> dict[str, str]:
+        """Return labels of neurons with the token at which their output is largest in size."""
+        if examples is None:
+            return {}
+        first = examples[examples["rank"] == 1]
+        first = first.loc[first["value"].abs().groupby(first["name"], observed=True).idxmax()]
+        columns = [first[column].tolist() for column in ("name", "tokens", "position")]
+        tokens = {name: texts[position] for name, texts, position in zip(*columns, strict=True)}
+        heads = self.graph.heads
+        return {
+            node: f"{name} at “{tokens[name].strip()[:_LONGEST]}”"
+            for node, name in zip(heads["id"], heads["name"], strict=True)
+            if name in tokens
+        }
 
     def save(self, folder: str | Path) -> None:
         """Write the table, the graph, the attribution and the page to a folder, all or nothing."""
@@ -147,7 +170,7 @@ class Explanation:
         return html
 
 
-@in_float32
+@warned_once()
 @full_precision()
 def explain(
     model: Any,
@@ -193,29 +216,30 @@ def explain(
         "nothing can be explained",
     )
     prompts = model, clean, corrupted, metric
-    whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
-    circuit = discover(
-        *prompts, faithfulness=faithfulness, method="secant", budget=0, progress=progress
-    )
-    shares = whole.to_frame().set_index(["name", "position"])["score"]
-    keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
-    keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
-    sites = [f"{name}@{position}" for name, position in keys]
-    graph = attribution_graph(model, clean, metric, corrupted=corrupted, sites=sites)
-    patches = {}
-    some = keys[:n_patched]
-    positions = sorted({int(position) for _, position in some})
-    for way in ("denoise", "noise"):
-        sweep = activation_patch(
-            *prompts,
-            sites=list(dict.fromkeys(str(name) for name, _ in some)),
-            positions=positions,
-            direction=way,
-            progress=False,
+    with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
+        whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
+        circuit = discover(
+            *prompts, faithfulness=faithfulness, method="secant", budget=0, progress=progress
         )
-        patches[way] = sweep
-    what = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
-    return Explanation(whole, circuit, graph, patches, *what, model, clean)
+        shares = whole.to_frame().set_index(["name", "position"])["score"]
+        keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
+        keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
+        sites = [f"{name}@{position}" for name, position in keys]
+        graph = attribution_graph(model, clean, metric, corrupted=corrupted, sites=sites)
+        patches = {}
+        some = keys[:n_patched]
+        positions = sorted({int(position) for _, position in some})
+        for way in ("denoise", "noise"):
+            sweep = activation_patch(
+                *prompts,
+                sites=list(dict.fromkeys(str(name) for name, _ in some)),
+                positions=positions,
+                direction=way,
+                progress=False,
+            )
+            patches[way] = sweep
+        what = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
+        return Explanation(whole, circuit, graph, patches, *what, model, clean)
 
 
 @torch.no_grad()

@@ -238,13 +238,9 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     change = bound.of(clean) - bound.of(corrupted)
     no_bias = torch.zeros_like(run.embedding[:, 0, 0])
     ends = result.stream, result.final, no_bias, 0.0
-    offset = change - result.total
-    scale = float((result.logits * clean).abs().sum() + (result.logits * corrupted).abs().sum())
-    if abs(offset) <= LOGIT_TOLERANCE[clean.dtype] * scale:  # a metric with a rule
-        offset = 0.0
     recorded = [writes.z[: len(clean)] for writes in both.sublayers]
     return AttributedRun(
-        linear, bound.name, change, offset, gradients, *ends, slopes, recorded, True
+        linear, bound.name, change, result.remainder, gradients, *ends, slopes, recorded, True
     )
 
 

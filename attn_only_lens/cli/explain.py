@@ -17,11 +17,19 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
+from attn_only_lens.neurons import top_examples
 
 _Out = Annotated[Path, typer.Option(help="output page, .html")]
 _Corrupted = Annotated[
     list[str],
     typer.Option(help="the prompt to compare with, of the same number of tokens; repeat for more"),
+]
+_Texts = Annotated[
+    Path | None,
+    typer.Option(
+        help="a corpus, one text per line: the page shows where neurons are largest in it, and "
+        "names them after these tokens"
+    ),
 ]
 _Faithfulness = Annotated[
     float, typer.Option(help="the share of the difference that the circuit must keep")
@@ -46,6 +54,7 @@ def explain(
     tokens: options.TokenNumbers = False,
     faithfulness: _Faithfulness = 0.9,
     top: options.Top = 20,
+    texts: _Texts = None,
     chat: options.Chat = False,
     hooked: options.Hooked = False,
     dtype: options.Dtype = None,
@@ -76,4 +85,7 @@ def explain(
         title = f"{why.title}; everything else keeps {circuit.completeness:.0%}"
         rows = [["" if x != x else x for x in row] for row in table.itertuples(index=False)]
         print_table(title, ["site", "does", *table.columns[2:]], rows, number=".2f")
-        say_page(why.page(out))
+        examples = None
+        if texts is not None:
+            examples = top_examples(loaded, why.neurons, texts, k=5, progress="examples")
+        say_page(why.page(out, examples=examples))

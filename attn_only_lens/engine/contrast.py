@@ -30,7 +30,9 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Logits, Residual, Tokens
 from attn_only_lens.engine.gradients import Tape, edit_input
-from attn_only_lens.engine.metrics import BoundMetric
+from attn_only_lens.engine.in_float32 import HALF, float32_weights
+from attn_only_lens.engine.input_warnings import warn
+from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import (
     Hooks,
@@ -114,6 +116,7 @@ class Contrast:
         softmax: the output of each softmax, in the graph of the pass if it was kept.
         softmax_changes: how much it changes between the runs.
         total: Σ M Δ over the logits: the change of the metric, if its rule is known.
+        remainder: the rest of the change: 0 for a metric with a rule.
     """
 
     runs: BothRuns
@@ -125,6 +128,7 @@ class Contrast:
     softmax: list[Tensor] = field(repr=False)
     softmax_changes: list[Tensor] = field(repr=False)
     total: float
+    remainder: float
 
     def through_patterns(
         self, model: Any, layer: int, kind: HeadKind
@@ -220,6 +224,7 @@ def contrast(
         softmax=steps.functions.softmax,
         softmax_changes=steps.functions.softmax_changes,
         total=total,
+        remainder=_remainder(metric, multiplier, clean, corrupted),
     )
     _require_complete(result)
     return result
@@ -240,6 +245,41 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
         middle = ((clean + corrupted) / 2).detach().requires_grad_()
         (multiplier,) = torch.autograd.grad(metric.of_logits(middle), middle)
     return multiplier
+
+
+def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
+    """Return what a metric changes beyond Σ M Δ; 0 if that is a rounding."""
+    with torch.no_grad():
+        change = metric.of(clean) - metric.of(corrupted)
+    terms = multiplier * (clean - corrupted)
+    remainder = change - float(terms.sum())
+    size = float((multiplier * clean).abs().sum() + (multiplier * corrupted).abs().sum())
+    return remainder if abs(remainder) > LOGIT_TOLERANCE[terms.dtype] * size else 0.0
+
+
+@contextmanager
+def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
+    """Run a model in half precision in float32, and warn how much the metric's change differs."""
+    if next(model.parameters()).dtype not in HALF:
+        yield
+        return
+    changes = [_change(model, pair, metric)]
+    with float32_weights(model):
+        changes.append(_change(model, pair, metric))
+        reason = (
+            f"slopes are taken in float32, with the same weights: {as_metric(metric).name} changes "
+            f"by {changes[1]:.6g} there, and by {changes[0]:.6g} in the model's precision"
+        )
+        warn({"half precision": reason}, "this model is in half precision")
+        yield
+
+
+@torch.no_grad()
+def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
+    """Return the change of a metric from the corrupted to the clean run."""
+    logits = [run(model, tokens, pair.mask) for tokens in (pair.clean, pair.corrupted)]
+    bound = bind(metric, model, pair, logits[0])
+    return bound.of(logits[0]) - bound.of(logits[1])
 
 
 def _require_complete(result: Contrast) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.engine.attached_hooks import modules_of
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
@@ -83,13 +83,13 @@ def _widen(model: nn.Module) -> Callable[[], None]:
         for _, module in modules_of(model):
             held = (module._parameters, module._buffers, vars(module))
             for tensor in (value for of_kind in held for value in of_kind.values()):
-                if isinstance(tensor, Tensor) and tensor.dtype in _HALF and id(tensor) not in seen:
+                if isinstance(tensor, Tensor) and tensor.dtype in HALF and id(tensor) not in seen:
                     seen.add(id(tensor))
                     widen(tensor)
         # TransformerLens' norms and rotary embeddings compute in the dtype of the configuration.
         for _, module in modules_of(model):
             cfg: Any = getattr(module, "cfg", None)
-            if getattr(cfg, "dtype", None) in _HALF:
+            if getattr(cfg, "dtype", None) in HALF:
                 undo.append(partial(setattr, cfg, "dtype", cfg.dtype))
                 cfg.dtype = torch.float32
     except BaseException:

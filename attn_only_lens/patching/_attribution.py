@@ -64,6 +64,7 @@ activations do not move along straight lines.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
@@ -77,7 +78,7 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Residual, Tokens
-from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, run_both
+from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, float32_slopes, run_both
 from attn_only_lens.engine.gradients import (
     Tape,
     by_site,
@@ -86,7 +87,7 @@ from attn_only_lens.engine.gradients import (
     site_estimates,
     start_graph,
 )
-from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.inputs import option_reasons
 from attn_only_lens.engine.interventions import ABLATIONS
 from attn_only_lens.engine.metrics import (
@@ -168,7 +169,8 @@ def attribution(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            The `requires_grad` and `grad` of its parameters do not change.
+            The `requires_grad` and `grad` of its parameters do not change. "secant" runs a model in
+            half precision in float32, and warns by how much that moves the metric's change.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the corrupted run, with the same number of tokens; None for an
             ablation without one, whose scores are shares of the clean run's metric.
@@ -203,6 +205,7 @@ def attribution(
         one. `Sweep.method` names the method.
 
     Raises:
+        InputWarning: with "secant", the metric has no rule, and shares do not add up to its change.
         InputError: with every reason: prompts, metric, sites or positions that do not fit; the
             metric is flat at the run patched into, as `kl` is on the clean run.
         UnsupportedModelError: the model has a step without a rule ("secant"), has tokens enter
@@ -248,23 +251,26 @@ def attribution(
         traced=True,
         most_rows=None,
     )
-    chunks = plan.chunks(by_cost=False)
-    bars = progress and len(chunks) == 1
-    estimator = _Estimator(plan, method, steps or _STEPS, budget, bars, split)
-    prompts = plan.prompt_chunks(estimator.record)
-    totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
+    with float32_slopes(model, plan.pair, metric) if method == "secant" else nullcontext():
+        chunks = plan.chunks(by_cost=False)
+        bars = progress and len(chunks) == 1
+        estimator = _Estimator(plan, method, steps or _STEPS, budget, bars, split)
+        prompts = plan.prompt_chunks(estimator.record)
+        totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
-    # Run
-    settings = {"method": method, "steps": steps, "budget": as_plain(budget), "split": split}
-    job = Job(resume, lambda: plan.settings() | settings, progress and len(chunks) > 1)
-    compute = partial(_attributed, estimator, prompts, totals)
-    repaired = _Repaired.nothing(plan)
-    for chunk, arrays in job.run(chunks, compute, unit="site"):
-        totals.add(chunk, torch.from_numpy(arrays["kept"]))
-        repaired.add(arrays, totals.weight(chunk.prompts), len(chunk.prompts) / totals.n_prompts)
+        # Run
+        settings = {"method": method, "steps": steps, "budget": as_plain(budget), "split": split}
+        job = Job(resume, lambda: plan.settings() | settings, progress and len(chunks) > 1)
+        compute = partial(_attributed, estimator, prompts, totals)
+        repaired = _Repaired.nothing(plan)
+        for chunk, arrays in job.run(chunks, compute, unit="site"):
+            totals.add(chunk, torch.from_numpy(arrays["kept"]))
+            repaired.add(
+                arrays, totals.weight(chunk.prompts), len(chunk.prompts) / totals.n_prompts
+            )
 
-    # Collect
-    return repaired.sweep(plan, totals, method, bool(budget))
+        # Collect
+        return repaired.sweep(plan, totals, method, bool(budget))
 
 
 def _attributed(
@@ -422,7 +428,14 @@ class _Estimator:
         runs = self._both
         if runs is None or runs.pair is not prompts.pair:
             runs = run_both(self._plan.model, prompts.pair)
-        return contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
+        result = contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
+        if result.remainder:
+            reason = (
+                f"shares of all sites add up to {result.total:.4g}, and the metric changes by "
+                f"{result.total + result.remainder:.4g}; the difference belongs to no site"
+            )
+            warn({"remainder": reason}, "this metric has no exact rule")
+        return result
 
     def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
         """Return by how much each row moves the metric through patterns."""

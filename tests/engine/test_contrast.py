@@ -5,7 +5,7 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import Bilinear, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, InputWarning, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.attributed_run import attribute_difference
 from attn_only_lens.circuits.linear_graph import LinearGraph
@@ -85,6 +85,19 @@ def test_tokens_add_up_to_the_change_of_every_metric(family):
         terms = result.stream * (clean - corrupted)
         # Terms cancel, most of all where the loss hardly changes.
         assert abs(float(terms.sum()) - change) <= EXACT * max(size_of(terms), 1.0), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_add_up_in_float32(family):
+    model = model_of(family).to(torch.float32)
+    model.cfg.dtype = torch.float32
+    result, change = difference(model, METRICS["logit_diff"])
+    clean, corrupted = result.runs.stream.chunk(2)
+    terms = result.stream * (clean - corrupted)
+    assert terms.dtype == torch.float32
+    # The change is a difference of logits, which are rounded themselves.
+    size = size_of(terms) + float(result.runs.logits.abs().max())
+    assert abs(float(terms.double().sum()) - change) <= 1e-5 * size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,6 +189,30 @@ def test_a_metric_without_a_rule_has_a_remainder():
     terms = result.stream * (clean - corrupted)
     assert abs(float(terms.sum()) - result.total) <= EXACT * max(size_of(terms), 1.0)
     assert abs(result.total - change) > 1e-9 * abs(change)
+    assert result.total + result.remainder == pytest.approx(change)
+    clean, corrupted = tokens(), pair_of(model).corrupted
+    how = {"method": "secant", "budget": 0, "progress": False}
+    with pytest.warns(InputWarning, match="no exact rule"):
+        p.attribution(model, clean, corrupted, metric, **how)
+
+
+def test_half_precision_is_computed_in_float32_and_its_error_is_said():
+    model = model_of("bridge gpt2")  # which has no buffers that rounding changes
+    for one in model.parameters():
+        one.data = one.data.bfloat16().double()
+    clean, corrupted = tokens(), pair_of(model).corrupted
+    metric, how = METRICS["logit_diff"], {"method": "secant", "budget": 0, "progress": False}
+    wide = p.attribution(model, clean, corrupted, metric, **how)
+    model.to(torch.bfloat16)
+    before = [one.clone() for one in model.parameters()]
+    with pytest.warns(InputWarning, match="in the model's precision"):
+        sweep = p.attribution(model, clean, corrupted, metric, **how)
+    with pytest.warns(InputWarning, match="in the model's precision"):
+        graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=5)
+    change = wide.clean_value - wide.corrupted_value
+    assert graph.value == pytest.approx(change, rel=1e-4)
+    assert (sweep.effect - wide.effect).abs().max() <= 1e-4 * wide.effect.abs().max()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_metric_of_functions_with_rules_has_none():
