@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 import typer
 from matplotlib.figure import Figure
-from scipy.stats import spearmanr
+from scipy.stats import bootstrap, spearmanr
 
 from analyses.studies.attribution_vs_patching import LENGTH, pairs
 from analyses.studies.exactness_measures import trained
@@ -27,13 +28,20 @@ from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke, SmolLM2
 from analyses.tools.study_files import keep
 from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.attributed_run import attribute_difference, attribute_run
+from attn_only_lens.circuits.attributed_run import (
+    AttributedRun,
+    attribute_difference,
+    attribute_run,
+)
 from attn_only_lens.circuits.linear_graph import LinearGraph
-from attn_only_lens.engine.prompts import prompt_pair
+from attn_only_lens.engine.contrast import run_both
+from attn_only_lens.engine.gradients import edit_input
+from attn_only_lens.engine.prompts import PromptPair, prompt_pair
 
 METHODS = ("exact_gate", "integrated", "secant")
 SIZES = (10, 20, 40, 80, 160, 320)
 N_NODES, N_EDGES = 30, 200
+N_STEPS = 5  # of EAP-IG
 ENGLISH = [
     ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
     ("The doctor behind the trees", "The doctors behind the trees", " is", " are"),
@@ -146,19 +154,21 @@ def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
     values = {"secant graph": _by_head(both, pair, chosen, graph)}
     strongest = values["secant graph"].abs().nlargest(N_EDGES).index
     values["graph of one run"] = _by_head(run, pair, chosen, graph)
-    at_ends = []
-    for tokens in (pair.corrupted, pair.clean):
-        same = replace(pair, clean=tokens, corrupted=tokens.clone())
-        end = attribute_difference(model, same, metric)
-        sublayers = tuple(
-            replace(one, writes=replace(one.writes, z=two.writes.z))
-            for one, two in zip(end.linear.sublayers, both.linear.sublayers, strict=True)
-        )
-        changes = replace(end.linear.run, embedding=both.linear.run.embedding)
-        linear = replace(end.linear, run=changes, sublayers=sublayers)
-        at_ends.append(_by_head(replace(end, linear=linear), pair, chosen, graph))
-    values["EAP"] = at_ends[0]
-    values["EAP, mean of both ends"] = at_ends[0].add(at_ends[1], fill_value=0) / 2
+    ends = (0.0, 1.0)  # from the corrupted run to the clean one
+    inside = tuple((step + 0.5) / N_STEPS for step in range(N_STEPS))
+    along = {
+        at: _by_head(_tangent(model, pair, metric, both, at), pair, chosen, graph)
+        for at in (*ends, *inside)
+    }
+    for name, points in {
+        "EAP": ends[:1],
+        "EAP, mean of both ends": ends,
+        "EAP-IG": inside,
+    }.items():
+        total = along[points[0]]
+        for at in points[1:]:
+            total = total.add(along[at], fill_value=0)
+        values[name] = total / len(points)
     exact = _paths(model, prompts, list(strongest))
     table = pd.DataFrame(values).reindex(exact.index).fillna(0.0)
     row = {"what": "edges", "k": len(exact)}
@@ -168,6 +178,27 @@ def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
             yield row | {"method": name, "against": way, "spearman": rank}
     rank = float(spearmanr(exact["denoise"], exact["noise"]).statistic)
     yield row | {"method": "denoising", "against": "noise", "spearman": rank}
+
+
+def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, at: float) -> Any:
+    """Return the difference with the derivatives of one run, whose embeddings lie between."""
+    corrupted, clean = run_both(model, pair).stream.chunk(2)[::-1]
+    point = torch.lerp(corrupted, clean, at)
+    same = replace(pair, corrupted=pair.clean)
+
+    def move(stream: torch.Tensor) -> torch.Tensor:
+        if stream.shape[1] != point.shape[1]:  # a test of the model's norms
+            return stream
+        return point.repeat(len(stream) // len(point), 1, 1)
+
+    with edit_input(model, move):
+        tangent = attribute_difference(model, same, metric)
+    sublayers = tuple(
+        replace(one, writes=replace(one.writes, z=two.writes.z))
+        for one, two in zip(tangent.linear.sublayers, both.linear.sublayers, strict=True)
+    )
+    changes = replace(tangent.linear.run, embedding=both.linear.run.embedding)
+    return replace(tangent, linear=replace(tangent.linear, run=changes, sublayers=sublayers))
 
 
 def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGraph) -> pd.Series:
@@ -233,6 +264,7 @@ def main(
         "SEARCH": _table(frame[frame["what"] == "discover"], ["model", "kind"], "k"),
         "EDGES": _table(frame[frame["what"] == "edges"], ["model"], "spearman"),
     }
+    tables["INTERVALS"] = _intervals(frame)
     page = PAGE
     for name, table in tables.items():
         page = page.replace(name, table)
@@ -249,6 +281,26 @@ def _table(frame: pd.DataFrame, rows: list[str], value: str) -> str:
         for key, row in zip(wide.index, wide.to_numpy(), strict=True)
     ]
     return markdown([*rows, *heads], cells)
+
+
+def _intervals(frame: pd.DataFrame) -> str:
+    """Return how much better secants are, over all pairs, with intervals by the bootstrap."""
+    rows = []
+    for what, value, secants, keys in (
+        ("attribution", "pearson", "secant", ["kind", "against"]),
+        ("ranking", "f", "secant", ["kind", "k"]),
+        ("edges", "spearman", "secant graph", ["against"]),
+    ):
+        for key, some in frame[frame["what"] == what].groupby(keys, sort=False):
+            wide = some.pivot_table(index=["model", "pair"], columns="method", values=value)
+            for method in wide.columns.difference([secants, "denoising"]):
+                change = (wide[secants] - wide[method]).dropna().to_numpy()
+                interval = bootstrap((change,), np.mean, rng=np.random.default_rng(0))
+                low, high = interval.confidence_interval
+                label = ", ".join(str(x).removesuffix(".0") for x in key)
+                numbers = [f"{change.mean():+.3f}", f"{low:+.3f} to {high:+.3f}", len(change)]
+                rows.append([what, label, method, *map(str, numbers)])
+    return markdown(["what", "", "compared with", "difference", "95 % interval", "pairs"], rows)
 
 
 def figure(frame: pd.DataFrame) -> Figure:
@@ -299,10 +351,19 @@ SEARCH
 ## Edges against exact path patches
 
 Spearman correlation over the 200 strongest edges of the secant graph between its 30 strongest
-nodes. EAP has the gradients of the corrupted run; "mean of both ends" also those of the clean run.
+nodes. EAP has the gradients of the corrupted run; "mean of both ends" also those of the clean run;
+EAP-IG the mean of five runs whose embeddings lie between (at (j - 1/2)/5 of the way).
 The last column compares the two directions of patching with each other.
 
 EDGES
+
+## Differences over all pairs
+
+Secants less another method: of Pearson correlations, of the faithfulness of the first k sites (of
+which 1 is best, and more is too much), and of Spearman correlations of edges. Intervals resample
+the pairs of all models together (bias-corrected bootstrap).
+
+INTERVALS
 """
 
 if __name__ == "__main__":
