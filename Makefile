@@ -95,8 +95,8 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
 	cd $$(mktemp -d) && $(IN_WHEEL)/bridge/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
 
-pictures: .venv4/ready browser ## draw the pictures of the README and the guide again
-	PYTHONPATH=tests .venv4/bin/python docs/pictures/make.py
+pictures: .venv4/ready browser ## draw the pictures of the guide again (those of SmolLM2 with SMOLLM2=FOLDER)
+	PYTHONPATH=tests .venv4/bin/python docs/pictures/make.py $(SMOLLM2)
 
 support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
 	PYTHONPATH=tests .venv4/bin/python tests/growth/test_hugging_face.py

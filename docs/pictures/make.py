@@ -1,9 +1,11 @@
 """Make the pictures of the README and the guide: `make pictures`.
 
-Each is of the small language model that ships with the package. Pages are opened in a headless
-Chromium; the circuit's own picture is drawn without one.
+They show the small language model that ships with the package; with the folder of SmolLM2-135M as
+an argument (`make pictures SMOLLM2=FOLDER`), five explanations of that model are drawn too. Pages
+are opened in a headless Chromium; pictures of circuits are drawn without one.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from attn_only_lens import (
     compare,
     expose_neuron_heads,
     grow,
+    load,
     pretrained,
     tasks,
     viz,
@@ -26,6 +29,28 @@ from attn_only_lens import patching as p
 
 HERE = Path(__file__).parent
 TEXT = "The keys near the cabinet"
+OF_SMOLLM2 = {
+    "agreement": ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
+    "capital": (
+        "The capital of France is the city of",
+        "The capital of Italy is the city of",
+        " Paris",
+        " Rome",
+    ),
+    "indirect_object": (
+        "When Mary and John went to the store, John gave a drink to",
+        "When Mary and John went to the store, Mary gave a drink to",
+        " Mary",
+        " John",
+    ),
+    "gender": (
+        "The king said that the crown belonged to",
+        "The queen said that the crown belonged to",
+        " him",
+        " her",
+    ),
+    "arithmetic": ("Two plus three is", "Two plus four is", " five", " six"),
+}
 FIGURE, PAGE = 800, 900  # pixels of a style sheet; the column of a page of the guide has 690
 
 
@@ -73,6 +98,15 @@ def main() -> None:
             few.save(path, optimize=True)  # a third of the size; rare colours stay what they are
 
 
+def explain_smollm2(folder: str) -> None:
+    """Draw why SmolLM2 answers five pairs of prompts differently."""
+    model = expose_neuron_heads(load(folder)).model
+    for name, (clean, corrupted, right, wrong) in OF_SMOLLM2.items():
+        metric = p.logit_diff(right, wrong)
+        why = circuits.explain(model, clean, corrupted, metric, most_nodes=40)
+        viz.write_svg(why.view(), HERE / f"explain_{name}.svg")
+
+
 def grown_and_trained(texts: list[str]) -> Any:
     """Grow the model and train it for a few steps, so that its circuits change."""
     model = pretrained.small_english()
@@ -90,3 +124,5 @@ def grown_and_trained(texts: list[str]) -> Any:
 
 if __name__ == "__main__":
     main()
+    for folder in sys.argv[1:]:
+        explain_smollm2(folder)
