@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_only_lens.reference.post import SUBLAYERS, PlainLayer, PlainTransformer, StreamCoordinates
+from analyses.post import SUBLAYERS, PlainLayer, PlainTransformer, StreamCoordinates
 
 N, D, D_MLP, N_HEADS, D_HEAD, N_LAYERS = 7, 5, 11, 3, 2, 3
 ATTENTION, INTO_HIDDEN, SILU, OUT_OF_HIDDEN = range(4)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_only_lens.reference.post import PlainLayer, PlainTransformer
+from analyses.post import PlainLayer, PlainTransformer
 
 Init: TypeAlias = Literal["scaled", "growing", "unit"]
 

@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+from analyses.post import Gauge, PlainTransformer, post_transformer
 from analyses.studies.omega_models import Init, direct, random_transformer
 from analyses.tools.benching import table
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens.reference.post import Gauge, PlainTransformer, post_transformer
 
 AUTHORS_OMEGA = 1000.0
 FINE = [0.5 * k for k in range(2, 33)]

@@ -8,7 +8,7 @@ whose tokens are (a, b, =) of that task, once for each folder. The stored page h
 ship, `modular_addition_relu_1l`, which others have trained: the same task and sizes, with ReLU.
 
 Compared: the construction with the mask and all of it as published, in float64 and float32, and in
-float32 with its scores shifted by 2Ω (`reference/post`), with a direct evaluation of the same
+float32 with its scores shifted by 2Ω (`analyses/post`), with a direct evaluation of the same
 weights in float64. Logits at all positions, probabilities, accuracy and loss at the last one.
 
 Predictions, written before the first run
@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from analyses.post import SUBLAYERS, PostTransformer, post_transformer
 from analyses.studies.omega_models import direct, plain_of
 from analyses.studies.omega_study import AUTHORS_OMEGA, KINDS
 from analyses.tools.benching import medians, table
@@ -55,7 +56,6 @@ from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep, verdict
 from attn_only_lens import convert
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.reference.post import SUBLAYERS, PostTransformer, post_transformer
 from attn_only_lens.tl import HookedTransformer
 
 OMEGAS = [

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from analyses.post import SUBLAYERS, StreamCoordinates, post_transformer
 from analyses.studies.omega_models import plain_of
 from attn_only_lens import convert
-from attn_only_lens.reference.post import SUBLAYERS, StreamCoordinates, post_transformer
 from attn_only_lens.tl import HookedTransformer
 
 Site = Literal["patterns", "stream", "hidden"]

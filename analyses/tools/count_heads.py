@@ -94,7 +94,7 @@ class HeadCounts:
     def post_heads(self, *, built: bool = False) -> dict[str, int]:
         """Count the heads of the blog post's four sublayers, for a plain MLP.
 
-        With `built`, count the heads of the construction, `attn_only_lens.reference.post`; else
+        With `built`, count the heads of the construction, `analyses.post`; else
         those that spread the rank of the two weight matrices.
         """
         assert not self.gated, "the post has plain MLPs"

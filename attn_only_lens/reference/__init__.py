@@ -6,7 +6,7 @@ transformer), 7 (linear maps), 8 (activations) and 9 (masks in the weights). The
 follow the anonymous draft, in which Theorems 3, 6, 7 and 8 are 2, 4, 6 and 7; sections and
 appendices are cited as in the draft. The definitions are in `masked_attention` and `transformer`.
 Two files cover remarks: neuron-heads in factors, and the bias trick. The blog post's construction,
-with Ω in place of masks, is in `reference.post`.
+with Ω in place of masks, is in the repository's `analyses/post`.
 """
 
 from attn_only_lens.reference.bias_trick import (

@@ -9,15 +9,15 @@ import torch
 from common import needs_hooked_transformer
 from torch.utils.flop_counter import FlopCounterMode
 
-from analyses.tools import count_heads
-from analyses.tools.count_heads import HeadCounts, head_counts
-from attn_only_lens import InputError, convert
-from attn_only_lens.reference.post import (
+from analyses.post import (
     PlainLayer,
     PlainTransformer,
     StreamCoordinates,
     post_transformer,
 )
+from analyses.tools import count_heads
+from analyses.tools.count_heads import HeadCounts, head_counts
+from attn_only_lens import InputError, convert
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 GPT3 = HeadCounts(d_model=12288, n_heads=96, d_head=128, d_mlp=4 * 12288)

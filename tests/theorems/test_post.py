@@ -23,8 +23,8 @@ from post_models import (
     tokens,
 )
 
-from attn_only_lens.reference.post import PlainTransformer, StreamCoordinates, post_transformer
-from attn_only_lens.reference.post.heads import split
+from analyses.post import PlainTransformer, StreamCoordinates, post_transformer
+from analyses.post.heads import split
 
 # ---- the stream
 

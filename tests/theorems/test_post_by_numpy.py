@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_only_lens.reference.post import PlainLayer, PlainTransformer, post_transformer
+from analyses.post import PlainLayer, PlainTransformer, post_transformer
 
 SHAPES = {
     "W_Q": "hdk", "W_K": "hdk", "W_V": "hdk", "W_O": "hkd", "b_Q": "hk", "b_K": "hk", "b_V": "hk",

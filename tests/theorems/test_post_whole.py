@@ -28,7 +28,7 @@ from post_models import (
     tokens,
 )
 
-from attn_only_lens.reference.post import Heads, PlainTransformer, post_transformer
+from analyses.post import Heads, PlainTransformer, post_transformer
 
 # ---- the whole model
 

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.reference.post import sublayers
-from attn_only_lens.reference.post.heads import Heads
-from attn_only_lens.reference.post.plain import PlainLayer, PlainTransformer
-from attn_only_lens.reference.post.stream import StreamCoordinates
-from attn_only_lens.reference.post.sublayers import Gauge
+from analyses.post import sublayers
+from analyses.post.heads import Heads
+from analyses.post.plain import PlainLayer, PlainTransformer
+from analyses.post.stream import StreamCoordinates
+from analyses.post.sublayers import Gauge
 
 SUBLAYERS = ("attention", "into_hidden", "silu", "out_of_hidden")
 

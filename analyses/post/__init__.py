@@ -33,17 +33,17 @@ the bias vector)". Softmax runs over the row of each query, so nothing in the bi
 keeps others from attending to it. The −2Ω must stand in its *column*, as in the author's code.
 """
 
-from attn_only_lens.reference.post.heads import Heads
-from attn_only_lens.reference.post.model import (
+from analyses.post.heads import Heads
+from analyses.post.model import (
     SUBLAYERS,
     PostLayer,
     PostRun,
     PostTransformer,
     post_transformer,
 )
-from attn_only_lens.reference.post.plain import PlainLayer, PlainTransformer
-from attn_only_lens.reference.post.stream import StreamCoordinates
-from attn_only_lens.reference.post.sublayers import Gauge
+from analyses.post.plain import PlainLayer, PlainTransformer
+from analyses.post.stream import StreamCoordinates
+from analyses.post.sublayers import Gauge
 
 __all__ = [
     "SUBLAYERS",

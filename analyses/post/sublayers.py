@@ -38,9 +38,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attn_only_lens.reference.post.heads import Heads, split
-from attn_only_lens.reference.post.plain import PlainLayer
-from attn_only_lens.reference.post.stream import StreamCoordinates
+from analyses.post.heads import Heads, split
+from analyses.post.plain import PlainLayer
+from analyses.post.stream import StreamCoordinates
 
 Gauge: TypeAlias = Literal["post", "shifted"]
 
