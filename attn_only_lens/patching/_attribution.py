@@ -1,66 +1,32 @@
 """Attribution: an estimate of every patch's score from a few forward passes and a backward one.
 
-All methods estimate the value that `activation_patch` measures. With `value` the metric of the run
-that is patched into ("corrupted" to denoise, "clean" for noise),
-
     value after the patch ≈ value + Σ_{patched positions} g · Δ
-    score = (value after the patch - corrupted) / (clean - corrupted)
 
-where Δ is the change at a head, source run minus the run patched into, and g is the gradient of the
-metric there. So 0 is the corrupted run and 1 the clean one, in either direction. A head that
-carries the clean run's answer has a positive effect if denoised and a negative one if noised
-(`Sweep.effect`). In an ablation the source is the clean run with its z ablated. The methods differ
-in g, and for queries in Δ:
+with `value` the metric of the run that is patched into, Δ the change at a head, source run minus
+the run patched into, and g the gradient of the metric there. Scores are those of `results.py`. In
+an ablation the source is the clean run with its z ablated. The methods differ in g:
 
-    "gradient"        g of the run patched into: attribution patching (Nanda 2023; Syed, Rager and
-                      Conmy, "Attribution Patching Outperforms Automated Circuit Discovery", 2023).
-                      For part "q", w'(q) Δq estimates the change of the pattern.
-    "exact_gate"      the same g, and the gate in closed form: w(q') - w(q) instead of w'(q) Δq; for
-                      an attention head, its row softmax(q' · K) V instead of the derivative. It
-                      equals "gradient" for "z", "pattern" and "value", which follow the gate.
-    "integrated"      g averaged between the embeddings of the two runs (below).
-    "secant"          g between the two runs (`engine/contrast.py`): slopes of the whole change, not
-                      derivatives. Σ g · Δ over the heads of a layer, and what the stream carries
-                      past them, is exactly the change of the metric. For part "z" alone, and for
-                      two prompts, not ablations. With `split`, each score is divided exactly into
-                      what goes through the head's pattern and through its values.
-
-An attribution by secants depends on the direction only in its sign: compare it with the mean of
-denoising and noising.
+    "gradient"    g of the run patched into: attribution patching (Nanda 2023; Syed, Rager and Conmy
+                  2023, "Attribution Patching Outperforms Automated Circuit Discovery").
+    "exact_gate"  the same g; queries move the gate in closed form: w(q') - w(q), not w'(q) Δq. For
+                  an attention head, z' = softmax(q' · K) V, from one pass in which all queries are
+                  replaced at once and z is restored before anything reads it.
+    "integrated"  g averaged over k runs whose embeddings x + α_j (x' - x) lie between the two, with
+                  α_j = (j - 1/2)/k: EAP-IG (Hanna, Pezzelle and Belinkov 2024, "Have Faith in
+                  Faithfulness"), by the midpoint rule.
+    "secant"      g between the two runs (`engine/contrast.py`): slopes of the whole change. Σ g · Δ
+                  over the heads of a layer, and what the stream carries past them, is exactly the
+                  change of the metric. The direction changes only its sign, so compare it with the
+                  mean of denoising and noising.
 
 Keys of attention heads, part "k", are linear in every method. Δ is exact except for keys, and for
 queries under "gradient" and "integrated": a patch of any part of a neuron-head is a patch of its Δz
 (`edits.py`). Patches scaled by ε move the metric by ε times the estimate of "gradient", as ε → 0.
 
-Agreement with patching was measured on the shipped model and five real ones, over all sites
-(`analyses/results/attribution_vs_patching.md`), by denoising. For parts "z", "pattern" and "value"
-the mean Pearson correlation for neuron-heads and attention heads is .934 and .965 with "exact_gate"
-and "gradient", .896 and .756 with "integrated", and .921 and .855 with "secant" for z. For part "q"
-it is .947 and .966 with "exact_gate", and .599 and .722 with "gradient".
-
-Cost for all sites together, in forwards of 2 · n_pos · parameters flops (a backward that stops at
-activations costs one): "gradient" 3; "exact_gate" 3, and 2 more for queries of attention heads;
-"secant" 6; "integrated" 3 + 2 · steps.
-
-Some sites are then patched exactly, since most of the squared error is in few sites, and gradients
-say little about a saturated model (`repairs.py`). Results on held-out pairs of prompts are in
-`analyses/results/attribution_repairs.md`.
-
-Queries of attention heads in closed form: a query moves one row of one head's pattern, and so only
-that head's z at that token: z' = softmax(q' · K) V. One forward pass in which all queries are
-replaced at once shows every z', if z itself is restored before anything reads it.
-
-Integrated gradients (EAP-IG): Hanna, Pezzelle and Belinkov, "Have Faith in Faithfulness: Going
-Beyond Circuit Overlap When Finding Model Mechanisms" (2024). With x and x' the stream that enters
-the first block in the run patched into and in the other, and g(x) the gradient of the metric at a
-head when x enters,
-
-    g = (1/k) Σ_j g(x + α_j (x' - x)),    α_j = (j - 1/2)/k,  j = 1 … k
-
-is the midpoint rule for the integral over α; the paper uses the right ends j/k. At x itself,
-integrated gradients are complete (Sundararajan, Taly and Yan 2017): Σ (x' - x) · g tends to
-metric(x') - metric(x), with an error of order 1/k². At heads this does not hold, since their
-activations do not move along straight lines.
+Cost in forwards of 2 · n_pos · parameters flops (a backward that stops at activations costs one):
+"gradient" 3; "exact_gate" 3, and 2 more for queries of attention heads; "secant" 6; "integrated"
+3 + 2 · steps. Some sites are then patched exactly (`repairs.py`). Agreement with patching:
+`analyses/results/attribution_vs_patching.md`, `contrast_vs_patching.md`, `attribution_repairs.md`.
 """
 
 from collections.abc import Sequence
