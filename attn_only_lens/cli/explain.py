@@ -27,6 +27,8 @@ _Corrupted = Annotated[
 _Texts = Annotated[
     Path | None,
     typer.Option(
+        exists=True,
+        dir_okay=False,
         help="a corpus, one text per line: the page shows where neurons are largest in it, and "
         "names them after these tokens"
     ),

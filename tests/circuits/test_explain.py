@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import InputError, circuits, expose_neuron_heads, neurons, pretrained, tasks
 from attn_only_lens import patching as p
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
@@ -66,6 +66,17 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
     assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
     why.save(tmp_path / "why")  # again, over it
+
+
+def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
+    assert {name for name in why.graph.heads["name"] if "N" in name} == set(why.neurons)
+    texts = pretrained.small_english_texts()[:20]
+    examples = neurons.top_examples(model, why.neurons, texts, k=2, progress=False)
+    page = str(why.view(examples))
+    rows = examples[(examples["name"] == why.neurons[0]) & (examples["rank"] == 1)]
+    best = rows.loc[rows["value"].abs().idxmax()]
+    label = f"{best['name']} at “{best['tokens'][best['position']].strip()[:9]}”"
+    assert json.dumps(label).strip('"') in page
 
 
 def test_what_makes_no_sense_is_refused(model):

@@ -34,6 +34,24 @@ def test_each_command_is_in_a_group_with_an_example_that_it_takes():
         each.make_context(name, arguments)  # or it raises: no such option
 
 
+def test_an_explanation_and_its_page_with_examples(folder, tmp_path):
+    texts, page = tmp_path / "texts.txt", tmp_path / "why.html"
+    texts.write_text("w3 w5 w7 w11\nw13 w17 w19\n", "utf-8")
+    why = circuits.explain(
+        expose_neuron_heads(load(folder)).model, CLEAN, CORRUPTED, p.logit_diff("w13", "w17")
+    )
+    options = ("--corrupted", CORRUPTED, "--out", page, "--top", 5)
+    for more, named in (((), False), (("--texts", texts), True)):
+        result = run("explain", folder, *TEXTS, *options, *more)
+        assert result.exit_code == 0, result.output
+        assert " ".join(why.title.split()[:4]) in " ".join(result.output.split())
+        assert all(name.partition("@")[0] in result.output for name in why.table()["id"][:5])
+        assert (" at \\u201c" in page.read_text("utf-8")) == named
+    result = run("explain", folder, *TEXTS, *options, "--texts", tmp_path / "none.txt")
+    assert result.exit_code != 0
+    assert "none.txt" in result.output
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return hf_folder(tmp_path_factory.mktemp("source"))
