@@ -30,7 +30,7 @@ _Texts = Annotated[
         exists=True,
         dir_okay=False,
         help="a corpus, one text per line: the page shows where neurons are largest in it, and "
-        "names them after these tokens"
+        "names them after these tokens",
     ),
 ]
 _Faithfulness = Annotated[
