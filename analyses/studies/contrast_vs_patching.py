@@ -295,8 +295,10 @@ def _intervals(frame: pd.DataFrame) -> str:
             wide = some.pivot_table(index=["model", "pair"], columns="method", values=value)
             for method in wide.columns.difference([secants, "denoising"]):
                 change = (wide[secants] - wide[method]).dropna().to_numpy()
-                interval = bootstrap((change,), np.mean, rng=np.random.default_rng(0))
-                low, high = interval.confidence_interval
+                low, high = np.nan, np.nan
+                if len(change) > 1:
+                    interval = bootstrap((change,), np.mean, rng=np.random.default_rng(0))
+                    low, high = interval.confidence_interval
                 label = ", ".join(str(x).removesuffix(".0") for x in key)
                 numbers = [f"{change.mean():+.3f}", f"{low:+.3f} to {high:+.3f}", len(change)]
                 rows.append([what, label, method, *map(str, numbers)])
