@@ -2,8 +2,8 @@
 
 from attn_only_lens import circuits, expansion, neurons, patching, pretrained, tasks, viz
 from attn_only_lens.comparison import Comparison, compare
-from attn_only_lens.engine.chat import chat_tokens
-from attn_only_lens.engine.token_texts import token_texts
+from attn_only_lens.engine.prompts import chat_tokens
+from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import (
     AttnOnlyLensError,
     CheckpointError,

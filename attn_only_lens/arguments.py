@@ -1,5 +1,6 @@
-"""Check numbers that users give: NumPy's, torch's and pandas' count as Python's own."""
+"""Check options that users give; numbers of NumPy, torch and pandas count as Python's own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -36,3 +37,10 @@ def positive_reasons(**options: Any) -> list[str]:
         for name, value in options.items()
         if not is_count(value, 1)
     ]
+
+
+def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
+    """Return the reason to refuse an option's value, if there is one."""
+    if got in expected:
+        return []
+    return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]

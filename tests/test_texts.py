@@ -33,8 +33,12 @@ from attn_only_lens import (
 )
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.engine.inputs import checked_tokens
-from attn_only_lens.engine.token_texts import join_tokens, token_text, token_texts_of_prompts
+from attn_only_lens.engine.tokens import (
+    checked_tokens,
+    join_tokens,
+    token_text,
+    token_texts_of_prompts,
+)
 
 TEXT = "One day, Lily went to a café 🙂\n  too"
 
@@ -283,7 +287,7 @@ def test_prompts_that_are_no_chat(tmp_path):
     silent = load(chat_folder(tmp_path / "silent", template="{{ '' }}"))
     for bridge, prompts, message in (
         (plain, "w1", "has no chat template"),
-        (silent, "w1", "prompt 0: the template makes no token of it"),
+        (silent, "w1", "prompt 0: the template returns no tokens"),
         (strict, ["w1", "w2"], "(?s)prompt 0: .*roles must alternate.*prompt 1: "),
         (strict, [], "expected a text, texts, or messages"),
         (strict, [{"role": "user"}], "expected a text, texts, or messages"),

@@ -26,8 +26,8 @@ from torch import Tensor
 from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.inputs import checked_tokens
 from attn_only_lens.engine.sites import heads, resolve_sites
+from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.heads import host_of
 
 COLUMNS = ["to_self", "to_first", "to_sink", "to_others", "self_spread"]

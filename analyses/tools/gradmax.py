@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.inputs import checked_tokens
+from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.initialise import Initialiser, Own
 from attn_only_lens.expansion.new_entries import New

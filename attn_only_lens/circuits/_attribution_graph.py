@@ -31,13 +31,13 @@ from attn_only_lens.circuits.by_role import RoleMap
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node
 from attn_only_lens.engine.contrast import float32_slopes
-from attn_only_lens.engine.in_float32 import float32_weights
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
-from attn_only_lens.engine.token_texts import token_texts
+from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision

@@ -26,7 +26,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.recording import record
-from attn_only_lens.engine.token_texts import token_text
+from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.patching._activation_patch import activation_patch

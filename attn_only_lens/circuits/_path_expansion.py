@@ -47,9 +47,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count
-from attn_only_lens.engine.in_float32 import float32_weights, in_float32
-from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
+from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.linear_run import LinearRun, LinearSublayer, linearize
 from attn_only_lens.engine.metrics import (
@@ -59,6 +57,8 @@ from attn_only_lens.engine.metrics import (
     one_run_reasons,
     require_differentiable,
 )
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_weights import float32_weights, in_float32
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads

@@ -42,8 +42,6 @@ from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.edits import neuron_changes
 from attn_only_lens.engine.gradients import Tape, start_graph
-from attn_only_lens.engine.in_float32 import in_float32
-from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     BoundMetric,
@@ -52,6 +50,8 @@ from attn_only_lens.engine.metrics import (
     one_run_reasons,
     require_differentiable,
 )
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.readers import Readers, input_hooks
 from attn_only_lens.engine.recording import run

@@ -39,10 +39,10 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.engine.gradients import silent_scale_edits
-from attn_only_lens.engine.in_float32 import in_float32
-from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.metrics import no_gradient_reasons
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Hooks, run
 from attn_only_lens.engine.sites import all_heads, resolve_sites

@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import as_plain, is_number
+from attn_only_lens.arguments import as_plain, is_number, option_reasons
 from attn_only_lens.circuits.ablation import (
     ORDERS,
     AblatedModel,
@@ -46,7 +46,6 @@ from attn_only_lens.circuits.ablation import (
     reasons_against_draws,
 )
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.inputs import option_reasons
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.positions import Positions, Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair

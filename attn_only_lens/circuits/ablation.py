@@ -52,14 +52,14 @@ from jaxtyping import Float
 from scipy.integrate import trapezoid
 from torch import Tensor
 
-from attn_only_lens.arguments import as_plain, is_count, is_number
+from attn_only_lens.arguments import as_plain, is_count, is_number, option_reasons
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.engine.interventions import ablate
 from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.positions import Positions, PositionSet, Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import Hooks, Recording, record_pair

@@ -36,7 +36,7 @@ import pandas as pd
 from typing_extensions import TypedDict
 
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.engine.token_texts import join_tokens
+from attn_only_lens.engine.tokens import join_tokens
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.models.two_blocks.config import heads_block, neurons_block

@@ -18,7 +18,7 @@ from attn_only_lens.cli.common import (
     load_with_neuron_heads,
     working,
 )
-from attn_only_lens.engine.chat import chat_tokens
+from attn_only_lens.engine.prompts import chat_tokens
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models import checkpoint
 from attn_only_lens.models.checkpoint import is_saved, process_as_saved, read_manifest

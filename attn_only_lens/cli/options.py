@@ -8,8 +8,7 @@ import typer
 
 from attn_only_lens import patching as p
 from attn_only_lens.engine import metrics
-from attn_only_lens.engine.chat import chat_tokens
-from attn_only_lens.engine.prompts import Prompts
+from attn_only_lens.engine.prompts import Prompts, chat_tokens
 from attn_only_lens.errors import AttnOnlyLensError
 
 MODEL = (

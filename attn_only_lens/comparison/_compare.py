@@ -33,11 +33,11 @@ from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.inputs import reasons_not_to_run
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons
+from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.engine.sites import all_heads, resolve_sites
-from attn_only_lens.engine.token_texts import token_texts
+from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown, identity

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
-from attn_only_lens.engine.inputs import array_as_tensor, checked_tokens
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.prompts import (
     PromptPair,
@@ -30,6 +29,7 @@ from attn_only_lens.engine.prompts import (
     prompt_pair,
     single_prompts,
 )
+from attn_only_lens.engine.tokens import array_as_tensor, checked_tokens
 from attn_only_lens.errors import ComparisonError
 
 _Rows: TypeAlias = Tensor | PromptPair

@@ -38,7 +38,7 @@ from attn_only_lens.comparison.alignment import Alignment
 from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.comparison.progress import MODELS, stage_bar
-from attn_only_lens.engine.in_float32 import in_float32
+from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName

@@ -18,10 +18,14 @@ from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.input_warnings import quoted, warn
-from attn_only_lens.engine.inputs import d_vocab_out
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.token_texts import token_text, token_texts
-from attn_only_lens.engine.unknown_words import instead_of_unknown, unknown_words
+from attn_only_lens.engine.tokens import (
+    d_vocab_out,
+    instead_of_unknown,
+    token_text,
+    token_texts,
+    unknown_words,
+)
 
 Answer: TypeAlias = str | int
 Answers: TypeAlias = Answer | Sequence[Answer | Sequence[Answer]] | Tensor

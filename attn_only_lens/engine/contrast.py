@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Logits, Residual, Tokens
 from attn_only_lens.engine.gradients import Tape, edit_input
-from attn_only_lens.engine.in_float32 import HALF, float32_weights
 from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
+from attn_only_lens.engine.model_weights import HALF, float32_weights
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import (
     Hooks,

@@ -1,8 +1,4 @@
-"""Warn about prompts and answers: once in a call, and at the line of the user's code.
-
-A function of the package may read the same prompts several times, or the same answers in each run
-of prompts. `warned_once` decorates such functions: inside, no case is warned about a second time.
-"""
+"""Warn about prompts and answers once per call, at the line of the user's code."""
 
 import sys
 import warnings
@@ -17,6 +13,8 @@ from attn_only_lens.errors import InputWarning
 _SHOWN = 3  # cases in a warning
 _INTERNAL = ("attn_only_lens", "contextlib", "torch")
 _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
+_REPR = Repr()
+_REPR.maxstring = 60
 
 
 @contextmanager
@@ -53,11 +51,10 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
     texts = list(cases.values())
     lines = texts[:_SHOWN] + [f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)
     message = "".join([f"{problem}:", *(f"\n  - {line}" for line in lines)])
-    warnings.warn(message, InputWarning, stacklevel=_users_level())
-
-
-_REPR = Repr()
-_REPR.maxstring = 60
+    level, frame = 1, sys._getframe()  # the stack level of the code that called the package
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, InputWarning, stacklevel=level)
 
 
 def shortened(text: str) -> str:
@@ -66,17 +63,5 @@ def shortened(text: str) -> str:
 
 
 def quoted(texts: Sequence[str]) -> str:
-    """Return texts in quotes with commas between, the first three of more."""
+    """Return texts in quotes, separated by commas; at most three."""
     return ", ".join(map(repr, texts[:_SHOWN])) + ", …" * (len(texts) > _SHOWN)
-
-
-def _users_level() -> int:
-    """Return the stack level, seen from the caller, of the code that called the package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_internal(module: str) -> bool:
-    return module.partition(".")[0] in _INTERNAL

@@ -40,8 +40,8 @@ from attn_only_lens.engine.answers import (
     overlap_reasons,
     warn_of_spaces,
 )
-from attn_only_lens.engine.inputs import d_vocab_out
 from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.tokens import d_vocab_out
 from attn_only_lens.errors import InputError
 
 _Selected: TypeAlias = Float[Tensor, "site batch position column"]

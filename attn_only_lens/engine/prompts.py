@@ -1,10 +1,11 @@
-"""Pairs of clean and corrupted prompts.
+"""Pairs of clean and corrupted prompts, and prompts of chat models.
 
-A patch moves an activation from a position of one run to the same position of the other, so the
-two prompts of a pair must have the same number of tokens, and the same padding.
+A patch moves an activation from a position of one run to the same position of the other, so both
+prompts of a pair must have the same number of tokens and the same padding.
 """
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,15 +16,20 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
-from attn_only_lens.engine.inputs import array_as_tensor, checked_tokens
-from attn_only_lens.engine.token_texts import token_texts
-from attn_only_lens.engine.unknown_words import warn_of_unknown_words
+from attn_only_lens.engine.tokens import (
+    array_as_tensor,
+    checked_tokens,
+    token_texts,
+    warn_of_unknown_words,
+)
 from attn_only_lens.errors import InputError, UnsupportedCallError
 
 _T = TypeVar("_T")
 Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor | np.ndarray
+Message: TypeAlias = Mapping[str, str]
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
+_PROBLEM_OF_CHAT = "these are no prompts of a chat"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +39,7 @@ class PromptPair:
     Attributes:
         clean: tokens of the clean prompts.
         corrupted: tokens of the corrupted prompts.
-        mask: 1 where a token is real and 0 where it is padding, the same for both; None where
-            every token is real.
+        mask: 1 for real tokens and 0 for padding, the same for both; None if all are real.
         among: the indices of these prompts, and the total number; None if these are all prompts.
     """
 
@@ -58,7 +63,7 @@ class PromptPair:
 
     @property
     def n_all(self) -> int:
-        """The total number of prompts, of which this pair may hold a subset."""
+        """The total number of prompts; this pair may hold a subset."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
@@ -76,14 +81,9 @@ class PromptPair:
             return self
         rows = slice(prompts.start, prompts.stop)
         n_pos = int(self.last[rows].max()) + 1 if cut else self.clean.shape[1]
-        clean, corrupted, mask = (
-            None if tensor is None else tensor[rows, :n_pos]
-            for tensor in (self.clean, self.corrupted, self.mask)
-        )
-        assert clean is not None
-        assert corrupted is not None
-        if self.corrupted is self.clean:
-            corrupted = clean
+        clean = self.clean[rows, :n_pos]
+        corrupted = clean if self.corrupted is self.clean else self.corrupted[rows, :n_pos]
+        mask = None if self.mask is None else self.mask[rows, :n_pos]
         return PromptPair(clean, corrupted, mask, (prompts, len(self.clean)))
 
 
@@ -92,15 +92,14 @@ def prompt_pair(
 ) -> PromptPair:
     """Tokenize and check clean and corrupted prompts.
 
-    Texts, and rows of tokens, of unequal length within a batch are padded on the side of the
-    model's tokenizer, and the mask is made from that. A prompt may be the same on both sides as
-    long as not all are.
+    Texts, and rows of tokens, of unequal length are padded on the side of the model's tokenizer,
+    and masked. Some prompts, but not all, may be the same on both sides.
 
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
         clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
-            rows, as `chat_tokens` makes them; tokens are a tensor or a NumPy array. A text begins
-            with BOS where `model.to_tokens` puts one; a text with a BOS of its own gets no second.
+            rows, as from `chat_tokens`; tokens are a tensor or a NumPy array. A text begins with
+            BOS where `model.to_tokens` puts one; a text with its own BOS gets no second.
         corrupted: the same for the other run, prompt by prompt.
         mask: 1 or True for real tokens and 0 or False for padding, in the shape of the tokens;
             with tokens only.
@@ -113,8 +112,8 @@ def prompt_pair(
             prompts, a mask that does not fit or leaves a prompt empty.
 
     Warns:
-        InputWarning: the tokenizer does not know a word, a sign or whitespace of a text. So do
-            all functions that take texts.
+        InputWarning: the tokenizer does not know a word, a sign or whitespace of a text. All
+            functions that take texts warn about this.
 
     Example:
         >>> import torch
@@ -131,13 +130,8 @@ def prompt_pair(
     InputError.raise_if(reasons, _PROBLEM)
     warn_of_unknown_words(model.tokenizer, texts)
     if len(rows) != len(corrupted_rows):
-        raise InputError(
-            [
-                f"got {len(rows)} clean and {len(corrupted_rows)} corrupted prompts; expected one "
-                "of each in a pair"
-            ],
-            _PROBLEM,
-        )
+        counts = f"{len(rows)} clean and {len(corrupted_rows)} corrupted"
+        raise InputError([f"got {counts} prompts; expected as many of each"], _PROBLEM)
     for i, (row, corrupted_row) in enumerate(zip(rows, corrupted_rows, strict=True)):
         if len(row) != len(corrupted_row):
             here, there = (token_texts(model, tokens) for tokens in (row, corrupted_row))
@@ -179,7 +173,7 @@ def _stack(
 ) -> tuple[Tokens, Tensor | None]:
     """Return prompts as one tensor, and the mask: the given one, or one for the padding."""
     if mask is not None and padded:
-        reasons.append("got a mask beside texts, whose padding is made here; leave it out")
+        reasons.append("got a mask with texts, which get their own padding and mask; leave it out")
     InputError.raise_if(reasons, problem)
     tokens, padding = _pad(model, rows)
     prompt_mask = padding if padded else _check_mask(mask, tokens, reasons)
@@ -216,14 +210,14 @@ def _rows(
             prompt = array_as_tensor(prompt)
             prompt = prompt[None] if prompt.ndim == 1 else prompt
         try:
-            rows += checked_tokens(model, prompt, warn=False).long()
+            rows += checked_tokens(model, prompt, warn_unknown=False).long()
         except UnsupportedCallError as error:
             reasons.append(f"{name}: {error}")
     return rows
 
 
 def are_prompts(prompts: object) -> bool:
-    """True for a list of texts, or of rows of tokens [pos]."""
+    """Return whether this is a list of texts, or of rows of tokens [pos]."""
     return isinstance(prompts, list | tuple) and (
         all(isinstance(prompt, str) for prompt in prompts)
         or all(_is_tensor(row) and row.ndim == 1 for row in prompts)
@@ -231,19 +225,17 @@ def are_prompts(prompts: object) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    """Return whether a value is a tensor of torch or an array of NumPy."""
     return isinstance(value, Tensor | np.ndarray)
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Return rows as one tensor, and a mask; None where all tokens are real."""
+    """Return rows as one tensor, and a mask; None if all tokens are real."""
     n_pos = max(map(len, rows))
     if all(len(row) == n_pos for row in rows):
         return torch.stack(rows), None
     left = getattr(model.tokenizer, "padding_side", "right") == "left"
     pad = getattr(model.tokenizer, "pad_token_id", None)
-    # Some tokenizers pad with a token that the model's vocabulary has not.
-    if pad is None or pad >= model.cfg.d_vocab:
+    if pad is None or pad >= model.cfg.d_vocab:  # some pad with a token outside the vocabulary
         pad = 0
     tokens = rows[0].new_full((len(rows), n_pos), pad)
     mask = torch.zeros_like(tokens)
@@ -269,9 +261,97 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         reasons.append(f"mask: it leaves no token of prompts {empty}; expected one at least")
-    # A run of ones starts once: count the steps up, a first entry of 1 being one.
+    # Real tokens without gaps start once: count the steps from 0 to 1, and a 1 in the first column.
     starts = mask[:, 0] + (mask.diff(dim=1) == 1).sum(dim=1)
     broken = (starts > 1).nonzero().flatten().tolist()
     if broken:
         reasons.append(f"mask: prompts {broken} have padding between real tokens; expected none")
     return mask
+
+
+# Chat models
+
+
+def chat_tokens(
+    model: Any, prompts: str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
+) -> list[Int[Tensor, "pos"]]:
+    """Return prompts of a chat model as tokens, by its tokenizer's template, up to its answer.
+
+    The template alone decides about special tokens, including BOS. The last position predicts the
+    first token of the model's answer.
+
+    Args:
+        model: a model with a tokenizer that has a chat template.
+        prompts: a user's message as a text; several texts, each a prompt; or the messages of one
+            prompt or of several: `{"role": "system", "content": "Be brief."}`, ….
+
+    Returns:
+        The tokens of each prompt, on the model's device, for every function that takes texts.
+
+    Raises:
+        InputError: with every reason: there is no tokenizer or no template, or the template does
+            not accept the messages or returns no tokens.
+
+    Example:
+        >>> from attn_only_lens import InputError, chat_tokens, pretrained
+        >>> try:
+        ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
+        ... except InputError as error:
+        ...     print(error.reasons[0])
+        the model has no tokenizer; expected one with a chat template
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        reason = "the model has no tokenizer; expected one with a chat template"
+        raise InputError([reason], _PROBLEM_OF_CHAT)
+    if not getattr(tokenizer, "chat_template", None):
+        reason = (
+            "the model's tokenizer has no chat template (tokenizers of base models have none); "
+            "expected the tokenizer of a chat model, or give the prompts as texts"
+        )
+        raise InputError([reason], _PROBLEM_OF_CHAT)
+    reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
+    for i, messages in enumerate(_chats(prompts)):
+        try:
+            row, text = (
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+                )
+                for tokenize in (True, False)
+            )
+        except Exception as error:  # of a template, which is a program
+            reasons.append(f"prompt {i}: the template does not accept it: {error}")
+            continue
+        rows.append(row)
+        texts[f"prompt {i} {shortened(str(messages[-1]['content']))}"] = text
+        if not row:
+            reasons.append(f"prompt {i}: the template returns no tokens; expected one at least")
+    InputError.raise_if(reasons, _PROBLEM_OF_CHAT)
+    warn_of_unknown_words(tokenizer, texts)
+    device = next(model.parameters()).device
+    return [torch.tensor(row, device=device) for row in rows]
+
+
+def _chats(prompts: Any) -> list[Any]:
+    """Return each prompt as its messages."""
+    several = isinstance(prompts, list | tuple) and not _is_chat(prompts)
+    chats = [
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        for prompt in (prompts if several else [prompts])
+    ]
+    if not chats or not all(map(_is_chat, chats)):
+        reason = (
+            f"got {reprlib.repr(prompts)}; expected a text, texts, or messages such as "
+            "{'role': 'user', 'content': 'Hello'}"
+        )
+        raise InputError([reason], _PROBLEM_OF_CHAT)
+    return chats
+
+
+def _is_chat(prompts: Any) -> bool:
+    """Return whether these are the messages of one prompt."""
+    return (
+        isinstance(prompts, list | tuple)
+        and bool(prompts)
+        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompts)
+    )

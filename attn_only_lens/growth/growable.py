@@ -9,7 +9,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from attn_only_lens.engine.attached_hooks import hook_reasons
+from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Weights
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.engine.attached_hooks import weight_hook_reasons
+from attn_only_lens.engine.model_checks import weight_hook_reasons
 from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.heads.host import CHANGED, Host
 from attn_only_lens.models.norms import Norm, hooked_final_norm, norm_modules, norm_of

@@ -3,7 +3,7 @@
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.engine.attached_hooks import hook_reasons
+from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import EXACT, GeneralizedSiLU
 from attn_only_lens.models.gate_option import GateOption, gating_for

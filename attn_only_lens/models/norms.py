@@ -30,7 +30,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.devices import normal_numbers
-from attn_only_lens.engine.inputs import checked_tokens
+from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 

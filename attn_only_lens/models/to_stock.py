@@ -46,7 +46,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.engine.attached_hooks import hook_reasons
+from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import BilinearGate
 from attn_only_lens.gates.gating import AnyGate

@@ -12,7 +12,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.inputs import checked_tokens
+from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import GATES
 from attn_only_lens.gates.gating import AnyGate

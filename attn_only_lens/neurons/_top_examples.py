@@ -22,11 +22,11 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count
-from attn_only_lens.engine.fingerprint import fingerprint
+from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_weights import fingerprint
 from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Sites, neuron_heads, resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons.accumulate import ENDS, End

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
-from attn_only_lens.engine.inputs import checked_tokens, tokens_of_text
-from attn_only_lens.engine.unknown_words import warn_of_unknown_words
+from attn_only_lens.engine.tokens import checked_tokens, tokens_of_text, warn_of_unknown_words
 from attn_only_lens.errors import InputError, UnsupportedCallError
 
 Texts: TypeAlias = str | Path | Tensor | Iterable[Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.engine.sites import LayerSites
-from attn_only_lens.engine.token_texts import token_text
+from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.neurons.accumulate import (

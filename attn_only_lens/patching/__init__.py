@@ -1,5 +1,6 @@
 """Activation patching over attention heads and neuron-heads: prompts, metrics, sites, results."""
 
+from attn_only_lens.engine.interventions import ablated, steered
 from attn_only_lens.engine.metrics import (
     custom,
     kl,
@@ -11,7 +12,6 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.prompts import PromptPair, prompt_pair
 from attn_only_lens.engine.sites import all_heads, heads, neuron_heads
-from attn_only_lens.engine.steering import ablated, steered
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.axes import Tokens
-from attn_only_lens.engine.fingerprint import fingerprint
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.inputs import checked_tokens, option_reasons, reasons_not_to_run
 from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_weights import fingerprint
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.recording import RunPair, record_pair
 from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.engine.sites import PARTS, LayerSites, Part, Sites, split_positions
+from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.job import Arrays, Job, require_folder
 from attn_only_lens.patching.over_prompts import OverPrompts

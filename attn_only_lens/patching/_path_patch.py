@@ -44,10 +44,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.arguments import option_reasons
 from attn_only_lens.engine.gradients import Tape, start_graph
-from attn_only_lens.engine.in_float32 import in_float32
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.inputs import option_reasons, reasons_not_to_run
 from attn_only_lens.engine.interventions import DIRECTIONS
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.metrics import (
@@ -59,6 +58,8 @@ from attn_only_lens.engine.metrics import (
     require_differentiable,
     require_slope,
 )
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.readers import READ_PARTS, Readers, input_hooks

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from attn_only_lens.arguments import as_plain, is_count, is_number
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.token_texts import token_texts_of_prompts
+from attn_only_lens.engine.tokens import token_texts_of_prompts
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.site_groups import SiteGroup, roles
 from attn_only_lens.storage import Document

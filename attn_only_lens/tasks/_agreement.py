@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal, get_args
 
-from attn_only_lens.engine.inputs import option_reasons
+from attn_only_lens.arguments import option_reasons
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, draw, fill
 from attn_only_lens.tasks.words import ADJECTIVES, DEGREES, FRIENDS, MEN, PEOPLE, THINGS, WOMEN

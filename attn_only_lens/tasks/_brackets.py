@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal, get_args
 
-from attn_only_lens.engine.inputs import option_reasons
+from attn_only_lens.arguments import option_reasons
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks._agreement import _PREPOSITIONS
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill

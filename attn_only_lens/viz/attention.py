@@ -20,9 +20,9 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.arguments import as_plain
 from attn_only_lens.axes import SELF
-from attn_only_lens.engine.inputs import checked_tokens, dropout_reasons
+from attn_only_lens.engine.model_checks import dropout_reasons
 from attn_only_lens.engine.sites import Selection, Sites, resolve_sites
-from attn_only_lens.engine.token_texts import token_texts
+from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads

@@ -18,10 +18,10 @@ from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
-from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Recording, record
-from attn_only_lens.engine.token_texts import token_text, token_texts
+from attn_only_lens.engine.tokens import token_text, token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.neurons import examples_of

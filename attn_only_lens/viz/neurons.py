@@ -22,7 +22,7 @@ from attn_only_lens.circuits.weights._composition import is_gated, strongest_par
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
-from attn_only_lens.engine.token_texts import token_text
+from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.neurons import NeuronStatistics, neuron_statistics

@@ -13,7 +13,7 @@ from attn_only_lens import Bilinear, InputError, UnsupportedModelError, convert,
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.engine import linear_run
-from attn_only_lens.engine.inputs import reasons_not_to_run
+from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.writes import FrozenNorm
 from attn_only_lens.heads import HeadName
 

@@ -29,7 +29,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.unknown_words import unknown_words
+from attn_only_lens.engine.tokens import unknown_words
 
 POS, VOCAB = 5, 31
 EXACT = 1e-12  # float64: a softmax over 31 entries and a mean, some hundred roundings of 1e-16

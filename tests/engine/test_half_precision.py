@@ -12,7 +12,7 @@ from common import in_threads, needs_hooked_transformer, tokens
 
 from attn_only_lens import circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.engine.in_float32 import float32_weights
+from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, rounding
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

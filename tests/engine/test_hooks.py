@@ -19,7 +19,7 @@ from attn_only_lens import (
     pretrained,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.engine.attached_hooks import find_hooks, hook_reasons
+from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 POS = 7

@@ -228,7 +228,7 @@ def test_means_are_taken_before_other_contexts(model, close):
     with p.steered(model, steering(model)):
         expected = model(text)
         with (
-            pytest.raises(InputError, match="is the outer one"),
+            pytest.raises(InputError, match="must be outermost"),
             p.ablated(model, "L0N3", **means),
         ):
             pass
@@ -271,7 +271,7 @@ def test_names_that_say_where(model):
         p.steered(model, {"L0H1": [2.0] * d_head}, positions=0),
     ):
         assert torch.equal(model(text), steered)
-    with pytest.raises(InputError, match="names that all say where"):
+    with pytest.raises(InputError, match="names with positions"):
         p.ablated(model, ["L0N29@1"], positions=2).__enter__()
     with pytest.raises(InputError, match=r"got positions \[-1\]"):
         p.steered(model, {"L0N29@-1": 2.0}).__enter__()

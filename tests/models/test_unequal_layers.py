@@ -27,7 +27,7 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.engine.fingerprint import fingerprint
+from attn_only_lens.engine.model_weights import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild

@@ -8,8 +8,8 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import InputError, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.engine.fingerprint import fingerprint
 from attn_only_lens.engine.metrics import bind
+from attn_only_lens.engine.model_weights import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own

@@ -54,10 +54,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import positive_reasons
+from attn_only_lens.arguments import option_reasons, positive_reasons
 from attn_only_lens.circuits.weights.head_matrices import KINDS, HeadMatrices, Kind
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.inputs import option_reasons
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 from attn_only_lens.errors import InputError

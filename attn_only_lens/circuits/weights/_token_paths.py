@@ -34,7 +34,7 @@ from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.circuits.weights._composition import is_gated
 from attn_only_lens.circuits.weights.vocabulary import VocabularyMatrices
 from attn_only_lens.engine.sites import LayerSites, Sites, neuron_heads, resolve_sites
-from attn_only_lens.engine.token_texts import token_text
+from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of

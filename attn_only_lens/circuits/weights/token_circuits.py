@@ -57,7 +57,7 @@ from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, Vocabula
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, resolve_sites
-from attn_only_lens.engine.token_texts import token_text
+from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.precision import full_precision

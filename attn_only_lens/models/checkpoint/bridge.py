@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import TypedDict
 
 from attn_only_lens.devices import keep_random_state
-from attn_only_lens.engine.attached_hooks import find_hooks, hook_reasons
+from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import expose_again
 from attn_only_lens.models.checkpoint.packing import pack, unpack

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.engine.attached_hooks import has_user_forward_hooks
+from attn_only_lens.engine.model_checks import has_user_forward_hooks
 
 _WRAPPED = "_original_component"
 

@@ -5,7 +5,7 @@ alias, or a view of a storage that is copied once (joint attention has q, k and 
 weight). It cannot copy closures. A bridge's closures that capture the input of a norm or an MLP are
 removed from the copy, whose blocks hook new ones when they run; those by which transformer-lens 4
 shows BERT's MLPs are made again. A bridge with other closures is refused
-(`engine/attached_hooks.py`).
+(`engine/model_checks.py`).
 """
 
 import copy
@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.engine.attached_hooks import (
-    find_hooks,
-    hook_reasons,
-    is_placeholder,
-    modules_of,
-)
+from attn_only_lens.engine.model_checks import find_hooks, hook_reasons, is_placeholder, modules_of
 from attn_only_lens.tl import HookedTransformer
 
 

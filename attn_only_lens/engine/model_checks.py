@@ -1,10 +1,9 @@
-"""Find the hooks that users attached to a model.
+"""Check a model before it runs: hooks that users attached, and active dropout.
 
-Libraries hook models themselves. transformers leaves hooks behind that collect outputs on request;
-TransformerBridge captures the input of norms and MLPs, and in transformer-lens 4 shows activations
-of parts that have no module, such as BERT's MLPs; accelerate replaces `forward`, which is no hook.
-These hooks do not change what a model computes; any other hook may. The package that defines a
-hook identifies its owner.
+Libraries attach hooks too: transformers to collect outputs, TransformerBridge to capture inputs and
+(version 4) to show activations of components without a module, such as BERT's MLPs. These do not
+change what a model computes; any other hook may. The package that defines a hook identifies its
+owner.
 """
 
 import re
@@ -17,6 +16,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformer_lens.hook_points import HookPoint
 
+from attn_only_lens.heads import has_neuron_heads, host_of
+
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("accelerate", "transformers")
 _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
@@ -27,15 +28,15 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class AttachedHooks:
-    """The modules of a model with hooks that other models of its kind do not have.
+    """The names of modules with hooks that other models of its kind do not have.
 
     Attributes:
-        users: names of modules with hooks of users.
-        placeholders: names of hook points where transformer-lens 4 shows a part without a module.
-        own: names of modules with other hooks of TransformerLens that refer to these very modules.
-        on_weights: names of attention modules, MLPs and embeddings, or parts of them, to which
-            users attached torch's own hooks: their outputs may not be what their weights compute.
-        removal: how to remove those of users.
+        users: with hooks of users.
+        placeholders: hook points where transformer-lens 4 shows a component without a module.
+        own: with other hooks of TransformerLens, which refer to these modules.
+        on_weights: attention, MLPs and embeddings with torch hooks of users, which may change what
+            their weights compute.
+        removal: how to remove the hooks of users.
     """
 
     users: tuple[str, ...]
@@ -48,7 +49,7 @@ class AttachedHooks:
 def find_hooks(model: Any) -> AttachedHooks:
     """Find the hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
     captures = {
-        (id(handle.hooks_dict_ref()), handle.id)  # each block puts its own on, as it runs
+        (id(handle.hooks_dict_ref()), handle.id)  # a block attaches these when it runs
         for block in getattr(model, "blocks", ())
         for handle in getattr(block, "_capture_hook_handles", ())
     }
@@ -115,6 +116,21 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
     ]
 
 
+def reasons_not_to_run(model: Any) -> list[str]:
+    """Return why runs of a model would not be comparable, if it has neuron-heads."""
+    if not has_neuron_heads(model):
+        return []
+    reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
+    return host_of(model).reasons() + reasons + dropout_reasons(model)
+
+
+def dropout_reasons(model: Any) -> list[str]:
+    """Return why two runs of a model would differ, if its dropout is active."""
+    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
+        return ["dropout is active; call model.eval() first"]
+    return []
+
+
 def has_user_forward_hooks(module: nn.Module) -> bool:
     """Return whether users attached torch's forward hooks, or forward pre-hooks, to a module."""
     return any(
@@ -126,7 +142,7 @@ def has_user_forward_hooks(module: nn.Module) -> bool:
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model, and of the one that a bridge wraps, each once.
 
-    Each has the shortest of its names: a bridge has its parts in several places.
+    A bridge has its components under several names; the shortest is yielded.
     """
     seen = {id(model)}
     left: deque[tuple[str, nn.Module]] = deque([("", model)])
@@ -137,14 +153,14 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
     while left:
         name, module = left.popleft()
         yield name, module
-        for part, child in module._modules.items():  # `named_children` takes three times as long
+        for key, child in module._modules.items():  # `named_children` takes three times as long
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                left.append((f"{name}.{part}" if name else part, child))
+                left.append((f"{name}.{key}" if name else key, child))
 
 
 def is_placeholder(handle: Any) -> bool:
-    """Return whether a hook of transformer-lens 4, given by its handle, stands in for a module."""
+    """Return whether a hook, given by its handle, is a placeholder of transformer-lens 4."""
     hook = getattr(handle, "user_hook", None)
     return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
 

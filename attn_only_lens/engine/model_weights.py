@@ -1,0 +1,137 @@
+"""The weights of a model: a digest that identifies them, and float32 in place of half precision.
+
+The writes of all components of a model add up to its residual stream, up to rounding. In half
+precision the rounding is as large as the write of a single head, so analyses that split the stream
+compute in float32. A bridge with hooks cannot be copied: each tensor in half precision gets float32
+data for a while, then its half-precision data again, with the same views and ties.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import wraps
+from threading import Lock
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from attn_only_lens.engine.model_checks import modules_of
+from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.storage import tensor_digest
+
+HALF = (torch.float16, torch.bfloat16)
+_INCIDENTAL = frozenset(
+    {
+        "device",
+        "n_devices",
+        "seed",
+        "init_weights",
+        "init_mode",
+        "initializer_range",
+        "use_attn_in",
+        "use_attn_result",
+        "use_hook_mlp_in",
+        "use_split_qkv_input",
+        "tokenizer_name",
+    }
+)
+"""Entries of the configuration that affect where and how a model runs, not what it computes."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_lock = Lock()
+_inside: dict[int, tuple[int, ExitStack]] = {}  # by id of a model: its analyses, and how to undo
+
+
+def fingerprint(model: Any) -> str:
+    """Return the SHA-256 of a model's parameters (names, shapes, types, bytes), cfg and gates.
+
+    Buffers are left out: masks and position tables follow from the configuration.
+    """
+    return tensor_digest(model.named_parameters(), _description(model))
+
+
+def _description(model: Any) -> dict[str, Any]:
+    """Describe the configuration, gates, constants of modules (such as ε) and sizes, as JSON."""
+    plain = {
+        key: value if isinstance(value, bool | int | float | list) else str(value)
+        for key, value in vars(model.cfg).items()
+        if key not in _INCIDENTAL
+        and not key.startswith("_")
+        and isinstance(value, bool | int | float | str | list | torch.dtype)
+    }
+    described: dict[str, Any] = {
+        "config": plain,
+        "gates": host_of(model).gates() if has_neuron_heads(model) else [],
+        "constants": {
+            f"{path}.{name}": repr(value)
+            for path, module in modules_of(model)
+            for name, value in sorted(vars(module).items())
+            if isinstance(value, float) and not name.startswith("_")
+        },
+    }
+    if not getattr(model.cfg, "has_stock_sizes", True):  # otherwise cfg has them
+        described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
+    return described
+
+
+def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate an analysis: if its first argument, `model`, is in half precision, use float32."""
+
+    @wraps(analysis)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with float32_weights(args[0] if args else kwargs.get("model")):
+            return analysis(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def float32_weights(model: Any) -> Iterator[None]:
+    """Give a model in half precision float32 weights, and restore its own at the end, bit for bit.
+
+    Several analyses, in threads, may run one model at once: the last one to end restores it.
+    """
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    key = id(model)
+    with _lock:
+        count, undo = _inside[key] if key in _inside else (0, _widen(model))
+        _inside[key] = count + 1, undo
+    try:
+        yield
+    finally:
+        with _lock:
+            count, undo = _inside.pop(key)
+            if count > 1:
+                _inside[key] = count - 1, undo
+            else:
+                undo.close()
+
+
+def _widen(model: nn.Module) -> ExitStack:
+    """Widen every tensor in half precision, and return a stack that undoes it."""
+    seen: set[int] = set()
+
+    def restore(tensor: Tensor, narrow: Tensor, gradient: Tensor | None) -> None:
+        tensor.data = narrow
+        tensor.grad = gradient
+
+    with ExitStack() as undo:
+        for _, module in modules_of(model):
+            held = (module._parameters, module._buffers, vars(module))
+            for tensor in (value for kind in held for value in kind.values()):
+                if isinstance(tensor, Tensor) and tensor.dtype in HALF and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    gradient = tensor.grad if tensor.is_leaf else None
+                    undo.callback(restore, tensor, tensor.data, gradient)
+                    tensor.grad = None  # it would have to be of the same type
+                    tensor.data = tensor.data.float()
+        # TransformerLens' norms and rotary embeddings compute in the dtype of the configuration.
+        for _, module in modules_of(model):
+            cfg: Any = getattr(module, "cfg", None)
+            if getattr(cfg, "dtype", None) in HALF:
+                undo.callback(setattr, cfg, "dtype", cfg.dtype)
+                cfg.dtype = torch.float32
+        return undo.pop_all()

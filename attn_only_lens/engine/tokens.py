@@ -1,0 +1,275 @@
+"""Texts as tokens and tokens as texts, for any tokenizer; words that a tokenizer does not know.
+
+`tokenizer.decode([id])` shows a token as it is at the start of a text: a SentencePiece tokenizer
+drops the space before a word there. Within a text, a token's text is `decode([id, id])` without
+`decode([id])`. If a vocabulary marks the end of a word (`the</w>`, OpenAI GPT), the space after it
+belongs to the token. Bytes that are not a complete character are written `<0xE2>`.
+"""
+
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+from unicodedata import category
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.input_warnings import quoted, shortened, warn
+from attn_only_lens.errors import UnsupportedCallError
+
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+"""The byte that each character of a byte-level vocabulary stands for: GPT-2's table."""
+_BROKEN = "\ufffd"
+_END_OF_WORD = "</w>"
+_ESCAPED = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
+_WORD = re.compile("w+(?:'w+)*")  # in kinds of characters (`_kind`): "don't" is one word
+
+
+# From texts to tokens
+
+
+def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
+    """Return tokens that the model can run on, on its device, from tokens or a text."""
+    cfg = model.cfg
+    if cfg.d_vocab < 1:
+        raise UnsupportedCallError(
+            f"{cfg.model_name} has no vocabulary (it takes pictures?); expected a model of tokens"
+        )
+    if isinstance(tokens, str):
+        if warn_unknown:
+            warn_of_unknown_words(model.tokenizer, {shortened(tokens): tokens})
+        tokens = tokens_of_text(model, tokens)
+    tokens = array_as_tensor(tokens)
+    expected = f"expected integers [batch, pos] from 0 to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
+    if not isinstance(tokens, Tensor):
+        raise UnsupportedCallError(f"tokens: got a {type(tokens).__name__}; {expected}")
+    dtype = str(tokens.dtype).removeprefix("torch.")
+    if not dtype.startswith(("int", "uint")) or tokens.ndim != 2 or not tokens.numel():
+        raise UnsupportedCallError(f"tokens: got {dtype} {list(tokens.shape)}; {expected}")
+    if dtype.startswith("uint"):
+        tokens = tokens.long()  # torch has no minimum of most unsigned integers
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= cfg.d_vocab or tokens.shape[1] > cfg.n_ctx:
+        raise UnsupportedCallError(
+            f"tokens: got values from {low} to {high}, pos {tokens.shape[1]}; {expected}"
+        )
+    return tokens.to(next(model.parameters()).device)
+
+
+def array_as_tensor(value: Any) -> Any:
+    """Return a NumPy array of numbers as a tensor, integers as int64; other values unchanged."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
+        return value
+    return torch.tensor(value.astype(np.int64) if value.dtype.kind in "iu" else value, device="cpu")
+
+
+def tokens_of_text(model: Any, text: str) -> Tensor:
+    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one."""
+    if model.tokenizer is None:
+        raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
+    bos = model.tokenizer.bos_token
+    has_bos = bool(bos) and text.startswith(bos)
+    tokens: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False if has_bos else None)
+    return tokens
+
+
+def d_vocab_out(model: Any) -> int:
+    """Return the size of the output vocabulary: d_vocab if the configuration has no other."""
+    out = getattr(model.cfg, "d_vocab_out", None)
+    return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)
+
+
+# From tokens to texts
+
+
+def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
+    """Return the tokens of a text as texts, with the space before a word.
+
+    Joined, they are the original text, if the tokenizer can restore it.
+
+    Args:
+        model: a model with a tokenizer; without one, tokens are shown as numbers.
+        tokens: tokens of one prompt [pos], or a text.
+
+    Returns:
+        One text per token; bytes that are not a complete character appear as `<0xE2>`.
+
+    Raises:
+        UnsupportedCallError: the model cannot take the text, or the tokens are not one prompt.
+
+    Example:
+        >>> from attn_only_lens import pretrained, token_texts
+        >>> token_texts(pretrained.modular_addition(), [3, 4, 113])  # it has no tokenizer
+        ['3', '4', '113']
+    """
+    if isinstance(tokens, str):
+        tokens = checked_tokens(model, tokens)[0]
+    ids = as_plain(tokens)
+    ids = list(map(as_plain, ids)) if isinstance(ids, Iterable) else [None]
+    if not all(map(is_count, ids)):
+        raise UnsupportedCallError(
+            f"tokens: got {reprlib.repr(tokens)}; expected a text, or tokens of one prompt [pos]"
+        )
+    return _texts(model, ids, {token: token_text(model, token) for token in {*ids}})
+
+
+def token_texts_of_prompts(
+    model: Any, tokens: Tokens, real: Bool[Tensor, "batch pos"]
+) -> list[list[str | None]]:
+    """Return the texts of every prompt's tokens; None for padding. Decode each token once."""
+    rows_of_texts = list[list[str | None]]()
+    rows = torch.where(real, tokens, -1).tolist()
+    known = {token: token_text(model, token) for token in {*chain(*rows)} - {-1}}
+    for row in rows:
+        texts = iter(_texts(model, [token for token in row if token >= 0], known))
+        rows_of_texts.append([next(texts) if token >= 0 else None for token in row])
+    return rows_of_texts
+
+
+def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
+    """Return the tokens of a prompt as texts, given the text of each token within a text."""
+    texts = [known[token] for token in ids]
+    if texts and getattr(model, "tokenizer", None) is not None:
+        first = _decode(model.tokenizer, ids[:1])
+        if first and texts[0] == f" {first}":
+            texts[0] = first
+        if str(model.tokenizer.convert_ids_to_tokens(ids[-1])).endswith(_END_OF_WORD):
+            texts[-1] = texts[-1].removesuffix(" ")
+    return texts
+
+
+def token_text(model: Any, token: int) -> str:
+    """Return the text of a token of the vocabulary, within a text."""
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        return str(token)
+    piece: str | None = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+    if piece is None:  # vocabularies of models are rounded up
+        return f"<{token}>"
+    if piece.endswith(_END_OF_WORD):
+        return f"{_decode(tokenizer, [token])} "
+    once, twice = (_decode(tokenizer, [token] * n) for n in (1, 2))
+    text = twice.removeprefix(once) if twice.startswith(once) else once
+    if _BROKEN in text and _ESCAPED.fullmatch(piece):
+        return piece
+    if _BROKEN in text and all(character in _BYTES for character in piece):
+        return _escape(bytes(_BYTES[character] for character in piece))
+    return text or piece
+
+
+def join_tokens(texts: Iterable[str]) -> str:
+    """Join the texts of tokens, and decode bytes that together are characters.
+
+    Example:
+        >>> join_tokens(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
+        'café <0xFF>'
+    """
+
+    def decode(escaped: re.Match[str]) -> str:
+        return _escape(bytes.fromhex(escaped[0].replace("<0x", "").replace(">", "")))
+
+    return _ESCAPED.sub(decode, "".join(texts))
+
+
+def _escape(raw: bytes) -> str:
+    """Decode bytes; write bytes that are not a complete character as `<0xE2>`."""
+    codes = map(ord, raw.decode("utf-8", "surrogateescape"))
+    return "".join(f"<0x{c - 0xDC00:02X}>" if 0xDC80 <= c <= 0xDCFF else chr(c) for c in codes)
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    # Clean-up would remove every space before a comma.
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+# Words, signs and whitespace that a tokenizer does not know: the model reads <unk>, or nothing
+
+
+def unknown_words(tokenizer: Any, text: str) -> list[str]:
+    """Return the words, signs and whitespace that a tokenizer does not know, each once, in order.
+
+    A text that contains the unknown token itself, such as "<unk>", is not reported.
+
+    Example:
+        >>> from attn_only_lens import pretrained
+        >>> unknown_words(pretrained.small_english().tokenizer, "The kezs near the  cabinet!")
+        ['kezs', ' ', '!']
+    """
+    token = getattr(tokenizer, "unk_token_id", None)
+    if not getattr(tokenizer, "is_fast", False):
+        return [] if token is None else _unknown_alone(tokenizer, text, token)
+    # Bytes and special tokens have offsets too: so a BOS that is also the unknown token, as in
+    # GPT-2, does not count as unknown.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    lost, known = list[tuple[int, int]](), set[int]()
+    for encoded_token, (start, end) in zip(
+        encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        if encoded_token == token and text[start:end].strip() != tokenizer.unk_token:
+            lost.append((start, end))
+        else:
+            known.update(range(start, end))
+    taken = known.union(*(range(*span) for span in lost))
+    lost += [(i, i + 1) for i, letter in enumerate(text) if letter.isalnum() and i not in taken]
+    if not lost:
+        return []
+    words = [match.span() for match in _WORD.finditer("".join(map(_kind, text)))]
+    word_at = {i: word for word in words for i in range(*word)}
+    pieces = [_piece(text, span, word_at) for span in sorted(lost)]
+    return list(dict.fromkeys(filter(None, pieces)))
+
+
+def _kind(character: str) -> str:
+    """Return w for a letter, mark or digit, ' for an apostrophe, and a space for all others."""
+    return "'" if character in "'’" else "w" if category(character)[0] in "LMN" else " "
+
+
+def _piece(text: str, span: tuple[int, int], word_at: Mapping[int, tuple[int, int]]) -> str:
+    """Return the text at a span without spaces around it, widened to whole words."""
+    start, end = span
+    piece = text[start:end]
+    if not piece.strip():
+        return piece
+    trimmed = end - len(piece.lstrip()), start + len(piece.rstrip())
+    first, last = (word_at.get(i, trimmed) for i in (trimmed[0], trimmed[1] - 1))
+    return text[first[0] : last[1]]
+
+
+def _unknown_alone(tokenizer: Any, text: str, token: int) -> list[str]:
+    """Return the unknown words of a tokenizer without offsets: tokenize each word alone."""
+    return [
+        word
+        for word in dict.fromkeys(text.split() or [text])
+        if token in tokenizer(word, add_special_tokens=False)["input_ids"]
+        and tokenizer.unk_token not in word
+    ]
+
+
+def instead_of_unknown(tokenizer: Any) -> str:
+    """Return what a model reads in place of a word that its tokenizer does not know."""
+    return str(getattr(tokenizer, "unk_token", None) or "nothing")
+
+
+def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
+    """Warn about unknown words of prompts, by name; return whether there are any."""
+    unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
+    cases = {
+        ("unknown words", text): f"{quoted(unknown[text])} in {name}"
+        for name, text in prompts.items()
+        if unknown[text]
+    }
+    read = instead_of_unknown(tokenizer)
+    warn(
+        cases,
+        f"the tokenizer does not know these pieces, and the model reads {read}; choose others",
+    )
+    return bool(cases)
