@@ -1,26 +1,22 @@
 """Metrics: one number per prompt, computed from the logits and averaged over prompts.
 
-Unless stated otherwise, a metric reads the logits at each prompt's last real token.
-With ℓ the logits there, c and w the answers, P = softmax ℓ and C the clean run's softmax:
+With ℓ the logits at a prompt's last real token, c and w the answers, P = softmax ℓ and C the clean
+run's softmax:
 
     logit_diff         ℓ[c] - ℓ[w]
     probability_diff   Σ P[c] - Σ P[w], over several answers c and w
     probability        P[c]
     log_probability    log P[c]
-    kl                 KL(C ‖ P) = Σ_v C[v] (log C[v] - log P[v]): 0 on the clean run
-    loss               -log P_t[x_{t+1}], the mean over all real tokens x_{t+1} of the clean
-                       prompts; longer prompts weigh more
-    custom             any function of the logits [batch, pos, d_vocab] that returns one number,
-                       or one number per prompt
+    kl                 KL(C ‖ P) = Σ_v C[v] (log C[v] - log P[v])
+    loss               -log P_t[x_{t+1}], the mean over all real tokens of the clean prompts
+    custom             any function of the logits [batch, pos, d_vocab]
 
-A `Metric` holds for any model and prompts. Bound to one model and pair, it states which logits it
-reads, so a sweep computes only these: for a logit difference, one position of each prompt and
-two columns of the vocabulary. Logits in half precision are converted to float32, except for
-custom functions.
+A metric that is bound to a model and prompts states which positions and columns of the logits it
+reads, so a sweep computes only these. Half precision is converted to float32, except for `custom`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -31,26 +27,26 @@ from torch import Tensor
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half, to_float64_device
 from attn_only_lens.engine.answers import (
+    PROBLEM,
     AnswerRows,
     Answers,
     answer_rows,
     answer_tokens,
     answers_label,
-    one_each,
-    overlap_reasons,
-    warn_of_spaces,
 )
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import d_vocab_out
 from attn_only_lens.errors import InputError
 
 _Selected: TypeAlias = Float[Tensor, "site batch position column"]
+_Compute: TypeAlias = Callable[[_Selected], Float[Tensor, "site prompt"]]
+_Columns: TypeAlias = Int[Tensor, "column"] | None
 
-_PROBLEM = "this metric does not fit the model or its prompts"
 _NO_NUMBER = "this metric is not a function of the logits to one number"
 _NO_GRADIENT = "this metric cannot be attributed"
 _ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
 _NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
+_VERSION = "1"  # of this package's metrics: change it whenever one of them changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,42 +65,24 @@ class BoundMetric:
 
     name: str
     positions: Int[Tensor, "batch"] | None
-    columns: Int[Tensor, "column"] | None
+    columns: _Columns
     shape: tuple[int, int, int]
-    compute: Callable[[_Selected], Float[Tensor, "site prompt"]] = field(repr=False)
+    compute: _Compute = field(repr=False)
     weights: tuple[float, ...] | None = None
 
     def value(self, logits: _Selected) -> Float[Tensor, "site"]:
-        """Return the metric for every site: the mean over prompts. Differentiable.
-
-        Takes logits as `of_prompts` does, and raises its errors.
-        """
+        """Return the metric for every site: the mean over prompts. Differentiable."""
         return self.mean(self.of_prompts(logits))
 
     def of_prompts(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
         """Return the metric of every prompt, for every site. Differentiable."""
-        batch, pos, d_vocab = self.shape
-        expected = (
-            batch,
-            pos if self.positions is None else 1,
-            d_vocab if self.columns is None else len(self.columns),
-        )
-        if logits.ndim != 4 or not len(logits) or logits.shape[1:] != expected:
-            self._refuse(
-                f"got logits {list(logits.shape)}; expected [site, batch, position, column] with "
-                f"at least one site and then {list(expected)}"
-            )
         values = self.compute(logits)
-        if values.ndim != 2 or len(values) != len(logits) or values.shape[1] not in (1, batch):
-            self._refuse(
-                f"got values {list(values.shape)}; expected one of each site and prompt, or of all "
-                "prompts together [site, 1]"
-            )
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
             advice = "; some models give nan to padding on the left: pad on the right"
-            several = advice if batch > 1 else ""
-            self._refuse(f"it is not finite for {bad} of {len(values)} sites{several}")
+            self._refuse(
+                f"it is not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
+            )
         return values
 
     def shares(self, n: int) -> tuple[float, ...]:
@@ -137,10 +115,10 @@ class BoundMetric:
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
         """Return the metric of every prompt of one whole run, computed twice, in float64."""
-        read = self.select(logits)[None]
-        kept = read.clone()
-        once, again = (self.of_prompts(read)[0].cpu().double() for _ in range(2))
-        if not torch.equal(read, kept):
+        selected = self.select(logits)[None]
+        copy = selected.clone()
+        once, again = (self.of_prompts(selected)[0].cpu().double() for _ in range(2))
+        if not torch.equal(selected, copy):
             self._refuse("it changes the logits that it is given; have it work on a copy")
         if not torch.equal(once, again):
             self._refuse(
@@ -154,18 +132,15 @@ class BoundMetric:
         """Return the metric of one whole run, in the graph of its logits."""
         return self.value(self.select(logits)[None])[0]
 
+    @torch.enable_grad()
     def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
         """Return the gradient with respect to the logits that it reads; None if it is detached."""
-        with torch.enable_grad():
-            leaf = self.select(logits.detach()).clone().requires_grad_()
-            value = self.value(leaf[None])[0]
+        leaf = self.select(logits.detach()).clone().requires_grad_()
+        value = self.value(leaf[None])[0]
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
 
     def _refuse(self, reason: str) -> None:
         raise InputError([f"{self.name}: {reason}"], "this metric cannot be measured")
-
-
-_VERSION = "1"  # of this package's metrics: change it whenever one of them changes
 
 
 @dataclass(frozen=True)
@@ -194,13 +169,11 @@ class Metric:
     def identity(self) -> list[Any]:
         """Return what identifies this metric when a job is resumed, as JSON."""
         if self.version is None:
-            raise InputError(
-                [
-                    f"{self.name} is a function of your own without a version; expected "
-                    "p.custom(fn, version='1'): give another version whenever fn changes"
-                ],
-                "a resumed job must have the same metric",
+            reason = (
+                f"{self.name} is a function of your own without a version; expected "
+                "p.custom(fn, version='1'): give another version whenever fn changes"
             )
+            raise InputError([reason], "a resumed job must have the same metric")
         return [self.name, self.version, self.answers, self.source]
 
 
@@ -208,27 +181,14 @@ AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
 
 
 def as_metric(metric: AnyMetric) -> Metric:
-    """Return a metric as it is, and a plain function of the logits as a `custom` one."""
+    """Return a metric unchanged, and a plain function of the logits as a `custom` one."""
     return metric if isinstance(metric, Metric) else custom(metric)
 
 
 def bind(
     metric: AnyMetric, model: Any, pair: PromptPair, reference: Logits | None = None
 ) -> BoundMetric:
-    """Bind a metric to a model and its prompts.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> from attn_only_lens.engine.metrics import bind
-        >>> model = pretrained.modular_addition()
-        >>> pair = p.prompt_pair(model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]))
-        >>> metric = bind(p.logit_diff(correct=7, wrong=8), model, pair)
-        >>> metric.positions, metric.columns
-        (tensor([2]), tensor([7, 8]))
-        >>> metric.of(model(pair.clean)) > 0 > metric.of(model(pair.corrupted))
-        True
-    """
+    """Bind a metric to a model and its prompts."""
     metric = as_metric(metric)
     return replace(metric.bound(model, pair, reference), name=metric.name)
 
@@ -237,7 +197,7 @@ def bind(
 
 
 def logit_diff(correct: Answers, wrong: Answers) -> Metric:
-    """Return the logit of a correct answer less that of a wrong one, as a metric.
+    """Return the logit of a correct answer minus that of a wrong one, as a metric.
 
     Args:
         correct: a text that is one token, a token, or a list or tensor of one for each prompt.
@@ -252,37 +212,24 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
 
     Warns:
         InputWarning: on the clean run, an answer is at least ten times as probable with a space
-            before it, or without its space. So do all metrics of answers.
+            before it, or without its space. All metrics of answers warn about this.
 
     Example:
         >>> from attn_only_lens import patching as p
         >>> p.logit_diff(correct=" Mary", wrong=" John")
         Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
     """
-    correct_rows, wrong_rows = answer_rows(correct), answer_rows(wrong)
-    name = f"logit_diff({answers_label(correct_rows)}, {answers_label(wrong_rows)})"
 
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        reasons: list[str] = []
-        right = answer_tokens(model, pair, correct_rows, "correct", reasons)
-        left = answer_tokens(model, pair, wrong_rows, "wrong", reasons)
-        InputError.raise_if(reasons or overlap_reasons(right, left), _PROBLEM)
-        warn_of_spaces(model, pair, {"correct": right, "wrong": left}, reference)
-        tokens = torch.cat([one_each(rows, pair.clean.device) for rows in (right, left)])
-        columns, indices = tokens.unique(return_inverse=True)
-        right_at, left_at = indices.chunk(2)
+    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
+        both = torch.tensor(tokens, device=like.device)[..., 0]  # [2, batch]
+        columns, (right, left) = both.unique(return_inverse=True)
+        return columns, lambda logits: _pick(logits, right) - _pick(logits, left)
 
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            logits = float32_if_half(logits)
-            return _pick(logits, right_at) - _pick(logits, left_at)
-
-        return BoundMetric(name, pair.last, columns, _logits_shape(model, pair), compute)
-
-    return Metric(name, bound, answers=(correct_rows, wrong_rows))
+    return _of_answers("logit_diff", {"correct": correct, "wrong": wrong}, formula)
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
-    """Return the summed probability of correct answers less that of wrong ones, as a metric.
+    """Return the summed probability of correct answers minus that of wrong ones, as a metric.
 
     The metric of greater-than in Hanna et al. (2023), where every later year is correct.
 
@@ -303,27 +250,21 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
         >>> p.probability_diff([[33, 34], [98]], [[31, 32], [7]]).name
         'probability_diff([[33, 34], 98], [[31, 32], 7])'
     """
-    correct_rows, wrong_rows = answer_rows(correct), answer_rows(wrong)
-    name = f"probability_diff({answers_label(correct_rows)}, {answers_label(wrong_rows)})"
 
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        reasons: list[str] = []
-        right = answer_tokens(model, pair, correct_rows, "correct", reasons, several=True)
-        left = answer_tokens(model, pair, wrong_rows, "wrong", reasons, several=True)
-        InputError.raise_if(reasons or overlap_reasons(right, left), _PROBLEM)
-        warn_of_spaces(model, pair, {"correct": right, "wrong": left}, reference)
-        signs = torch.zeros(len(pair.clean), d_vocab_out(model), device=pair.clean.device)
-        for rows, sign in ((right, 1.0), (left, -1.0)):
-            for prompt, tokens in enumerate(rows):
-                signs[prompt, list(tokens)] = sign
+    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
+        signs = torch.zeros(like.shape, device=like.device)
+        for rows, sign in zip(tokens, (1.0, -1.0), strict=True):
+            for prompt, answers in enumerate(rows):
+                signs[prompt, list(answers)] = sign
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            chances = float32_if_half(logits).squeeze(-2).softmax(dim=-1)
-            return (chances * signs.to(chances)).sum(dim=-1)
+            probabilities = logits.squeeze(-2).softmax(dim=-1)
+            return (probabilities * signs.to(probabilities)).sum(dim=-1)
 
-        return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
+        return None, compute
 
-    return Metric(name, bound, answers=(correct_rows, wrong_rows))
+    answers = {"correct": correct, "wrong": wrong}
+    return _of_answers("probability_diff", answers, formula, several=True)
 
 
 def probability(answer: Answers) -> Metric:
@@ -343,7 +284,7 @@ def probability(answer: Answers) -> Metric:
         >>> p.probability(" Mary").name
         "probability(' Mary')"
     """
-    return _of_answer("probability", answer, torch.exp)
+    return _of_answers("probability", {"answer": answer}, _formula_of_log(torch.exp))
 
 
 def log_probability(answer: Answers) -> Metric:
@@ -363,33 +304,45 @@ def log_probability(answer: Answers) -> Metric:
         >>> p.log_probability([17, 19]).name
         'log_probability([17, 19])'
     """
-    return _of_answer("log_probability", answer, lambda logs: logs)
+    return _of_answers("log_probability", {"answer": answer}, _formula_of_log(lambda logs: logs))
 
 
-def _of_answer(kind: str, answer: Answers, scale: Callable[[Tensor], Tensor]) -> Metric:
-    rows = answer_rows(answer)
-    name = f"{kind}({answers_label(rows)})"
+_Formula: TypeAlias = Callable[[list[list[tuple[int, ...]]], Tensor], tuple[_Columns, _Compute]]
+"""From the tokens of the answers, by role and prompt, and an empty tensor [batch, d_vocab]."""
+
+
+def _formula_of_log(scale: Callable[[Tensor], Tensor]) -> _Formula:
+    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
+        answers = torch.tensor(tokens, device=like.device)[0, :, 0]
+        return None, lambda logits: scale(_pick(logits.log_softmax(dim=-1), answers))
+
+    return formula
+
+
+def _of_answers(
+    kind: str, answers: Mapping[str, Answers], formula: _Formula, *, several: bool = False
+) -> Metric:
+    """Return a metric that reads the last position, and has one answer per prompt or several."""
+    rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
+    name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        reasons: list[str] = []
-        answers = answer_tokens(model, pair, rows, "answer", reasons)
-        InputError.raise_if(reasons, _PROBLEM)
-        warn_of_spaces(model, pair, {"answer": answers}, reference)
-        tokens = one_each(answers, pair.clean.device)
+        shape = _logits_shape(model, pair)
+        tokens = answer_tokens(model, pair, rows, reference, several=several)
+        like = torch.empty((), device=pair.clean.device).expand(shape[0], shape[2])
+        columns, compute = formula(list(tokens.values()), like)
+        return BoundMetric(
+            name, pair.last, columns, shape, lambda logits: compute(float32_if_half(logits))
+        )
 
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            return scale(_pick(float32_if_half(logits).log_softmax(dim=-1), tokens))
-
-        return BoundMetric(name, pair.last, None, _logits_shape(model, pair), compute)
-
-    return Metric(name, bound, answers=(rows,))
+    return Metric(name, bound, answers=tuple(rows.values()))
 
 
 def kl() -> Metric:
     """Return KL(clean ‖ patched) of the next-token distributions, in nats, as a metric.
 
-    It is 0 on the clean run, where its gradient is 0 too, and grows to its value on the corrupted
-    run. For the distance to the other run, swap the prompts.
+    It is 0 on the clean run, where its gradient is 0 too. For the distance to the other run, swap
+    the prompts.
 
     Returns:
         The metric, for any model and prompts.
@@ -407,10 +360,8 @@ def kl() -> Metric:
         shape = _logits_shape(model, pair)
         if reference is None or tuple(reference.shape) != shape:
             got = None if reference is None else list(reference.shape)
-            raise InputError(
-                [f"kl: got reference {got}; expected the clean run's logits {list(shape)}"],
-                _PROBLEM,
-            )
+            reason = f"kl: got reference {got}; expected the clean run's logits {list(shape)}"
+            raise InputError([reason], PROBLEM)
         rows = torch.arange(len(pair.last), device=reference.device)
         last = reference.detach()[rows, pair.last.to(reference.device)]
         clean = float32_if_half(last).log_softmax(dim=-1)
@@ -436,7 +387,7 @@ def loss() -> Metric:
         The metric, for any model and prompts.
 
     Raises:
-        InputError: when bound: prompts of one token, or tokens that the model cannot put out.
+        InputError: when bound: prompts of one token, or tokens outside the output vocabulary.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -457,17 +408,15 @@ def loss() -> Metric:
                 f"loss: the prompts hold token {targets.max()}, and the model puts out logits of "
                 f"tokens 0 to {shape[2] - 1} only"
             )
-        InputError.raise_if(reasons, _PROBLEM)
-
+        InputError.raise_if(reasons, PROBLEM)
         n_targets = counts.sum(dim=1).tolist()
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
             losses = -logs[:, torch.arange(len(targets), device=targets.device), targets]
+            by_prompt = losses.split(n_targets, 1)
             # A prompt without targets has the loss 0, and the weight 0.
-            means = [
-                part.sum(dim=-1) / max(1, part.shape[1]) for part in losses.split(n_targets, 1)
-            ]
+            means = [terms.sum(dim=-1) / max(1, terms.shape[1]) for terms in by_prompt]
             return torch.stack(means, dim=-1)
 
         weights = tuple(n / max(1, len(targets)) for n in n_targets)
@@ -481,13 +430,12 @@ def custom(
 ) -> Metric:
     """Return any function of the logits of a whole run, as a metric.
 
-    It is called once a site, reads all logits, and so costs more than the metrics above. For
-    attribution it must return a tensor that a gradient passes through. Of several prompts it may
-    return one number each, as a tensor [batch]: then their mean is measured, and its standard error
-    is known, as it is for the metrics above.
+    It is called once per site and reads all logits, so it costs more than the other metrics. For
+    attribution it must return a tensor that a gradient passes through. If it returns one number
+    per prompt, as a tensor [batch], standard errors are known.
 
     Args:
-        fn: from logits [batch, pos, d_vocab] to one number, or one of each prompt.
+        fn: from logits [batch, pos, d_vocab] to one number, or to one number per prompt.
         name: shown in results; by default the name of `fn`.
         version: identifies `fn`, together with its name and its source text, when a job is
             resumed. `resume` needs it; give another version whenever `fn` changes.
@@ -496,8 +444,8 @@ def custom(
         The metric.
 
     Raises:
-        InputError: `fn` cannot be called; when measured: it gives no single finite number,
-            another one for the same logits, or changes them.
+        InputError: `fn` cannot be called; when measured: it does not return finite numbers, returns
+            other numbers for the same logits, or changes them.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -505,11 +453,13 @@ def custom(
         'largest logit'
     """
     if not callable(fn):
-        raise InputError(
-            [f"got a {type(fn).__name__}; expected a metric, or a function of the logits"],
-            _NO_NUMBER,
-        )
+        reason = f"got a {type(fn).__name__}; expected a metric, or a function of the logits"
+        raise InputError([reason], _NO_NUMBER)
     label = str(name or getattr(fn, "__name__", type(fn).__name__))
+    try:
+        source = inspect.getsource(fn)
+    except (OSError, TypeError):
+        source = None
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site prompt"]:
         return torch.stack([_as_numbers(fn(logit), len(logit), label) for logit in logits])
@@ -517,14 +467,7 @@ def custom(
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
 
-    return Metric(label, bound, version=version, source=_source_of(fn), by_prompt=False)
-
-
-def _source_of(fn: Callable[..., Any]) -> str | None:
-    try:
-        return inspect.getsource(fn)
-    except (OSError, TypeError):
-        return None
+    return Metric(label, bound, version=version, source=source, by_prompt=False)
 
 
 def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
@@ -533,16 +476,13 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
         return value.reshape(-1)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return torch.tensor([value], dtype=torch.float64, device="cpu")
-    got = (
-        f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    is_tensor = isinstance(value, Tensor)
+    got = f"a {value.dtype} tensor {list(value.shape)}" if is_tensor else repr(value)
+    reason = (
+        f"{name}: got {got} from it; expected one number, such as a mean over the batch, or a "
+        f"tensor of {batch} numbers, one per prompt"
     )
-    raise InputError(
-        [
-            f"{name}: got {got} from it; expected one number, such as a mean over the batch, or a "
-            f"tensor of {batch}, one of each prompt"
-        ],
-        _NO_NUMBER,
-    )
+    raise InputError([reason], _NO_NUMBER)
 
 
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
@@ -561,21 +501,16 @@ def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "si
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
-    """Refuse a metric that is equal on the clean and the corrupted run, up to rounding.
-
-    Scores are divided by this difference; if it is only rounding, scores are noise.
-    """
+    """Refuse a metric that is equal on the clean and the corrupted run, up to rounding."""
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
     if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
-        raise InputError(
-            [
-                f"got {clean_value} for the clean run and {corrupted_value} for the corrupted one, "
-                f"which {dtype} does not tell apart; expected prompts and a metric that do differ: "
-                "scores are shares of that difference"
-            ],
-            "this metric is constant",
+        reason = (
+            f"got {clean_value} for the clean run and {corrupted_value} for the corrupted one, "
+            f"which {dtype} does not tell apart; expected prompts and a metric that do differ: "
+            "scores are shares of that difference"
         )
+        raise InputError([reason], "this metric is constant")
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
@@ -589,10 +524,10 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return why no gradient can be taken here, whatever the metric."""
+    """Return why no gradient can be taken here, for any metric."""
     if not torch.is_inference_mode_enabled():
         return []
-    return ["no gradient is taken in torch.inference_mode(); torch.no_grad() will do"]
+    return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]
 
 
 def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
@@ -612,19 +547,17 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
     """Refuse a metric that is flat at the run patched into, such as `kl` at its minimum.
 
-    Every gradient estimate there would be zero or rounding noise. The metric's span is compared
-    with Σ |∂metric/∂logits · (other - logits)|.
+    Compare its span with Σ |∂metric/∂logits · (reference - logits)|, without which every gradient
+    estimate is zero or rounding noise.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None
     terms = gradient * (metric.select(reference.detach()) - metric.select(logits.detach()))
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
-        raise InputError(
-            [
-                f"{metric.name}: its gradient is zero on the run patched into, so every estimate "
-                "would be; expected a metric that is not flat there: take the other direction, "
-                "another metric, or method='integrated'"
-            ],
-            _NO_GRADIENT,
+        reason = (
+            f"{metric.name}: its gradient is zero on the run patched into, so every estimate "
+            "would be zero; expected a metric that is not flat there: take the other direction, "
+            "another metric, or method='integrated'"
         )
+        raise InputError([reason], _NO_GRADIENT)

@@ -275,10 +275,6 @@ def test_refused_otherwise(model, pair):
 
 def test_logits_of_another_shape_are_refused(model, pair):
     bound = bind(p.logit_diff(CORRECT, WRONG), model, pair)
-    with pytest.raises(InputError, match=r"got logits \[5, 3, 7, 43\]"):
-        bound.value(logits_of(0))
-    with pytest.raises(InputError, match="at least one site"):
-        bound.value(bound.select(logits_of(0))[:0])
     with pytest.raises(InputError, match="ending in"):
         bound.of(CLEAN[:2])
 
