@@ -24,11 +24,9 @@ _POINTS = ("v", "pattern", "z")
 
 @dataclass(frozen=True)
 class NeuronRun:
-    """The activations of one layer's neuron-heads.
+    """The outputs z = weight · v of one layer's neuron-heads.
 
-    Attributes:
-        z: their output, `weight * v`.
-        gates: their values and their weights; empty if only z was recorded.
+    `gates` holds their values and their weights; it is empty if only z was recorded.
     """
 
     z: Float[Tensor, "batch pos head_index"]
@@ -50,13 +48,11 @@ class Recording:
     """A forward pass.
 
     Attributes:
-        tokens: its input.
-        mask: 1 for real tokens, 0 for padding; None where there is none.
+        mask: 1 for real tokens, 0 for padding; None if there is no padding.
         streams: the residual stream at the input of each block, and at the output of the last.
         extra_outputs: how many values each block returned after the stream; None if no tuple.
-        logits: its output.
-        neurons: by source layer, for the layers that were asked for.
-        hooked: by hook name, for the hook points that were asked for.
+        neurons: by source layer, for the requested layers.
+        hooked: by hook name, for the requested hook points.
     """
 
     tokens: Tokens
@@ -70,16 +66,7 @@ class Recording:
 
 @dataclass(frozen=True, eq=False)
 class RunPair:
-    """Two runs of a model, and the metric of each.
-
-    Attributes:
-        pair: the prompts.
-        clean: the clean run.
-        corrupted: the corrupted run.
-        metric: the metric, bound to these prompts.
-        clean_values: the metric of each prompt of the clean run (`BoundMetric.of_prompts`).
-        corrupted_values: the metric of each prompt of the corrupted run.
-    """
+    """Two runs of a model, and the metric of each, by prompt."""
 
     pair: PromptPair
     clean: Recording
@@ -120,13 +107,13 @@ def record(
     seen: dict[str, Tensor] = {}
     layers, names = sorted(set(layers)), sorted(set(names))
 
-    def keep(key: str) -> Callable[[Tensor, Any], None]:
+    def keep(key: str) -> Callable[..., None]:
         def hook(value: Tensor, hook: Any) -> None:
             seen[key] = value.detach().clone()
 
         return hook
 
-    def look(key: str) -> Callable[[nn.Module, Any, Tensor], None]:
+    def keep_output(key: str) -> Callable[..., None]:
         return lambda module, args, value: keep(key)(value, None)
 
     expected = {name: name for name in names}
@@ -136,25 +123,22 @@ def record(
             for point in _POINTS if gates else ("z",):
                 key = f"{layer}.{point}"
                 expected[key] = f"layer {layer}, {point} of its neurons"
-                look_on = of_this_thread(look(key))
-                handle = getattr(heads, f"hook_{point}").register_forward_hook(look_on)
-                stack.callback(handle.remove)
+                module = getattr(heads, f"hook_{point}")
+                hook = of_this_thread(keep_output(key))
+                stack.callback(module.register_forward_hook(hook).remove)
         streams, extra_outputs = stack.enter_context(record_streams(model))
         stack.enter_context(torch.set_grad_enabled(keep_graph))
         logits = run(model, tokens, mask, [*((name, keep(name)) for name in names), *hooks])
     require_seen(expected, seen)
-    neurons = {
-        layer: NeuronRun(
-            seen[f"{layer}.z"].squeeze(-1),
-            (
-                seen[f"{layer}.v"].squeeze(-1),
-                seen[f"{layer}.pattern"][..., SELF].transpose(1, 2),
-            )
-            if gates
-            else (),
-        )
-        for layer in layers
-    }
+
+    def neuron_run(layer: int) -> NeuronRun:
+        z = seen[f"{layer}.z"].squeeze(-1)
+        if not gates:
+            return NeuronRun(z)
+        weight = seen[f"{layer}.pattern"][..., SELF].transpose(1, 2)
+        return NeuronRun(z, (seen[f"{layer}.v"].squeeze(-1), weight))
+
+    neurons = {layer: neuron_run(layer) for layer in layers}
     hooked = {name: seen[name] for name in names}
     return Recording(tokens, mask, tuple(streams), tuple(extra_outputs), logits, neurons, hooked)
 
@@ -231,10 +215,8 @@ def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording
     for layer, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
         n_shown = shape[1 if part == "pattern" else 2] if len(shape) == 4 else 0
-        fits = n_shown == n_heads
-        if part in SHARED_PARTS and n_shown:
-            fits = n_heads % n_shown == 0
-        if not fits:
+        grouped = part in SHARED_PARTS and n_shown and n_heads % n_shown == 0
+        if n_shown != n_heads and not grouped:
             reasons.append(
                 f"{name} has shape {list(shape)}; expected an axis of {n_heads} heads"
                 + ", or of groups of them" * (part in SHARED_PARTS)
@@ -248,13 +230,11 @@ def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
     silent = [name for key, name in expected.items() if key not in seen]
     if silent:
         more = f" and {len(silent) - 3} more" * (len(silent) > 3)
-        raise UnsupportedModelError(
-            [
-                f"{', '.join(silent[:3])}{more} did not fire in a forward pass: the model does "
-                "not run the module that has the hook point"
-            ],
-            "these heads cannot be seen",
+        reason = (
+            f"{', '.join(silent[:3])}{more} did not fire in a forward pass: the model does not run "
+            "the module that has the hook point"
         )
+        raise UnsupportedModelError([reason], "these heads cannot be seen")
 
 
 def run(
@@ -266,7 +246,7 @@ def run(
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """Return the logits of a model, run with hooks."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # A bridge resolves all its aliases at that call: as long as a forward pass of a short suffix.
+    # On a bridge, this call takes as long as a forward pass of a few tokens.
     with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits
@@ -309,11 +289,7 @@ def run_blocks(
 
 @contextmanager
 def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None]]]:
-    """Yield two lists that the next forward pass fills.
-
-    The residual stream at the input of each block and the output of the last; and how many values
-    each block returns after the stream, None if it returns no tuple.
-    """
+    """Yield the lists `streams` and `extra_outputs` of a `Recording` for the next run to fill."""
     streams: list[Residual] = []
     extra_outputs: list[int | None] = []
 
@@ -343,11 +319,9 @@ def output_stream(output: Any) -> Residual:
     """Return the residual stream, or a sublayer's output, from a module's return value."""
     stream: Residual = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(stream, Tensor):
-        raise UnsupportedModelError(
-            [
-                f"a block returns a {type(stream).__name__}; expected the residual stream, or a "
-                "tuple or list that begins with it"
-            ],
-            "this model cannot be recorded",
+        reason = (
+            f"a block returns a {type(stream).__name__}; expected the residual stream, or a tuple "
+            "or list that begins with it"
         )
+        raise UnsupportedModelError([reason], "this model cannot be recorded")
     return stream

@@ -1,25 +1,10 @@
 """The rest of a forward pass, from a stream in the middle of it, for many variants at once.
 
-Rows are variants × prompts, prompts inmost: row r is prompt r mod batch of variant r // batch. A
-variant states the stream that enters a block, edits at hooks of that block or later ones, and an
-addition to the output of the first one's MLP; all else then runs as it would. Variants that enter
-at different blocks run together: a block runs the variants that have entered (`Joined`). So a few
-variants of every layer need as many calls of blocks as the variants of one layer.
-
-Nothing is computed that a variant cannot change:
-
-    blocks before the first one             their output is recorded
-    positions before `first`                in a causal model they stay the same; later ones attend
-                                            to recorded keys and values (`bridge.py` tests which
-                                            bridges can do that)
-    positions and columns of the logits     other than those that the metric reads
-
-so a variant that enters block b at position t costs 2 (n_pos - t) Σ_{blocks ≥ b} parameters flops
-and its attention, where a whole forward costs 2 n_pos (Σ parameters + d_model · d_vocab).
-
-Every replay is compared with the recorded logits before it is used, and every kind of edit that a
-sweep makes of it with hooks (`edit_checks.py`). Where products of matrices are rounded to TF32, a
-model run in parts differs from itself by that; then these tests run on a second, precise replay.
+Rows are variants × prompts: row r is prompt r mod batch of variant r // batch. Variants that enter
+at different blocks run together (`Joined`). What a variant cannot change is not computed: blocks
+before its own, positions before `first` in a causal model (later ones attend to recorded keys and
+values), and logits that the metric does not read. Every replay is first compared with the recorded
+logits, and its edits with hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -42,14 +27,12 @@ from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.precision import full_precision
 
 PROBLEM = "this model cannot be patched"
-UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of models that cannot run in parts, and of others: `is_refusal` tells."""
+_UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _ROUNDINGS = 8
-# Numbers at once, as torch's profiler counts allocations (`test_memory.py`): several copies
-# of the widest activation, or of attention scores; of the logits that a loss reads.
+# How many copies of the widest activation, of attention scores and of the logits that a loss reads
+# are held at once, from torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
-# The same on GPUs, where it is an estimate: 90 kernels at 10 µs, and 30 Tflop/s.
-_CALL_FLOPS = 3e10
+_CALL_FLOPS = 3e10  # `call_flops_on_cpu` for GPUs, an estimate: 90 kernels at 10 µs, 30 Tflop/s
 
 
 @dataclass(frozen=True)
@@ -58,11 +41,10 @@ class Variants:
 
     Attributes:
         block: the first block that they run.
-        first: the first position at which they differ.
-        stream: the stream that enters that block, from `first` on.
-        hooks: edits at hook points of that block and later ones, which see rows from `first` on.
-        mlp: the module of that block, or hook point, to whose output `added` is added, if any.
-        added: the addition.
+        first: the first position at which they differ; all tensors begin there.
+        stream: the stream that enters that block.
+        hooks: edits at hook points of that block and later ones.
+        mlp: the module or hook point of that block to whose output `added` is added, if any.
     """
 
     block: int
@@ -75,82 +57,77 @@ class Variants:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Variants that run together, each from its own block on.
+    """Variants that run together, in the order of their blocks, all from one position on."""
 
-    Attributes:
-        parts: in the order of the blocks that they enter, all from one position on.
-    """
-
-    parts: tuple[Variants, ...]
+    members: tuple[Variants, ...]
 
     def __post_init__(self) -> None:
-        blocks = [variants.block for variants in self.parts]
+        blocks = [variants.block for variants in self.members]
         assert blocks == sorted(blocks)
-        assert len({variants.first for variants in self.parts}) == 1
+        assert len({variants.first for variants in self.members}) == 1
 
     @property
     def first(self) -> int:
         """The first position at which they differ."""
-        return self.parts[0].first
+        return self.members[0].first
 
     @property
     def block(self) -> int:
         """The first block that any of them runs."""
-        return self.parts[0].block
+        return self.members[0].block
 
     @property
     def n_rows(self) -> int:
-        """The rows of all."""
-        return sum(len(variants.stream) for variants in self.parts)
+        """The number of rows of all variants."""
+        return sum(len(variants.stream) for variants in self.members)
 
     def entering(self, block: int) -> list[Variants]:
         """Return those that enter a block."""
-        return [variants for variants in self.parts if variants.block == block]
+        return [variants for variants in self.members if variants.block == block]
 
     def stream(self, block: int, x: Residual | None) -> Residual:
-        """Return the stream that enters a block, of all that have come so far."""
-        streams = [
-            *([] if x is None else [x]),
-            *(variants.stream for variants in self.entering(block)),
-        ]
+        """Return the stream that enters a block, of all variants that have entered so far."""
+        streams = [] if x is None else [x]
+        streams += [variants.stream for variants in self.entering(block)]
         return streams[0] if len(streams) == 1 else torch.cat(streams)
 
     def _slices(self) -> Iterator[tuple[Variants, slice]]:
         start = 0
-        for variants in self.parts:
+        for variants in self.members:
             yield variants, slice(start, start + len(variants.stream))
             start += len(variants.stream)
 
     @property
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The edits of each, on its own rows."""
-        if len(self.parts) == 1:
-            return list(self.parts[0].hooks)
+        """The edits of all variants, each on its rows."""
+        if len(self.members) == 1:
+            return list(self.members[0].hooks)
         return [
             (name, partial(_edit_rows, edit, rows))
-            for piece, rows in self._slices()
-            for name, edit in piece.hooks
+            for variants, rows in self._slices()
+            for name, edit in variants.hooks
         ]
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Make the additions to the outputs of MLPs."""
+        """Add `added` to the outputs of MLPs inside a `with`."""
         with ExitStack() as stack:
-            for piece, rows in self._slices():
-                if piece.mlp is not None:
-                    add = partial(_add_to_rows, piece, rows)
-                    stack.callback(piece.mlp.register_forward_hook(add).remove)
+            for variants, rows in self._slices():
+                if variants.mlp is not None:
+                    add = partial(_add_to_rows, variants, rows)
+                    stack.callback(variants.mlp.register_forward_hook(add).remove)
             yield
 
 
-def is_refusal(error: Exception) -> bool:
-    """Return whether one of UNFIT means that a model does not run like this.
-
-    It does not if memory ran out, or if this package raised it for the caller.
-    """
-    text = str(error)
-    gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
-    return not gone and not isinstance(error, AttnOnlyLensError)
+@contextmanager
+def suppress_refusals() -> Iterator[None]:
+    """Suppress errors of a model that cannot run like this, but not of memory or this package."""
+    try:
+        yield
+    except _UNFIT as error:
+        memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if memory or isinstance(error, AttnOnlyLensError):
+            raise
 
 
 def _edit_rows(edit: Callable[..., Any], rows: slice, value: Tensor, hook: Any) -> Tensor | None:
@@ -174,12 +151,10 @@ class Replay(ABC):
     """A model, one recorded forward pass of it, and the logits that a metric reads.
 
     Attributes:
-        model: converted, or with exposed neuron-heads.
-        recording: the forward pass.
-        metric: the metric.
-        other: the replay that is tested in place of this one, if there is another.
-        call_flops_on_cpu: the flops of matrix products in the time that a call of a block takes,
-            whatever its size, as measured on two cores of an EPYC.
+        other: the precise replay that is tested in place of this one, if float32 products are
+            rounded to TF32: then running some blocks alone changes results by that rounding.
+        call_flops_on_cpu: the fixed cost of calling a block, as flops of matrix products (measured
+            on two cores of an EPYC).
     """
 
     call_flops_on_cpu: ClassVar[float]
@@ -202,9 +177,7 @@ class Replay(ABC):
         """Return the logits that the metric reads."""
         if self.joins:
             return self.joined_logits(Joined(variants))
-        return torch.cat(
-            [self.joined_logits(Joined((edit_variants,))) for edit_variants in variants]
-        )
+        return torch.cat([self.joined_logits(Joined((single,))) for single in variants])
 
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
@@ -217,11 +190,11 @@ class Replay(ABC):
     @property
     def precise(self) -> "Replay":
         """The replay that is tested."""
-        return self.other or self  # one that held itself would live until garbage is collected
+        return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether a block and those after it can run from a position on, by themselves."""
+        """Return whether a block and those after it can run from a position on alone."""
 
     @property
     @abstractmethod
@@ -277,8 +250,7 @@ class Replay(ABC):
     def numbers_per_variant(self, first: int) -> int:
         """Estimate the maximum of the numbers that one variant holds at once.
 
-        A variant of a few tokens reads the keys and values of all those before, and one block
-        after the other has a copy of them for each variant.
+        One block at a time has a copy of the recorded keys and values for each variant.
         """
         tokens = self.batch * (self.n_pos - first)
         cached = self.cached_numbers_per_token * self.batch * self.n_pos if first else 0
@@ -291,12 +263,12 @@ class Replay(ABC):
 
     def effective_positions(self, block: int) -> Bool[Tensor, "batch pos"]:
         """Return where a change of the stream that enters a block can affect the metric."""
-        device, positions = self.recording.tokens.device, self.metric.positions
-        everywhere = torch.arange(self.n_pos, device=device).expand(self.batch, -1)
+        tokens, positions = self.recording.tokens, self.metric.positions
         if positions is None or block < self.n_blocks:
-            return torch.ones_like(everywhere, dtype=torch.bool)
-        # The logits of a token are all that is left to compute.
-        return everywhere == positions.to(device)[:, None]
+            return torch.ones_like(tokens, dtype=torch.bool)
+        # After the last block, tokens do not affect each other.
+        columns = torch.arange(self.n_pos, device=tokens.device)
+        return columns == positions.to(tokens.device)[:, None]
 
     def adds_mlp_output(self, block: int, mlp: nn.Module) -> bool:
         """Test whether a block adds the output of its MLP to the stream unchanged."""
@@ -309,8 +281,8 @@ class Replay(ABC):
             out = self.block_output(Variants(block, 0, before, mlp=mlp, added=added))
             error = float((out - after - added).abs().max())
             scale = float(after.abs().max() + added.abs().max())
-            # A sum of a few terms, whose roundings no later layer has amplified.
-            # If it is not met, patches run the block, which is right in any case.
+            # No later layer has amplified the rounding of this sum. If the test fails, patches run
+            # the block, which is always right.
             self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
         return self._adds[block]
 
@@ -327,33 +299,25 @@ class Replay(ABC):
 
         blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
         for first in self.starts_to_check():
-            if self._joined_agree(lambda: error(*blocks) <= bound):
+            agree = False
+            if self.joins:
+                with suppress_refusals():  # of a model that needs all rows in every block
+                    agree = error(*blocks) <= bound
+                self.joins = agree
+            if agree:
                 continue
             for block in blocks:
-                reason = error(block)
-                if not reason <= bound:
-                    raise UnsupportedModelError(
-                        [
-                            f"run again from block {block}, position {first}, its logits differ by "
-                            f"{reason:.2g} from those of a whole run (largest: {largest:.2g})"
-                        ],
-                        PROBLEM,
+                difference = error(block)
+                if not difference <= bound:
+                    reason = (
+                        f"run again from block {block}, position {first}, its logits differ by "
+                        f"{difference:.2g} from those of a whole run (largest: {largest:.2g})"
                     )
+                    raise UnsupportedModelError([reason], PROBLEM)
 
     def starts_to_check(self) -> set[int]:
         """Return positions that represent all others in a test: the first and the last."""
         return {0, self.start(0, self.n_pos)}
-
-    def _joined_agree(self, agree: Callable[[], bool]) -> bool:
-        """Return whether variants that run together agree; if not, they run alone from now on."""
-        if self.joins:
-            try:
-                self.joins = agree()
-            except UNFIT as error:  # of a model that wants all rows in every block
-                if not is_refusal(error):
-                    raise
-                self.joins = False
-        return self.joins
 
     def with_earlier_logits(
         self, logits: Float[Tensor, "row position column"], first: int

@@ -1,19 +1,11 @@
 """The replay of TransformerBridges: the bridged model's own forward pass, with some blocks skipped.
 
-A model of transformers that takes a cache runs on the tokens from a patch on alone, as if it
-generated them after those before, whose keys and values are recorded (`key_values.py`). Whether it
-can is tested for each position before it is first used: noise is added to the stream that enters a
-block from there on, and the model runs on all positions, or from an earlier one that is tested, and
-on those from there on alone. Every block and the logits must agree, within the tolerance for the
-dtype. They do not if positions before the noise see it and pass it on: then their recorded keys and
-values are out of date.
-
-Where they disagree, every patch runs all positions: right in any case, but slower. So run models
-that are not causal or have no such cache (those of `boot_native`, encoders, recurrent ones), and
-all in half precision, whose roundings could hide a difference.
-
-If the metric reads a few columns of the vocabulary, the unembedding computes no others, as they
-would cost a short suffix as much as its blocks do; that too is tested first.
+A model of transformers that takes a cache runs only the tokens from a patch on, after recorded keys
+and values (`key_values.py`). Each position is tested before it is first used: noise is added to the
+stream from there on, and runs on all positions and from there on must agree in every block and the
+logits. Otherwise every patch runs all positions: models that are not causal or have no such cache,
+and half precision, whose rounding could hide a difference. Unembedding only some columns is tested
+too.
 """
 
 from collections.abc import Iterator
@@ -36,7 +28,7 @@ from attn_only_lens.engine.recording import (
     record_streams,
     run,
 )
-from attn_only_lens.engine.replay.base import UNFIT, Joined, Replay, Variants, is_refusal
+from attn_only_lens.engine.replay.base import Joined, Replay, Variants, suppress_refusals
 from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import logit_tolerance
@@ -63,9 +55,9 @@ class BridgeReplay(Replay):
         )
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether a block and those after it can run from a position on, by themselves.
+        """Test whether a block and those after it can run from a position on alone.
 
-        Tested. A model that fails once is not tested again.
+        A model that fails once is not tested again.
         """
         if not position:
             return True
@@ -101,15 +93,14 @@ class BridgeReplay(Replay):
         noise[:, :first] = 0
         stream = recorded + noise.to(recorded) * recorded.std()
         whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
-        try:
+        later, again = list[Residual](), logits
+        with suppress_refusals():  # of a model that cannot continue a cache
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
-        except UNFIT as error:  # a model that cannot continue a cache
-            if not is_refusal(error):
-                raise
+        if not later:
             return False
         for got, expected in zip(later, whole, strict=True):
             expected = expected[:, first - earlier :]
-            # Token by token: the largest would hide errors of others.
+            # Token by token: the largest value would hide errors at other tokens.
             scale = expected.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and none is patched
                 padding = ~mask[:, first:, None].bool().to(scale.device)
@@ -163,15 +154,11 @@ class BridgeReplay(Replay):
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
-        try:
-            with self._unembed_columns():
-                got = self._run(Joined((unedited,)))
-        except UNFIT as error:  # a model that counts its vocabulary
-            if not is_refusal(error):
-                raise
-            return False
-        expected = self.recording.logits
-        return self._agree(got, expected[..., self.metric.columns], expected.abs().max())
+        logits = self.recording.logits
+        with suppress_refusals(), self._unembed_columns():  # of a model that checks the columns
+            got = self._run(Joined((unedited,)))
+            return self._agree(got, logits[..., self.metric.columns], logits.abs().max())
+        return False
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
@@ -204,9 +191,9 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Make blocks before the first return their input; the others run the rows that are there.
+        """Make blocks before the first return their input, and the others run the entered rows.
 
-        The model makes masks and rotations for all rows: a block gets those of its own.
+        The model makes masks and rotations for all rows; a block gets those of its rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 
@@ -231,7 +218,7 @@ class BridgeReplay(Replay):
             for index, block in enumerate(self.model.blocks):
                 if index < joined.block:
                     stack.enter_context(_replace_forward(block, partial(pass_on, index)))
-                elif index == joined.block or len(joined.parts) > 1:
+                elif index == joined.block or len(joined.members) > 1:
                     handle = block.register_forward_pre_hook(
                         partial(enter, index), with_kwargs=True
                     )
@@ -293,12 +280,10 @@ class _Replacement(partial[Any]):
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     """Replace the forward pass of a module."""
-    instance_forward = vars(module).get(
-        "forward"
-    )  # as where accelerate has placed a model on its devices
+    instance_forward = vars(module).get("forward")  # accelerate sets one
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(
-            "this model is being patched, in another thread: patch one after the other, or a copy"
+            "another thread is patching this model: patch one after the other, or patch a copy"
         )
     vars(module)["forward"] = _Replacement(forward)
     try:

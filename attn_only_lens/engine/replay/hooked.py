@@ -22,7 +22,7 @@ class HookedReplay(Replay):
         super().__post_init__()
         model, cfg = self.model, self.model.cfg
         self._causal = cfg.attention_dir == "causal"
-        # Shortformers add positions in every block. The model may make a mask where none is given.
+        # Shortformers add positions in every block. The model may make a mask if there is none.
         tokens, mask = self.recording.tokens, self.recording.mask
         _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
         self._past: dict[int, _Past] = {}
@@ -41,10 +41,7 @@ class HookedReplay(Replay):
         if positions is not None:
             positions = positions[:, first:].repeat(repeats, 1, 1)
         out: Residual = self.model.blocks[index](
-            x,
-            shortformer_pos_embed=positions,
-            past_kv_cache_entry=past,
-            attention_mask=mask,
+            x, shortformer_pos_embed=positions, past_kv_cache_entry=past, attention_mask=mask
         )
         return out
 
@@ -52,10 +49,9 @@ class HookedReplay(Replay):
     def cached_numbers_per_token(self) -> int:
         """The numbers that a block holds at once for the keys and values of a token."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
-        held = (tensor for past in self._past.values() for tensor in vars(past).values())
-        width = max((tensor.shape[-1] for tensor in held), default=0)
-        # Grouped keys and values are repeated for each head.
-        return (6 if rotary else 3) * max(self.host.n_heads) * width
+        tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
+        width = max((tensor.shape[-1] for tensor in tensors), default=0)
+        return (6 if rotary else 3) * max(self.host.n_heads) * width  # repeated for each head
 
     def can_start_at(self, block: int, position: int) -> bool:
         """Return whether blocks can run from a position on: in any causal model."""
@@ -75,7 +71,7 @@ class HookedReplay(Replay):
         return joined.stream(end, x)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """Provide a block with inputs besides the stream, for rows that enter there: none."""
+        """Provide a block with other inputs than the stream, for rows that enter there: none."""
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None

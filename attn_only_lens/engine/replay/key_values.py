@@ -1,8 +1,7 @@
-"""Recorded keys and values, as the cache of a generation that has come so far.
+"""Recorded keys and values, as a cache of transformers that keeps nothing new.
 
-The cache tells models of transformers how many tokens came before those that they are given, and
-so which positions, rotations and masks these have. A cache that gives the recorded keys and values,
-and keeps nothing new, makes them run the rest of a prompt again and again.
+With such a cache a model runs the rest of a prompt again and again, with the right positions,
+rotations and masks.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from attn_only_lens.engine.recording import Recording, run_blocks
-from attn_only_lens.engine.replay.base import UNFIT, is_refusal
+from attn_only_lens.engine.replay.base import suppress_refusals
 
 _Heads = Float[Tensor, "batch head pos d_head"]
 
@@ -36,16 +35,12 @@ class KeyValues:
 
 
 def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
-    """Run a recorded run again for its keys and values; None of a model without a cache."""
-    # Without its configuration a cache keeps all positions, where attention is to a window too.
-    cache = DynamicCache()
-    try:
+    """Run a recorded run again for its keys and values; None if the model has no cache."""
+    cache = DynamicCache()  # without a configuration it keeps all positions, not just a window
+    layers: list[Any] = []
+    with suppress_refusals():  # of a model that takes no such argument
         run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
-    except UNFIT as error:  # a model that takes no such argument
-        if not is_refusal(error):
-            raise
-        return None
-    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     if not layers or not all(layer.is_initialized for layer in layers):
         return None
     return KeyValues(tuple((layer.keys, layer.values) for layer in layers))
