@@ -1,36 +1,26 @@
 """Path expansion on a prompt: the logits as a sum over paths, through no head, one, two, or more.
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
-attention-only model into end-to-end terms. With patterns held, a head is linear, so the stream is
+attention-only model into end-to-end terms. With patterns held, a head is linear, a neuron-head with
+its gate held too, so the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-over all paths embedding → s → … → t → logits. A neuron-head is such a head: its pattern is its
-gate. With the gate held, its output is linear in its value. So the expansion reaches MLPs.
+over all paths embedding → s → … → t → logits. The terms add up to the logits of the run; a path
+says what flows with this run's patterns, not what another prompt would do to them.
 
-Nothing is approximated: the terms add up to the logits of the run. But a path says what flows with
-this run's patterns, not what another prompt would do to them.
-
-A path begins at the embedding (with positions) or at a bias. Biases that a sublayer writes itself
-(b_O, b_out) count as written before any head. Biases that a head reads or adds inside (b_V, b_in,
-a norm's) begin in that head: one hop.
-
-One pass over the sublayers carries the streams of 0, 1, 2, and more hops side by side. The effect
-of a single path is a product of two vectors,
-
-    embedding → s → t → logits       z_s W_O[s] · F_tᵀ c
-
-with z_s the output of s for the embedding alone, and c the gradient of a metric at the stream that
-is unembedded. So the effects of all pairs are products of matrices, and the largest are found in
-blocks.
+A path begins at the embedding (with positions) or at a bias. b_O and b_out count as written before
+any head; b_V, b_in and a norm's bias begin in the head that reads them: one hop. One pass carries
+the streams of 0, 1, 2, and more hops side by side. The effect of embedding → s → t → logits is the
+product of z_s W_O[s], for the embedding alone, and F_tᵀ c, with c the gradient of a metric at the
+stream that is unembedded; the largest are found in blocks.
 
 Memory in numbers of the model's dtype, for batch B, N tokens, a vocabulary V, H heads and neurons:
 
     2 (h + 2) B N V                             logits, for `hops=h`, while they are made
-    B N (8 (h + 3) (d_model + m) + Σ d_head)    the streams (m: the largest Σ d_head of a sublayer)
-                                                and every head's output for the embedding
-    B N Σ (5 d_model + 6 d_head + N)            the run and its patterns (`engine/writes.py`): the
-                                                sums are over sublayers, heads, attention heads
+    B N (8 (h + 3) (d_model + m) + Σ d_head)    streams (m: the largest Σ d_head of a sublayer), and
+                                                every head's output for the embedding
+    B N Σ (5 d_model + 6 d_head + N)            the run and its patterns
     4 b B d_model + 3 m B d_model               `paths`: a block of b heads, and the writes of one
       + 2 b² + 16 b min(k, b)                   sublayer
 """

@@ -1,28 +1,22 @@
 r"""Edges of a model by two factors: one forward pass for each node instead of one for each edge.
 
 Cutting an edge from a writer w to a reader R first changes what R writes, then everything after R.
-The first change has a closed form for all writers at once. The second is the same for all edges
-into R, up to direction and size, so one forward pass for each node measures it:
+The first change has a closed form for all writers at once; one forward pass for each node measures
+the second, up to direction and size:
 
     L(w → R)  = Σ_ref mean ‖change of what R writes, when it reads ref in place of w's write‖
     N(R)      = Σ_ref mean max |change of the logits, when R puts out ref in place of its z|
     score     = L(w → R) · N(R) / max ‖what R writes‖
     exact     = Σ_ref mean max |change of the logits, when R reads ref in place of w's write|
 
-Means and the maximum of sizes are over all tokens of all prompts, the first one included; ref is 0,
-and the mean of z over them ("zero", "mean"). A writer is replaced in one input of the reader alone:
-queries, keys or values of an attention head ("q", "k", "value"); the whole input of a neuron-head
-or of the unembedding ("in"). Norm scales are held where R reads, and where w writes through a norm
-after its sublayer. For edges into the logits ("output") both factors are one: local, score and
-exact are Σ_ref mean max |change of the logits|.
-
-The exact cut passes the change of what R writes on to the logits. It takes two forward passes for
-each edge, and is done for the highest scores. The score keeps the change's size and forgets its
-direction.
+Means and the maximum of sizes are over all tokens of all prompts; ref is 0, and the mean of z over
+them ("zero", "mean"). A writer is replaced in one input of the reader alone: queries, keys or
+values of an attention head ("q", "k", "value"); the whole input of a neuron-head or of the
+unembedding ("in"). Norm scales are held. For edges into the logits ("output") all three are equal.
 
 Cost: 1 forward pass for the writes; for each attention layer with readers, kind and reference, the
-attention block with a row for each writer; for neurons, a product of matrices; and 2 forward passes
-for each node (one for each reference). Prompts of one length run together, so there is no padding.
+attention block with a row for each writer; 2 forward passes for each node; and, for the edges of
+the highest scores, 2 forward passes for the exact cut. Prompts of one length run together.
 """
 
 from collections import defaultdict

@@ -1,28 +1,21 @@
 """Who sets a pattern: an attention score, or a pre-activation, as an exact sum over writers.
 
-The stream x that a head reads is a sum of what was written before (`engine/writes.py`): by the
-embedding, every attention head, every neuron-head, and biases. With the scales of norms held at
-those of the run, all that lies between x and the score of a query and a key is linear on either
-side, so that
+The stream that a head reads is a sum of what was written before (`engine/writes.py`). With the
+scales of norms held at those of the run, all that lies between it and a score is linear on either
+side:
 
     score = Σ_u Σ_w q_u B k_w        u writes at the query's position, w at the key's
     q_u = u N W_Q / s,  k_w = w N W_K / s'
 
 B is the head's bilinear form at these two positions: 1/√d_head, rotations, norms of queries and
-keys with their scales held. B is not written down again here; it is computed from the model's own
-code, as the second derivative of the score at queries and keys of 0. What a score has besides
-(ALiBi, a bias of a norm of queries) belongs to the pair of the head's own biases. The score is that
-before the softmax and before a soft cap, which has the slope 1 at 0.
-
-Where a model shows no scores, the logarithm of its pattern takes their place: its second derivative
-at 0 is (1 - pattern) B.
-
-The pre-activation of a neuron is such a sum over the writers at its own position,
+keys with their scales held. It is computed from the model's own code, as the second derivative of
+the score at queries and keys of 0 (or of the logarithm of the pattern, if a model shows no scores).
+What a score has besides (ALiBi, a bias of a norm of queries) belongs to the head's own biases. The
+score is that before the softmax and before a soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
 (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", for the terms of a score.)
-
 Cost for a head: a forward pass, 2 d_model d_head flops a writer and side, and 2 d_head a pair.
 """
 

@@ -1,29 +1,21 @@
 r"""Small circuits: the smallest set found that nearly does what the model does.
 
-With f the faithfulness (`ablation.py`), a circuit C suffices if |1 - f(C)| ≤ 1 - wanted. A circuit
-with f > 1 does more than the model and is not more faithful. Faithfulness is not monotone in
-circuit size, because sites can cancel, so no bisection along one ranking finds the smallest prefix.
-The search has three steps; each starts from the best circuit of the step before.
+With f the faithfulness (`ablation.py`), a circuit C suffices if |1 - f(C)| ≤ 1 - wanted.
+Faithfulness is not monotone in circuit size, because sites can cancel, so no bisection along one
+ranking finds the smallest prefix. The search has three steps, each from the best circuit so far:
 
     prefixes   By |effect| and by signed effect, the k highest ranked sites, for k on a grid of
-               ratio √√2. Between two sizes of the grid where f comes within the bound, or crosses
-               it, a finer grid is searched.
-    worth      The ranking is of the whole model, and a site may add something else in a circuit.
-               Sites are ranked again by what they add to the current circuit, to first order, those
-               outside it included (`AblatedModel.worth`). The shortest sufficient prefix of that is
-               the next circuit. Ranks are averaged with those of earlier rounds, each with half the
-               weight of the next, because rounds may alternate. The step ends after two rounds that
-               find no smaller circuit.
-    pruning    Every chunk of sites is left out in turn, exactly. As many of the chunks that can be
-               left out as can go together are removed. Chunks halve when none can go, down to
-               single sites.
+               ratio √√2, finer where f comes within the bound, or crosses it.
+    worth      Sites are ranked again by what they add to the current circuit, to first order
+               (`AblatedModel.worth`); ranks are averaged with those of earlier rounds. The step
+               ends after two rounds that find no smaller circuit.
+    pruning    Every chunk of sites is left out in turn, exactly, and as many as can go together are
+               removed. Chunks halve when none can go, down to single sites.
 
 At the end every prefix of either order that is shorter than the circuit is measured. So for a
-circuit of up to 1,000 sites two things are exact: no site of it can be left out alone, and no
-shorter prefix of either order suffices. It is not proved that no smaller circuit exists.
-
-Circuits are fitted to their prompts, and may hold for these alone: `evaluate` measures a circuit on
-others. To find a circuit for a task, pass several of its prompts at once.
+circuit of up to 1,000 sites, no site of it can be left out alone, and no shorter prefix suffices.
+It is not proved that no smaller circuit exists. Circuits are fitted to their prompts: `evaluate`
+measures a circuit on others.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence

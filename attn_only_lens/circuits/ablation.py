@@ -1,42 +1,28 @@
 r"""A model in which everything but a circuit is ablated, and how faithful circuits are by size.
 
-Sites are attention heads and neuron-heads at positions, named as in the rows of a `Sweep`. A site
-of the circuit computes as usual, from what reaches it. Any other site is ablated: its z becomes
+Sites are attention heads and neuron-heads at positions, as in the rows of a `Sweep`; by role, at
+the role's token in each prompt. A site of the circuit computes as usual, from what reaches it. Any
+other site is ablated: its z becomes
 
     "zero"      0
     "mean"      its mean over all real tokens of the clean prompts
     "resample"  its value in the corrupted run, at the same position
 
-Heads and positions that are not sites, the embedding and the biases are never ablated. Positions
-are numbers, "all" together, or roles (`engine/positions.py`). A site by role is a head at the
-role's token in each prompt; prompts may then differ in length.
-
-Circuits are rows of one batch, each with its own sites (`engine/replay`). With resampling, nothing
-before the first token that differs can change, and those positions are not run again.
-
-With m the metric, M all sites, C a circuit, everything else ablated:
+Heads and positions that are not sites, the embedding and the biases are never ablated. Circuits are
+rows of one batch (`engine/replay`). With m the metric, M all sites and C a circuit,
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
     completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
 
 (Marks et al., "Sparse Feature Circuits", 2024.) With g the gradient of m at a site where only C is
-left, a site adds to the faithfulness of C, to first order,
+left, the site adds g · (z - its ablated value) / (m(M) - m(∅)) to f(C), to first order.
 
-    worth = g · (z - its ablated value) / (m(M) - m(∅))
-
-For a site of C that is the loss if it is removed, for any other site the gain if it is put back.
-
-`faithfulness` measures circuits of the k highest ranked sites, for shares k of all sites. Its two
-areas are those of Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by the
-trapezoids of its code:
+`faithfulness` measures the k highest ranked sites, for shares k of all sites. Its areas are those
+of Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by the trapezoids of its
+code (which ranks by signed scores for CPR, by |scores| for CMD, and counts edges, not sites):
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
-    CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better, 0 for a circuit that does
-                              what the model does, at any size
-
-from the smallest share to the largest, .001 to 1 in MIB. CPR rewards a circuit with f > 1, CMD
-does not. MIB ranks by signed scores for CPR, by |scores| for CMD, and counts edges; here each site
-counts as one.
+    CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,14 +6,10 @@
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}
 
-Tables are lists by column; sources and targets of edges are rows of the nodes; missing entries are
-null. Reading gives the same float64.
+Tables are lists by column; sources and targets of edges are rows of the nodes. The other schema
+(`circuit_tracer/frontend/graph_models.py` of safety-research/circuit-tracer, version 1) is what
+Neuronpedia shows:
 
-The other schema (`circuit_tracer/frontend/graph_models.py` of safety-research/circuit-tracer,
-version 1), which Neuronpedia shows, has features of a layer at a token, errors, tokens and logits,
-and links of one kind.
-
-    here            there
     embed@3         feature_type "embedding", layer "E"
     L5H3@7          "cross layer transcoder", layer "10", feature (Cantor) of (10, 3)
     L5N1234@7       "cross layer transcoder", layer "11", feature (Cantor) of (11, 1234)
@@ -21,11 +17,8 @@ and links of one kind.
     bias, rest,     "mlp reconstruction error", layer "0", at the first token, with features
     offset          -1, -2, -3
 
-A layer there is a block of the converted model, 2l for attention heads and 2l + 1 for neurons, so
-heads of a layer appear below its neurons and all ids differ. `clerp` holds the package's names,
-`node_id` layer, index and position. Links are edges of kind "value": the schema has no second kind,
-and edges into patterns add up to nothing that it shows. `influence` is |attribution|, `activation`
-the value. Neuronpedia has no dictionary of features to look these heads up in.
+A layer there is a block of the converted model. Links are edges of kind "value", the only kind that
+the schema has. `influence` is |attribution|, `activation` the value.
 """
 
 import json

@@ -1,26 +1,18 @@
 """The circuits of two models at equal faithfulness: nodes and edges that are kept, lost, gained.
 
 Each model's circuit is the shortest prefix by |estimated effect| that `circuits.discover` finds for
-the same faithfulness on the same prompts, `order="magnitude"`, `method="exact_gate"` and
-`budget=0`, without pruning: heads and neurons at positions. Its edges are those of its attribution
-graph between its nodes, from the embedding and into the metric, and of each kind as few as have a
-share of Σ |weight|: with patterns frozen nearly every pair of nodes has some edge. An edge's weight
-does not depend on which other nodes are chosen, so the edges of both models are computed between
-the nodes of both circuits.
-
-A node is a row of one array for all models, [component of the grown model, position]; if a model
-has no such component its scores are NaN.
-
-Overlap of two circuits A and B:
+the same faithfulness on the same prompts (`method="exact_gate"`, `budget=0`, no pruning). Its edges
+are those of its attribution graph between its nodes, from the embedding and into the metric, and of
+each kind as few as have a share of Σ |weight|. An edge's weight does not depend on the other chosen
+nodes, so edges are computed between the nodes of both circuits. A node is a row of one array
+for all models, [component of the grown model, position], NaN where a model has no such component.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
     rank correlation   Spearman's, of the scores of A ∪ B that both models have
 
-Confidence intervals come from resampling prompts with replacement (the bootstrap: Efron, 1979). In
-each resample scores are means over its prompts; a circuit keeps its number of nodes, now those of
-largest |score|, and its edges are again as few as have the share of Σ |weight|. Sizes stay fixed,
-since finding them anew would take a search for each resample. An estimate may lie outside its
-interval, as every resample has fewer distinct prompts.
+Confidence intervals come from resampling prompts with replacement (the bootstrap: Efron, 1979). A
+circuit then keeps its number of nodes, now those of largest mean |score|. An estimate may lie
+outside its interval, as every resample has fewer distinct prompts.
 """
 
 from collections.abc import Callable, Sequence

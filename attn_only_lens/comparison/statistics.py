@@ -1,47 +1,33 @@
-"""Statistics of components over a dataset: sums that every batch adds to.
+"""Statistics of components over a dataset: sums in float64 that every batch adds to.
 
-**Divergence** of attention patterns: Jensen–Shannon, in bits,
+**Divergence** of attention patterns: Jensen–Shannon, in bits (Lin, 1991),
 
     JS(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2        H(P) = -Σ_k P_k log₂ P_k
 
-is 0 for equal rows and 1 for rows that share no key, symmetric, and finite if entries are zero
-(Lin, "Divergence measures based on the Shannon entropy", 1991). The outcomes of a row are its keys,
-and the sink if the model has one; the outcomes of a neuron-head are its own token and the bias
-token.
+over the keys of a row, and the sink if the model has one; of a neuron-head, over its own token and
+the bias token.
 
-**Outputs** are compared through Gram matrices. A head with output z, a row, writes z W, W = W_O[h];
-a neuron is a head of one coordinate, with its row of W_out for W. With J the map from the
-original's stream coordinates to the grown one's, and C the projection that removes the mean,
+**Outputs** are compared through Gram matrices. A head with output z writes z W, W = W_O[h]; a
+neuron is a head of one coordinate. With J the map from the original's stream coordinates to the
+grown one's, and C the projection that removes the mean,
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-so three matrices of d_head × d_head a head, three numbers a neuron, give the dot product and both
-norms at any token, without tensors of heads × d_model or neurons × d_model a token. C applies if
-the norms that read the stream are LayerNorms, which ignore the mean (growth under LayerNorm removes
-it from the weights); otherwise it is the identity. New coordinates count as a difference.
-
-Over a set of tokens the outputs form one long vector each, so tokens weigh by how much is written:
+so three matrices of d_head × d_head a head, three numbers a neuron, are enough. C applies if the
+norms that read the stream are LayerNorms. Over tokens,
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
-**Errors.** The unit is a prompt, so that long prompts count no more than short ones: with x_i the
-mean divergence over the tokens of prompt i, or a component's effect in it,
-
-    mean = Σ x_i / n        standard error = √((Σ x_i² - n mean²) / ((n - 1) n))
+**Errors.** The unit is a prompt: with x_i a mean over the tokens of prompt i, the mean is Σ x_i / n
+and the standard error √((Σ x_i² - n mean²) / ((n - 1) n)).
 
 **Silent neurons** put out no more than a rounding of their layer's output, on any token:
 
-    max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ: sixteen units in the last place
+    max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
-(`tolerances.rounding`; in half precision one of bfloat16). Their contribution is lost in the
-roundings of the MLP's output, and their gate is a function of noise: the sign of a ReLU's input of
-1e-10, say. Dead neurons of ReLU models with LayerNorm, whose d_model grows, reach at most .25 units
-of that root mean square, 2.3 in bfloat16 beside an outlier of 1000, and 6.6 if the new rows of W_in
-are of size 1; the quietest neurons of five trained models that fire at all, on four prompts, reach
-.002 to 3.5 of the root mean square itself.
-
-All sums are float64: fourteen numbers for a component of both models, three for a new one, for any
-number of prompts.
+Their gate is a function of noise. Dead neurons of ReLU models with LayerNorm reach 6.6 units of
+that root mean square at most; the quietest neurons of five trained models that fire at all, .002 of
+the root mean square itself.
 """
 
 from collections.abc import Sequence

@@ -1,25 +1,17 @@
 """Theorem 3.6: more layers, at any depth.
 
 A block adds to the stream what its attention and its MLP write. With W_O, b_O, W_out and b_out zero
-that is nothing (equation 40), whatever the rest of it computes. A norm after a sublayer keeps zero
-zero if it has no bias, and ε > 0; so LayerNorm's bias there is zero too.
+that is nothing (equation 40). A norm after a sublayer keeps zero zero if it has no bias, and ε > 0;
+its slope there is gain/√ε, so the first steps of training move the new layer far (logits ten times
+as far on OLMo 2's and Gemma 2's shape): warm up.
 
-A norm on the stream itself, norm(x + f(x)) as in BERT, changes the stream even where f(x) is 0. Its
-input is the output of the norm before it, y = g ⊙ u + b with u of mean 0 and mean square 1. The
-mean and deviation of y over d_model differ from token to token, unless g and b are constant, so no
-gain and bias turn LayerNorm(y) back into y. New layers are refused there.
+A norm on the stream itself, norm(x + f(x)) as in BERT, changes the stream even where f(x) is 0, and
+no gain and bias turn it into the identity: new layers are refused there.
 
 Layers above move up by one. If scores of layer l are divided by l + 1
-(`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys:
-W_K and b_K, or the gain of the keys' norm, by (new + 1) / (old + 1).
-
-Such a norm, of gain g, is steep at zero: its slope is g/√ε. So the first steps of training move the
-new layer far (measured on OLMo 2's and Gemma 2's shape: logits ten times as far as a step moves the
-old model's, with a learning rate of 1e-6); warm up.
-
-A new layer may start as a copy of another one, with outputs of zero: its patterns and activations
-are then at once the other's, wherever its input is. (Known as block expansion: Wu et al., "LLaMA
-Pro", 2024.)
+(`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys. A
+new layer may start as a copy of another one, with outputs of zero (block expansion: Wu et al.,
+"LLaMA Pro", 2024).
 """
 
 from dataclasses import dataclass

@@ -1,29 +1,21 @@
 """Theorem 3.5: a wider residual stream, h to ĥ, with extensions beyond the paper.
 
-Nothing writes to the new coordinates, so the stream there is zero (equations 33 to 38), and readers
-see the old stream, except for norms: the mean square of ĥ entries is h/ĥ of what it was. With
-s = √(h/ĥ),
+Nothing writes to the new coordinates (equations 33 to 38), and readers see the old stream, except
+for norms: the mean square of ĥ entries is h/ĥ of what it was. With s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
 
-so gains are multiplied by s (equation 24) and ε by s². The paper's norm has no ε: its rule alone
-is off by what ε is to the mean square. Beyond it:
+so gains are multiplied by s (equation 24) and ε by s² (the paper's norm has no ε). Beyond it:
 
-LayerNorm           is RMSNorm on a stream of mean zero: `centre.py`, done here first. Its bias in
-                    new coordinates is zero.
+LayerNorm           is RMSNorm on a stream of mean zero: `centre.py`, done here first.
 folded gains        (LNPre, RMSPre): the readers' old rows are multiplied by s instead. Positions
-                    that are added after the norm (shortformer) are divided by s, to come to the
-                    same.
+                    that are added after the norm (shortformer) are divided by s.
 norms of q and k    have the same ε: queries and keys are multiplied by s, so that nothing changes.
 scaled embeddings   (Gemma's, by √ĥ where it was √h): W_E is multiplied by s; where the unembedding
                     is W_E too, the last gain makes up for both.
-a norm after        a sublayer: RMSNorm's gain takes s as any other. Without a gain it is refused.
-                    LayerNorm is refused, since what it writes has a mean; so is LayerNorm on the
-                    stream itself.
-tied embeddings     the unembedding's new rows are zero with the embedding's columns. Under
-                    LayerNorm (centred) and where its old rows need a factor (folded), the two
-                    must differ: they are untied.
-no norm             nothing to correct.
+a norm after        a sublayer: RMSNorm's gain takes s; without a gain it is refused. LayerNorm is
+                    refused, since what it writes has a mean; so is LayerNorm on the stream itself.
+tied embeddings     are untied under LayerNorm (centred) and folded gains, where they must differ.
 """
 
 import math

@@ -1,23 +1,15 @@
 """New units without zeros: pairs that cancel, and old units shared out.
 
-The theorems put zeros where new units write, so at first these zeros alone see a gradient. ("There
-exist alternative definitions … that achieve function-preservation without requiring zero
-initialization": the growth paper, section 5.) Along an axis that grows, what a sublayer writes, or
-a score, is a sum over units,
+The theorems put zeros where new units write, so at first these zeros alone see a gradient. (The
+growth paper, section 5, leaves other definitions open.) Along an axis that grows, what a sublayer
+writes, or a score, is Σ_i f(r_i; x) w_i, with r_i what unit i reads with and w_i what it writes
+with, and one function f of each unit alone.
 
-    Σ_i f(r_i; x) w_i        r_i: what unit i reads with, w_i: what it writes with
-
-of one function f of each unit alone: any activation, gated or not, any gate of a converted model,
-any attention pattern, after any norm of x.
-
-Pairs.  Let new units j, j' have r_j = r_j' and w_j = -w_j'. They add f(r_j; x) (w_j + w_j') = 0.
-    The gradient by w is the same for both, that by r is opposite: they part at the first step.
-
-Shares. Let a new unit j have r_j = r_i of an old one, and let w_i become α w_i - n, w_j be
-    (1 - α) w_i + n: they add f(r_i; x) (w_i' + w_j) = f(r_i; x) w_i. (Net2Net: Chen, Goodfellow,
-    Shlens, 2016; with unequal outputs, LEMON: Wang et al., 2023.) Without the noise n the gradients
-    by r_i and r_j are parallel, and the first step of Adam, to which lengths do not matter, is the
-    same for both.
+Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so they add 0. Gradients by r are opposite:
+    they part at the first step.
+Shares. A new unit j has r_j = r_i of an old one; w_i becomes α w_i - n, and w_j is (1 - α) w_i + n.
+    (Net2Net: Chen, Goodfellow, Shlens, 2016; with unequal outputs, LEMON: Wang et al., 2023.)
+    Without the noise n, Adam's first step would be the same for both.
 
     axis                 reads with                                writes with
     neurons (3.1)        W_in, W_gate, b_in, b_gate                W_out
@@ -27,29 +19,20 @@ Shares. Let a new unit j have r_j = r_i of an old one, and let w_i become α w_i
     stream (3.5)         W_Q, W_K, W_V, W_in, W_gate, W_U          W_E, W_pos, W_O, W_out and biases
     a new layer (3.6)    pairs of its heads and of its neurons; b_O and b_out are zero
 
-Heads that share a key and a value go together, as a whole group, so that keys and values see a
-gradient, too. Heads that are added into groups pair within each; its key and value see opposite
-gradients of a pair.
+Heads that share a key and a value are shared out, or paired, as groups. Zeros stay where neither
+keeps the function:
 
-Zeros stay (and what reads with them is drawn as ever):
+- the last of an odd number of units to pair;
+- where a norm sees new units, which change its mean square: in the stream (unless there is no norm)
+  and in normed queries and keys;
+- queries and keys under rotary positions that turn whole heads (where they turn the first
+  coordinates only, new ones are not turned and may cancel, but cannot be shared out);
+- keys that `clip_qkv` bounds are not shared out, nor values and keys that grow in some heads only;
+- heads beside ALiBi, whose slopes make a pair two functions;
+- a new layer that is a copy, or whose norms after sublayers would divide roundings by √ε.
 
-- for the last of an odd number of units to pair;
-- where a norm sees new units: it divides by √Σx² of old and new ones, and Σx² of new ones is zero
-  only if they are (shares: α² + (1 - α)² < 1). So in the stream, unless there is no norm at all;
-  in queries and keys that are normed. Under one norm over the queries of all heads, heads are not
-  shared out, and pairs attend evenly;
-- for queries and keys under rotary positions that turn whole heads: new planes of angles θ_m add
-  Σ_m |q_m| |k_m| cos(θ_m Δ + φ_m), which is zero at all distances Δ only if each |q_m| |k_m| is.
-  Where they turn the first coordinates only, new ones, which are not turned, may cancel, but are
-  no shares of those that are;
-- for keys that `clip_qkv` bounds, which are not shared out (but cancel: it is symmetric), nor are
-  values and keys that get wider in some heads only;
-- for new heads beside ALiBi, whose slopes make a pair two functions;
-- for a new layer that is a copy, or has norms after sublayers, which would divide what rounding
-  leaves of a pair by √ε. In a new layer there is no old unit to share out, either.
-
-In exact arithmetic the function is the same; sums of what cancels round. Under dropout two units
-are not one function: they cancel on average, and where dropout is off.
+In exact arithmetic the function is the same; sums of what cancels round. Under dropout, pairs
+cancel on average.
 """
 
 import math

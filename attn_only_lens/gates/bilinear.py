@@ -9,37 +9,24 @@ same output vector. For the pre-activation q that the gate reads:
 
 Their sum is value · p(q) · W_out[i] with the mixture p(q) = Σ_j w_j σ(b_j q + c_j).
 
-Plain MLPs: the value is q, and q · p(q) approximates α(q) within `bound` for every real q. This
-needs Σ_j w_j = 1, because the error for large q is (Σ_j w_j - 1) q.
-* silu is one head with b = 1, and quick_gelu one with b = 1.702, both exact: Theorem 3 of
-  "Attention-Only Transformers and Implementing MLPs with Attention Heads".
-* gelu and its tanh forms take 1, 2, 4, 6 or 8 heads. With one head, the paper's slope 1.702 has an
-  error of 0.0203 and the best slope 0.0139; with four heads the error is 2.4e-5.
-* relu is one head of slope k. With x = k |q|, |q σ(k q) - relu(q)| = x / (1 + exp x) / k, at most
-  W(1/e)/k = 0.27846.../k, with Lambert's W. Scores grow to k |q|; the range of float16 ends at
-  65504.
+Plain MLPs: the value is q, and q · p(q) approximates α(q) within `bound` for every real q, which
+needs Σ_j w_j = 1. silu (b = 1) and quick_gelu (b = 1.702) are exact with one head: Theorem 3 of
+"Attention-Only Transformers and Implementing MLPs with Attention Heads". gelu and its tanh forms
+take 1, 2, 4, 6 or 8 heads; the paper's slope 1.702 has an error of .0203, the best slope .0139,
+four heads 2.4e-5. relu is one head of slope k, with an error of W(1/e)/k = .27846…/k at most
+(Lambert's W); its scores grow to k |q|.
 
 Gated MLPs: a neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u,
 and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b = 0 and
-c = ∞: its pattern is (1, 0), and the head is linear, as in Theorem 7. The paper only covers plain
-MLPs; we know of no published form of this.
-* A sum of sigmoids is bounded and α is not, so no number of heads covers every q. The linear part
-  of α comes from the rising flank of wide sigmoids. The wider they are (small b), the straighter
-  the flank; but w grows as 1/b, and the cancelling heads lose up to about 2^-22 Σ|w| in float32.
-* R relu(q/R) = relu(q), so one fit of relu on [-1, 1] covers all limits, with error and weights
-  times R: 8.3e-3, 2.3e-3, 8.1e-4 and 1.9e-4 for 4, 6, 8 and 12 heads. silu and gelu are better.
-* The bound is absolute: it may exceed α near 0. Beyond the limit the error grows like |q|. The
-  output of one head may be many times the output of the neuron; half precision cannot hold it.
+c = ∞: it is linear, as in Theorem 7. The paper only covers plain MLPs; we know of no published form
+of this. A sum of sigmoids is bounded and α is not, so no number of heads covers every q. Its linear
+part comes from wide sigmoids that cancel, which costs about 2^-22 Σ|w| in float32. One fit of relu
+on [-1, 1] covers all limits, with error and weights times the limit. The bound is absolute, and
+half precision cannot hold outputs of single heads.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
-`fit_gated_gates.py`). In `plain.json`, a head with c ≠ 0 stands next to its mirror image with the
-offset -c, so p(-q) = 1 - p(q), as for the exact gate. Each w is a multiple of 2^-23, so that
-float32 holds every partial sum: they add up to exactly 1. gelu_new stands for three spellings of
-one formula; gelu_fast rounds sqrt(2/π), which changes the activation by less than 1e-11.
-
-The bounds hold in real arithmetic (`analyses/tools/certificates.py`). The weights are computed in
-the working precision, or in float32 for half precision, whose rounding adds to the bound
-(`analyses/results/`).
+`fit_gated_gates.py`); each w is a multiple of 2^-23, so that float32 holds every partial sum. The
+bounds hold in real arithmetic (`analyses/tools/certificates.py`); rounding adds to them.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The state of an optimizer, carried over when a model grows.
 
-If growth multiplies a parameter by s (p' = s p), the loss stays the same, so the gradient becomes
-g / s, its first moment m / s and its second moment v / s². To keep p' = s p after the next step,
-that step must be s times the old one:
+If growth multiplies a parameter by s (p' = s p), its gradient becomes g / s, its first moment m / s
+and its second moment v / s². To keep p' = s p after the next step, that step must be s times the
+old one:
 
     SGD            s lr g = lr' g'                    lr' = s² lr
     Adam, AdamW    s lr m / (√v + ε) = lr' m' / (√v' + ε')    lr' = s lr,  ε' = ε / s
@@ -11,25 +11,14 @@ Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam),
 subtracts lr λ p from the parameter (AdamW). So scaled parameters get their own group.
 
 New entries start with moments of zero, at the step count of their tensor: with β₂ = .999, Adam's
-first updates of them are up to 3.2 lr, because bias correction has already ended. Parameters of
-new layers have no state yet, as in a new optimizer.
+first updates of them are up to 3.2 lr. Parameters of new layers have no state yet. Moments of units
+that are shared out (`expansion.init.splits`) are shared in the same way.
 
-Where an old unit is shared out (`expansion.init.splits`), it and its copies see the gradient of
-what they write as it did, and that of what they read times their share, but for noise. Their
-moments are set accordingly. So all copies together move the written vector once for each copy.
-
-This is exact, with three exceptions.
-
-Gains that are stored as gain - 1 (Gemma's) are scaled about -1, and decay towards 0: where d_model
-grows, a step of weight decay differs by lr λ (1 - s). Tied embeddings that growth unties each start
-with the moments of both, and then differ.
-
-And d_model under LayerNorm. Before growth nothing saw what is written along the constant vector
-over d_model; now the norm's mean includes new coordinates, so gradients by old writing weights
-differ by a number that all old coordinates share. SGD's step is then the old one up to such a
-number, which the original would not have seen. Adam divides each entry by its own √v, so its step
-differs further: in tests by up to a tenth of lr, and by .4 lr if Adam decays weights that were not
-centred.
+This is exact, with three exceptions: gains that are stored as gain - 1 (Gemma's) decay towards 0,
+not -1; tied embeddings that growth unties each start with the moments of both; and under LayerNorm,
+if d_model grows, gradients by old writing weights differ by a number that all old coordinates
+share. SGD's step is then the old one up to such a number; Adam's differs in tests by up to a tenth
+of lr, and by .4 lr if it decays weights that were not centred.
 """
 
 from collections.abc import Mapping

@@ -1,41 +1,27 @@
 """Turn a converted model into a plain `HookedTransformer`, which needs no code of this package.
 
-Its layers alternate like the blocks of the converted model. Layer 2l, global, holds the attention
-heads of source layer l; layer 2l + 1, local with window 1 and sinks, holds its neurons. A stock
-model has the same number and width of heads in all layers, so smaller ones are padded with zeros,
-and patterns are pos x pos. This makes it large.
+Layer 2l, global, holds the attention heads of source layer l; layer 2l + 1, local with window 1 and
+sinks, holds its neurons. A stock model has the same number and width of heads in all layers, so
+smaller ones are padded with zeros, and patterns are pos x pos. This makes it large.
 
 **Neurons.** A stock head with a sink of logit s attends with softmax([scores, s]) and drops the
-share of the sink. In a local layer of window 1 a token sees only itself. So head (i, j) of a neuron
-i with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
+share of the sink. So head (i, j) of a neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
 
     W_Q = W_V = W_in[:, i]    query and value q = x · W_in[:, i] + b_in[i]
     W_K = 0, b_K = b_j        score of the token itself b_j q
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-The sum over j is q p(q) W_out[i]: Theorem 3 of "Attention-Only Transformers and Implementing MLPs
-with Attention Heads", with the sink in place of the bias token. (In a gated MLP W_Q = W_gate[:, i],
-and the sum is the mixture times the value, `gates/bilinear.py`.) The m heads of a neuron are next
-to each other: head i m + j.
+which add up to q p(q) W_out[i]: Theorem 3 of "Attention-Only Transformers and Implementing MLPs
+with Attention Heads", with the sink in place of the bias token. In a gated MLP W_Q = W_gate[:, i].
+Attention heads without sinks get the lowest number of the dtype: its share is exactly 0.
 
-**Attention heads** without sinks get the lowest number of the dtype as a sink: exp of it, minus any
-score, is exactly 0.
-
-**ALiBi** becomes rotary embeddings of two more coordinates, because stock alibi layers cannot hold
-neurons: their slopes depend on the number of heads, which padding changes; and TransformerLens
-keeps the biases of the longest sequence so far, which for a shorter one are off by a constant along
-each row. Softmax cancels that constant, but not if the row has a sink. So the bias m_h (j - i) of
-head h, query i and key j is written into queries and keys. With two coordinates rotated by an angle
-θ a position, query (0, m_h / θ) and key (1, 0),
-
-    (m_h / θ) (sin θj cos θi - cos θj sin θi) = m_h sin(θ (j - i)) / θ.
-
-θ is a power of two with θ n_ctx <= 2^-28, where float64 and float32 round sin x to x and cos x to
-1. So the score is m_h j - m_h i, with terms rounded to the precision of the dtype. (Half precision
-is refused: it would lose the biases of near tokens far into a text.) Linear RoPE scaling sets the
-angle: with rotary_dim = 2, TransformerLens rotates by 1 / rotary_scaling_factor radians a position
-in global layers.
+**ALiBi** becomes rotary embeddings of two more coordinates: the slopes of stock alibi layers depend
+on the number of heads, and the biases that TransformerLens keeps are off by a constant along rows,
+which a sink does not cancel. With two coordinates rotated by θ a position, query (0, m_h / θ) and
+key (1, 0) give m_h sin(θ (j - i)) / θ, the bias m_h (j - i) of head h up to rounding: θ is a power
+of two with θ n_ctx <= 2^-28, where sin x rounds to x. Half precision is refused. Linear RoPE
+scaling sets θ: with rotary_dim = 2, TransformerLens rotates by 1 / rotary_scaling_factor.
 """
 
 import math

@@ -10,25 +10,17 @@ other one (the source):
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
 Behavior with Path Patching".) So a pair stands for all paths whose first edge is s → r; for the
-receiver "logits", for the direct path.
-
-With `scale="held"` the norm that r reads through keeps the scale of the target run, so that the
-changes by several senders add up. With "anew" it is computed from x + δ, as if a hook edited the
-stream. A norm after s belongs to s: each run's write has the scale of that run. Norms of queries
-and keys belong to r, and are computed anew.
+receiver "logits", for the direct path. `scale` is that of the norm that r reads through: "held" at
+the target run, so that changes by several senders add up; "anew" from x + δ, as if a hook edited
+the stream. (TransformerLens' `get_act_patch_direct_path` is "held" in 3.9, "anew" in 4.) A norm
+after s belongs to s; norms of queries and keys belong to r, and are computed anew.
 
 Cost of a pair in flops of matrix products, for each prompt, if δ has T positions and S positions
-follow the first of them:
+follow the first of them, besides the run after r of 2 S Σ_{later blocks} parameters:
 
-    neuron r      2 d_model T (4 d_model T if gated) + the run from after r on
-    attention r   the attention of r's layer, once for each sender and shared by all its heads,
-                  + the run from r's block on
+    neuron r      2 d_model T (4 d_model T if gated)
+    attention r   the attention of r's layer, once for each sender and shared by all its heads
     logits        the unembedding
-
-The run is that of an activation patch of r (`engine/replay`): 2 S Σ_{later blocks} parameters.
-`top=k` computes Δz_r of every pair, but only k runs.
-
-TransformerLens' `get_act_patch_direct_path` between attention heads is "held" in 3.9, "anew" in 4.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

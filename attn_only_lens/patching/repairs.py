@@ -1,57 +1,39 @@
 """Exact patches in place of the estimates that are likely to be wrong.
 
 Most of the squared error of estimates by gradients is in a few of more than ten thousand sites. A
-key predicts which ones. They are patched, and the exact values replace their estimates.
+key predicts which ones; they are patched, and the exact values replace their estimates.
 
-The key. A first-order estimate errs most if a patch writes a vector that is long relative to the
-stream: the scale of the next norm is then far from constant. Let a patch move what a head writes at
+A first-order estimate errs most if a patch writes a vector that is long relative to the stream,
+since the scale of the next norm is then far from constant. Let a patch move what a head writes at
 token t by a vector of length a_t; let x_t be the stream after the head's sublayer in the run that
 is patched into, and g_t the gradient of the metric there. Then
 
     key = Σ_t a_t² ‖g_t‖ / ‖x_t‖
 
-is the largest effect in a linear model, a ‖g‖, times the size of the write relative to the stream,
-a / ‖x‖. The length a of each part is
+is the largest effect in a linear model, a ‖g‖, times the relative size of the write. The lengths:
 
     neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
     attention, z              ‖Δz W_O‖
-    pattern, q                the same, with the z of the new pattern or query: one forward pass
-                              replaces all of them, and restores z before anything reads it
+    pattern, q                the same, from one pass in which all of them are replaced, and z is
+                              restored before anything reads it
     value                     P[t, s] ‖Δv_s W_O‖, written at every t by a value at s
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, with P' of a pass in which all
-                              keys are replaced; to first order in the change of the pattern
+                              keys are replaced
 
-A norm after the sublayer (Gemma 2, OLMo 2) is left out: the key ranks sites and is not a bound.
-
-The order. The aim is a high Pearson correlation with exact scores, for attention heads and for
-neuron-heads. Let e be the current scores, and `cost` the flops of a patch divided by those of a
-forward pass. Per flop, the correlation rises most at the site with the largest gain
+The correlation of scores e with exact ones rises most per flop at the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-Here the squared error of a site is modelled as c key², with c fitted to the sites patched so far.
-Each layer has its own c for each kind of head, but at least a quarter of the c of all layers, since
-the errors of a few patched sites may be small by chance.
-
-The expected correlation, for each kind of head, is
+where c key² models the squared error. Each layer and kind has its c, fitted to the sites patched so
+far, but at least a quarter of the c of all layers. The expected correlation of a kind is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-with 4 as a margin, since c varies from site to site. A norm limits the effect of a write, so the
-largest writes may err less than their keys predict. A second sum therefore takes its c from the
-half of the patched sites with the smaller keys, which are most like the unpatched ones; the larger
-sum counts. The result is an expectation, not a bound. It is unknown (None) with fewer than 16
-patched sites of a kind, or a budget below 3 forward passes: minimal pairs of the shipped model were
-expected at .985 after one pass, and reached .930.
-
-The budget is a number of forward passes, or "auto":
-
-    at least     3 forward passes, or 0.2 Gflop if that is more
-    at most      10 forward passes, or 4 Gflop if that is more
-
-and between the two, until the expected correlation is .99 for both kinds. A forward pass runs all
-prompts of the call. So patches of a large model cost a bounded number of passes, and in a small
-model 4 Gflop, about a second on one CPU core, may pay for all sites.
+with 4 as a margin, and the larger of two sums: the second takes c from the half of the patched
+sites with the smaller keys. It is an expectation, not a bound, and None with fewer than 16 patched
+sites of a kind or a budget below 3 forward passes. A budget "auto" spends 3 forward passes or .2
+Gflop at least, then until the expected correlation is .99 for both kinds, but at most 10 forward
+passes or 4 Gflop; of two limits the larger counts.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -5,43 +5,26 @@ A writer W and a reader R act on rows of the residual stream (`head_matrices.py`
     ‖W R‖_F / (‖W‖_F ‖R‖_F)                 in [0, 1]
 
 (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"), through the reader's
-query (q), key (k) or value (v). Between two neurons W and R have rank one, and the score is the
-|cos| of the vector that one writes and the vector that the other reads.
+query (q), key (k) or value (v). Between neurons it is |cos| of the vectors written and read.
 
-Baseline. With R turned by a random rotation U, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model, since E U R Rᵀ Uᵀ
-= tr(R Rᵀ) I / d_model. So 1/√d_model is the root mean square score of unrelated heads, at any rank;
-`ratio_to_baseline` is the score divided by it.
+With R turned by a random rotation U, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model: 1/√d_model is the root mean
+square score of unrelated heads, and `ratio_to_baseline` the score divided by it.
 
-Order. A pair counts if the writer has written before the reader reads. An attention head and a
-neuron of the same layer are in order (unless attention and MLP run in parallel), a neuron and an
-attention head of the same layer are not. TransformerLens compares layers, and drops the first.
-Frames leave out pairs in the wrong order; `virtual_weights` refuses them.
-
-K-composition into a neuron-head is zero by construction: its own token has key 0, and the bias
-token a constant key. `composition` returns 0 with a note, `top_compositions` leaves those pairs
-out, and `virtual_weights` refuses them.
+A pair counts if the writer has written before the reader reads: an attention head and a neuron of
+one layer do (unless they run in parallel), a neuron and an attention head of one layer do not.
+(TransformerLens compares layers, and drops the first.) A neuron-head's key is constant, so
+K-composition into it is zero: `composition` returns 0 with a note, other functions refuse it.
 
 Norms are folded into the weights by default (`models/norms.py`). Rotary positions are left out of
-W_Q W_Kᵀ, as in TransformerLens: the score is that at distance 0. "embed" does not include
-positional embeddings. A head that writes or reads nothing (all weights zero) has score 0.
+W_Q W_Kᵀ, and "embed" has no positional embeddings, as in TransformerLens.
 
-Many heads at once. For each head there is a *factor*: a matrix [rank, d_model] of Frobenius norm 1
-for everything that it writes, or reads. With A = Q T and Q's columns orthonormal, ‖A B‖ = ‖T B‖, so
-
-    of a writer  A B   T B         A = Q T
-    of a reader  A B   (A Tᵀ)ᵀ     Bᵀ = Q T
-
-of rank d_head for an attention head, 1 for a neuron, d_model for the embedding (T Tᵀ is W_Eᵀ W_E,
-summed over slices of the vocabulary). The scores of some writers and some readers are one product
-of their factors, squared and summed over both ranks.
-
-Memory beyond the model, in numbers of the weights' dtype (float32 for half precision):
+Each head has a *factor*, a matrix [rank, d_model] of norm 1 for everything that it writes or reads.
+With A = Q T and Q's columns orthonormal, ‖A B‖ = ‖T B‖, so scores of many pairs are one product of
+factors. Memory beyond the model, in numbers of the weights' dtype (float32 for half precision):
 
     2 d_model Σ d_head                  once: the factors of all attention heads
-    d_model²                            once: that of the embedding (four times that in float64,
-                                        and a slice of W_E, while it is made)
-    4 b d_model + 2 b² + 16 b min(k, b) a block of at most b rows of factors on either side (one
-                                        head, if it has more)
+    d_model²                            once: that of the embedding (four times that in float64)
+    4 b d_model + 2 b² + 16 b min(k, b) a block of at most b rows of factors on either side
 """
 
 from collections.abc import Callable, Iterator, Sequence

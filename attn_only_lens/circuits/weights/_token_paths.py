@@ -6,16 +6,11 @@
     score      drive(s) · write(t)
 
 That is the direct path of a token through one neuron with ReLU in the place of its activation,
-which every activation here approaches as the stream grows; for a_1 SiLU(a_2 x), it is
-a_1 (a_2 x)⁺. ReLU commutes with positive factors, so the scale of a layer's norm changes no order
-of its neurons' tokens, but for what differs between tokens. Left out, as in `token_circuits.py`:
-biases, positions, and what earlier heads add.
-
-In a gated MLP the value may be negative: then the neuron raises the tokens that it writes against.
-So each of its neurons has two rows, one for either sign. With a_1 < 0, a plain neuron's value is
-negative, too, and its only row has that sign.
-
-In bytes beyond the model, with m = d_mlp, n tokens kept and b tokens at once, float32:
+which every activation here approaches as the stream grows. ReLU commutes with positive factors, so
+the scale of a norm changes no order, but for what differs between tokens. Left out, as in
+`token_circuits.py`: biases, positions, and what earlier heads add. In a gated MLP the value may be
+negative, so a neuron has two rows, one for either sign. In bytes beyond the model, float32, with
+m = d_mlp, n tokens kept and b tokens at once:
 
     4 (2 d_model m + b (4 m + d_model) + 12 m (b + n))    one layer's tables of drives
     4 · 64 · 4 d_vocab                                    what 64 neurons write

@@ -6,39 +6,25 @@
                                                 that of the bias token: a vector over tokens
                      OV  W_E W_in[:, i] ⊗ W_out[i] W_U C    rank one
 
-(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) A neuron-head attends to
-its own token where the score is positive, and otherwise to the bias token, whose value is zero: so
-QK says which tokens open its gate, and OV what is then read and written. A gated MLP's value is a
-product: OV holds the gate's factor and follows the other, W_in.
+(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) For a neuron-head QK says
+which tokens open its gate, and OV what is then read and written; in a gated MLP OV follows W_in.
+Left out: scales of norms (gains are folded in), biases, positions (rotary: distance 0), 1/√d_head,
+and everything that earlier heads add. W_U C is W_U less its mean over the vocabulary, since softmax
+ignores a constant that is added to all logits.
 
-A circuit of weights leaves out the scales of norms (their gains are folded in, as in composition),
-biases, positions (rotary: distance 0), 1/√d_head, and everything that earlier heads add.
+A head copies where its OV circuit M raises the logit of the token that it reads:
 
-W_U C is W_U less its mean over the vocabulary (over `tokens`, if given), since softmax ignores a
-constant that is added to all logits. Without C, OV is another matrix, unless the unembedding was
-centred before: in Small English it differs by up to 63 % of its norm (38 % for the median head),
-and copying scores differ by up to .15.
-
-A head copies where its OV circuit M raises the logit of the token that it reads. Then the
-eigenvalues λ of M are positive:
-
-    copying = Σ λ / Σ |λ|               1: all are positive; -1: all are negative; 0 in the mean
-                                        for a head that is unrelated to the tokens
+    copying = Σ λ / Σ |λ|               λ: eigenvalues of M; 0 in the mean for unrelated heads
     cosine  = Σ λ / ‖M‖_F               the cosine of M and the identity, times √d_vocab
 
-A neuron-head has one eigenvalue, λ = (W_out W_U C) · (W_E W_in), so its copying score is its sign;
-its cosine is that of what it reads and writes over the vocabulary, in [-1, 1]. The eigenvalues that
-are not zero by rank are those of W_O W_U W_E W_V, d_head × d_head, and
-‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U W_Uᵀ W_Oᵀ)). With the d_model × d_model matrices W_U W_E,
-W_Eᵀ W_E and W_U W_Uᵀ, made once, no head needs the vocabulary.
-
-Memory beyond the model, in bytes for float32 (8 for 4 in float64; W_E and W_U in float32, if the
-model is in half precision). No matrix of the vocabulary by itself is ever held:
+A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is its sign. The
+eigenvalues are those of W_O W_U W_E W_V, d_head × d_head, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U
+W_Uᵀ W_Oᵀ)), so no matrix of the vocabulary by itself is ever held. Memory, in bytes for float32:
 
     4 (2 d_vocab d_head + 2 d_model d_head)                the factors of a circuit
     4 (2 b d_head + 2 b² + 16 b min(k, b) + 8 d_vocab)     `top`, in blocks of b tokens
-    64 d_model² + 32 · 1024 d_model                        copying scores: the three matrices, at
-                                                           first in float64; a slice of tokens
+    64 d_model² + 32 · 1024 d_model                        copying scores: three matrices, at first
+                                                           in float64; a slice of tokens
     4 · 8 d_model max(Σ d_head, d_mlp)                     copying scores: the heads of one layer
 """
 
