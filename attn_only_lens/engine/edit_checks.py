@@ -1,19 +1,10 @@
 """Test edits before they are trusted.
 
-A sweep does not put a hook on a model and run it for every patch. It runs some blocks on some
-positions, and adds the change of a neuron's output. That may differ from a hook: a layer need not
-run the module that is edited, a hook point may show a copy of what the model reads, and something
-may have been put in between. So before the first patch all heads of every layer of a sweep are
-edited with noise, on the model and the run at hand, in two ways that must agree on the output of
-the block:
-
-    with hooks    a whole run. Each block's input is restored to the recorded one, so that one run
-                  shows the effect of an edit in every layer, and there alone
-    as a sweep    each of those blocks once
-
-on all positions, and again from a position on, if the sweep leaves earlier ones out. So a kind of
-heads costs four forward passes at most. To tell an edit without effect from one that weights of
-zero hide, heads are set to nan, which those weights pass on.
+A sweep runs some blocks on some positions and adds the change of a neuron's output. A hook might do
+something else: a layer need not run the module that is edited, and a hook point may show a copy of
+what the model reads. So before the first patch, all heads of a sweep are edited with noise in two
+ways, which must agree on the output of the block: with hooks in a whole run in which each block's
+input is restored, and as the sweep does it.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +34,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
-_CLEAR_EFFECT = 8.0  # times the rounding of a stream: then any error is seen too
+_CLEAR_EFFECT = 8.0  # times the rounding of a stream: an error of that size would be seen
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -65,7 +56,7 @@ def require_same_edit(
             edit = _neuron_edit if kind == "neuron" else _attention_edit
             got = edit(replay, layer, part, first, noise)
             got = torch.cat([before[:, :first], got], dim=1)
-            error, effect = (_relative_error(one, expected, recording) for one in (got, before))
+            error, effect = (_relative_error(x, expected, recording) for x in (got, before))
             if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {noise.names[layer]}, from position {first} on, "
@@ -90,11 +81,7 @@ def require_same_edit(
 def require_edits_read(
     model: Any, recording: Recording, kind: HeadKind, layers: Sequence[int], part: Part
 ) -> None:
-    """Refuse hook points that show activations but ignore edits.
-
-    Some bridges compute attention without reading `hook_pattern`: patches there would change
-    nothing, and every score be 0.
-    """
+    """Refuse hook points that ignore edits, such as `hook_pattern` on some bridges."""
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
     shown: dict[str, list[Tensor]] = {}
@@ -103,17 +90,17 @@ def require_edits_read(
         return lambda value, hook: shown.setdefault(name, []).append(value.clone())
 
     def destroy(value: Tensor, hook: Any) -> Tensor:
-        # Weights of zero pass nan on: heads that were grown write nothing.
+        # Weights of zero, as of heads that were grown, pass nan on.
         return torch.full_like(value, torch.nan)
 
     edits: Hooks = [(name, destroy) for name in names.values()]
     looks: Hooks = []
-    if part in ("q", "k"):  # of one key, a softmax makes 1 whatever it is; the pattern shows nan
+    if part in ("q", "k"):  # the softmax of a single key is 1 for any key; the pattern shows nan
         later: tuple[Part, ...] = ("pattern", "z")
         witnesses = {
-            layer: [hook_name(model, layer, block, kind) for block in later] for layer in names
+            layer: [hook_name(model, layer, point, kind) for point in later] for layer in names
         }
-        looks = [(name, look(name)) for witness in witnesses.values() for name in witness]
+        looks = [(name, look(name)) for hook_names in witnesses.values() for name in hook_names]
         _block_outputs(model, recording, looks)
     outputs = _block_outputs(model, recording, [*edits, *looks])
     reasons = []
@@ -121,7 +108,7 @@ def require_edits_read(
         block = host_of(model).block(layer, kind)
         read = _relative_error(outputs[block], recording.streams[block + 1], recording) > 1.0
         if part in ("q", "k"):
-            read = read or not all(torch.equal(*shown[witness]) for witness in witnesses[layer])
+            read = read or not all(torch.equal(*shown[name]) for name in witnesses[layer])
         if not read:
             reasons.append(
                 f"{name} shows an activation that the model does not read back, so an edit of it "
@@ -134,7 +121,7 @@ def require_edits_read(
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     """Refuse layers in which the heads that share keys and values are not consecutive.
 
-    The last value is set to nan; the heads whose z is then nan read it.
+    The last value is set to nan; heads with a z of nan read it.
     """
     model, recording = replay.model, replay.recording
     shown: dict[str, Tensor] = {}
@@ -170,12 +157,7 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
 
 
 class _Noise:
-    """Hooks that add noise at all heads of one kind in some layers.
-
-    Attributes:
-        names: of the hook points that are edited, by layer.
-        shown: the activations with noise, by hook name.
-    """
+    """Hooks that add noise at all heads of one kind in some layers; `shown` is the result."""
 
     def __init__(
         self,
@@ -191,29 +173,27 @@ class _Noise:
         self.hooks: list[tuple[str, Callable[..., Any]]] = []
         axis = 2 if part == "pattern" else 1  # of positions
 
-        def add(value: Tensor, name: str) -> Tensor:
+        def add(value: Tensor, hook: Any, name: str) -> Tensor:
             noise = normal_numbers(value.shape).to(value)
             noise.narrow(axis, 0, first).zero_()
             finite = value[value.isfinite()]
-            # Not the mean: a head that sees itself alone has the largest query that there is.
+            # Not the mean: a head that attends only to itself may have the largest finite query.
             size = float(finite.abs().median()) if finite.numel() else 0.0
             self.shown[name] = value + noise * (level * (size or 1.0))
             return self.shown[name]
 
-        def keep(value: Tensor, name: str) -> None:
+        def keep(value: Tensor, hook: Any, name: str) -> None:
             self.shown[name] = value.clone()
 
-        def hook(act: Callable[[Tensor, str], Any], name: str) -> None:
-            self.hooks.append((name, lambda value, hook: act(value, name)))
-
         for layer, name in self.names.items():
-            hook(add, name)
+            self.hooks.append((name, partial(add, name=name)))
             if kind == "neuron" and part == "q":
-                hook(keep, hook_name(model, layer, "pattern", kind))
+                pattern = hook_name(model, layer, "pattern", kind)
+                self.hooks.append((pattern, partial(keep, name=pattern)))
 
 
 def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
-    """Return the output of each block in a run with hooks, where each has its recorded input."""
+    """Return the output of each block in a run with hooks, from its recorded input."""
     outputs: list[Residual] = []
 
     def restore(module: nn.Module, args: Any, output: Any) -> Any:
@@ -252,28 +232,26 @@ def _attention_edit(replay: Replay, layer: int, part: Part, first: int, noise: _
     name, block = noise.names[layer], replay.host.block(layer, "attention")
     source = noise.shown[name]
     n_heads = source.shape[1 if part == "pattern" else 2]
-    everywhere = torch.ones_like(replay.recording.tokens, dtype=torch.bool)
-    every = torch.ones(1, n_heads, dtype=torch.bool, device=source.device)
-    hook = attention_edit(source, part, every, everywhere[None], first)
+    positions = torch.ones_like(replay.recording.tokens, dtype=torch.bool)[None]
+    heads = torch.ones(1, n_heads, dtype=torch.bool, device=source.device)
+    hook = attention_edit(source, part, heads, positions, first)
     stream = replay.recorded_stream(block, first, 1)
     return replay.block_output(Variants(block, first, stream, [(name, hook)]))
 
 
-def _relative_error(one: Residual, second: Residual, recording: Recording) -> float:
+def _relative_error(a: Residual, b: Residual, recording: Recording) -> float:
     """Return the largest difference of two streams at a token, relative to the rounding there."""
-    if recording.mask is not None:  # nothing is patched at padding, and none attends to it
-        real = recording.mask.bool().to(one.device)
-        one, second = one[real], second[real]
-    if not torch.equal(one.isfinite(), second.isfinite()):
+    if recording.mask is not None:  # no token attends to padding, and none is patched there
+        real = recording.mask.bool().to(a.device)
+        a, b = a[real], b[real]
+    if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
-    one, second = (
-        to_float64_device(tensor.nan_to_num(0.0, 0.0, 0.0)).double() for tensor in (one, second)
-    )
-    scale = torch.maximum(one.abs(), second.abs()).amax(-1)
-    error = (one - second).abs().amax(-1)
+    a, b = (to_float64_device(x.nan_to_num(0.0, 0.0, 0.0)).double() for x in (a, b))
+    scale = torch.maximum(a.abs(), b.abs()).amax(-1)
+    error = (a - b).abs().amax(-1)
     allowed = LOGIT_TOLERANCE[recording.logits.dtype] * scale
     return float((error / allowed).nan_to_num(0.0).max())
 
 
-def _largest(one: Residual, second: Residual) -> float:
-    return float((one - second).abs().max())
+def _largest(a: Residual, b: Residual) -> float:
+    return float((a - b).abs().max())

@@ -1,27 +1,22 @@
 """Turn patches of heads into changes of the stream and hooks.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks the run that is patched in. Later blocks see only the new z, whichever part is patched:
+marks the run that is patched in. Later blocks see only the new z:
 
-    "z"         z'
-    "pattern"   w' v
-    "value"     w v'
-    "q"         w' v: a query moves the pattern and nothing else
+    part          new z
+    "z"           z' = w' v'
+    "pattern"     w' v
+    "value"       w v'
+    "q"           w' v, because a query changes only the pattern
 
-and the head's output to the stream moves by Δz times its neuron's row of W_out. The changes add up,
+and the head's output to the stream changes by Δz times its neuron's row of W_out:
 
-    w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
+    w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
 
-to pattern, value and interaction.
-
-An attention head moves information between positions, so patching its value, query or pattern
-differs from patching z at the same position. Its block runs again, for many variants at once, with
-a hook that patches another head at other positions in each variant.
-
-With grouped queries, heads share keys and values. To patch a key or value for one head, the shared
-one is patched, and the z of all other heads is restored: so only this head reads the patched one.
-The model's own code computes z, including rotations, norms, caps and masks. The result equals an
-ordinary patch in a model where each head has its own copy of the shared key or value.
+The block of an attention head runs again, for many variants at once, with a hook that patches
+another head at other positions in each variant. With grouped queries, heads share keys and values.
+To patch one for a single head, the shared key or value is patched and the z of all other heads is
+restored; this equals a patch in a model where each head has its own copy.
 """
 
 from collections.abc import Callable
@@ -96,10 +91,7 @@ def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "bat
 
 
 def of_group(heads: Int[Tensor, "head"], n_heads: int, n_shared: int) -> Int[Tensor, "head"]:
-    """Return the number of the shared key or value that each head reads.
-
-    The heads of a group are consecutive: `require_groups` tests that.
-    """
+    """Return the number of the shared key or value that each head reads (`require_groups`)."""
     return heads // (n_heads // n_shared)
 
 
@@ -146,14 +138,12 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # one position would be stretched over others
-            raise UnsupportedModelError(
-                [
-                    f"{hook.name} shows {list(value.shape)} where {n_variants} variants run from "
-                    f"position {first} on; expected {list(rows.shape)}"
-                ],
-                "these hook points cannot be patched",
+        if value.shape != rows.shape:  # otherwise one position would be broadcast to others
+            reason = (
+                f"{hook.name} shows {list(value.shape)} where {n_variants} variants run from "
+                f"position {first} on; expected {list(rows.shape)}"
             )
+            raise UnsupportedModelError([reason], "these hook points cannot be patched")
         return torch.where(chosen.unsqueeze(-1), rows, value)
 
     return hook

@@ -1,12 +1,7 @@
 """Gradients of a metric with respect to heads: one backward pass for all of them.
 
-A hook at each hook point passes the activation on and remembers it; the gradient is taken there.
-For the neurons of a layer it is grad(mlp_out) @ W_out^T, of size batch × pos × d_mlp, which the
-backward pass computes anyway: nothing of size neurons × d_model arises, and no gradient of a weight
-is computed. The graph starts at the stream that enters the first block, so that it exists whether
-or not parameters require gradients.
-
-The node of each kind of head, and the change Δ that a patch makes there:
+A hook at each hook point remembers the activation; the gradient is taken there. The graph starts at
+the stream that enters the first block, so parameters need no gradients.
 
 heads        part                    node            Δ, source run minus the run patched into
 neuron       "z" "pattern" "value"   z               Δz of that part (`edits.py`)
@@ -61,7 +56,7 @@ class Tape:
 
         def remember(name: str) -> Callable[[Tensor, Any], Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
-                # A constant, such as a frozen pattern, has a gradient too: a leaf of its own.
+                # A constant, such as a frozen pattern, becomes a leaf, and so has a gradient too.
                 node = value.view_as(value) if value.requires_grad else as_leaf(value)
                 self._seen[name] = node
                 return node
@@ -77,10 +72,7 @@ class Tape:
         *,
         keep_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the gradients at every node, and at more tensors.
-
-        The graph is freed, unless `keep_graph` is true or heads share keys or values.
-        """
+        """Return the gradients at every node, and at more tensors; the graph is usually freed."""
         nodes = self.nodes
         shared = {
             name: z
@@ -120,9 +112,7 @@ def gradient_by_head(
 ) -> Float[Tensor, "batch pos head_index d"]:
     """Return, for each head, the gradient at its shared keys or values through its z alone.
 
-    Heads of different groups read different keys, so a backward pass takes one head of every group.
-    If a norm joins the keys of all groups, gradients of one head reach other groups' keys, and a
-    backward pass takes one head.
+    A backward pass takes one head of every group, or a single head if a norm joins all keys.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared
@@ -188,8 +178,8 @@ def site_estimates(
 ) -> Float[Tensor, "site batch pos"]:
     """Return gradient times change at each head and position: the terms of the estimate."""
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
-        ours, source_run = target.neurons[sites.layer], source.neurons[sites.layer]
-        estimates = gradient.squeeze(-1) * change_of_z(ours, source_run, part)
+        runs = target.neurons[sites.layer], source.neurons[sites.layer]
+        estimates = gradient.squeeze(-1) * change_of_z(*runs, part)
     else:
         change = source.hooked[node] - target.hooked[node]
         if sites.kind == "attention" and part in SHARED_PARTS:

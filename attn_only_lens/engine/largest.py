@@ -16,9 +16,8 @@ class LargestScores:
     Example:
         >>> largest = LargestScores(2)
         >>> largest.add(torch.tensor([[1.0, 5.0], [7.0, 3.0]]), (0, 0))
-        >>> largest.add(torch.tensor([[6.0]]), (0, 2))
         >>> largest.pairs.tolist(), largest.values.tolist()
-        ([[1, 0], [0, 2]], [7.0, 6.0])
+        ([[1, 0], [0, 1]], [7.0, 5.0])
     """
 
     def __init__(self, k: int, *, by_size: bool = False) -> None:
@@ -30,19 +29,18 @@ class LargestScores:
     def add(self, block: Float[Tensor, "writer reader"], first: tuple[_Numbers, _Numbers]) -> None:
         """Add the scores of a block."""
         self.seen += block.numel()
-        least, found_sizes = self._least, self._sizes(block)
-        rows = (found_sizes.amax(dim=1) > least).nonzero().squeeze(1)
+        sizes = self._sizes(block)
+        rows = (sizes.amax(dim=1) > self._least).nonzero().squeeze(1)
         if not len(rows):
             return
-        columns = found_sizes[rows].topk(min(self.k, block.shape[1]), dim=1).indices
+        columns = sizes[rows].topk(min(self.k, block.shape[1]), dim=1).indices
         values = block[rows[:, None], columns]
-        by_place = (
-            places + start if isinstance(start, int) else start.to(places.device)[places]
-            for places, start in zip(
-                (rows[:, None].expand_as(columns), columns), first, strict=True
-            )
-        )
-        pairs = torch.stack(list(by_place), -1)
+        indices = (rows[:, None].expand_as(columns), columns)
+        numbers = [
+            index + start if isinstance(start, int) else start.to(index.device)[index]
+            for index, start in zip(indices, first, strict=True)
+        ]
+        pairs = torch.stack(numbers, -1)
         values = torch.cat([self.values.to(values), values.flatten()])
         self.pairs = torch.cat([self.pairs.to(pairs.device), pairs.flatten(0, 1)])
         order = self._sizes(values).topk(min(self.k, len(values))).indices
@@ -65,23 +63,20 @@ class LargestScores:
         *,
         block: int,
     ) -> None:
-        """Add the products of all pairs of rows; skip pairs that are too short to be kept.
+        """Add the products of all pairs of rows; skip pairs with ‖a‖ ‖b‖ too small to be kept.
 
-        |a · b| is at most ‖a‖ ‖b‖, so blocks of short rows are never computed. Takes the memory of
-        2 block d + 2 block² + 16 block min(k, block) numbers.
+        Takes the memory of 2 block d + 2 block² + 16 block min(k, block) numbers.
         """
         seen = self.seen + len(left) * len(right)
-        orders = [axis.norm(dim=1).sort(descending=True) for axis in (left, right)]
-        (lengths, rows), (others, columns) = orders
-        starts = others[::block].tolist()
-        for i, longest in zip(range(0, len(rows), block), lengths[::block].tolist(), strict=True):
-            some = left[rows[i : i + block]]
-            for j, second in zip(range(0, len(columns), block), starts, strict=True):
-                if longest * second * _ROUNDED <= self._least:
+        (left_norms, left_rows), (right_norms, right_rows) = (
+            matrix.norm(dim=1).sort(descending=True) for matrix in (left, right)
+        )
+        for i in range(0, len(left), block):
+            rows = left_rows[i : i + block]
+            left_block = left[rows]
+            for j in range(0, len(right), block):
+                if float(left_norms[i]) * float(right_norms[j]) * _ROUNDED <= self._least:
                     break
-                block_indices = rows[i : i + block], columns[j : j + block]
-                self.add(
-                    some @ right[block_indices[1]].T,
-                    (block_indices[0] + first[0], block_indices[1] + first[1]),
-                )
+                columns = right_rows[j : j + block]
+                self.add(left_block @ right[columns].T, (rows + first[0], columns + first[1]))
         self.seen = seen

@@ -203,9 +203,6 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
         correct: a text that is one token, a token, or a list or tensor of one for each prompt.
         wrong: the same.
 
-    Returns:
-        The metric, for any model and prompts.
-
     Raises:
         InputError: when bound: answers that are not one token each, that the tokenizer does not
             know, or that are the same.
@@ -237,9 +234,6 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
         correct: as in `logit_diff`; or several answers to a prompt: a list or tensor with a row of
             answers for each prompt, or with one row for all prompts, such as `[[33, 34]]`.
         wrong: the same.
-
-    Returns:
-        The metric, for any model and prompts.
 
     Raises:
         InputError: when bound: as in `logit_diff`; answers for another number of prompts, or the
@@ -273,9 +267,6 @@ def probability(answer: Answers) -> Metric:
     Args:
         answer: a text that is one token, a token, or a list or tensor of one for each prompt.
 
-    Returns:
-        The metric, for any model and prompts.
-
     Raises:
         InputError: when bound: as in `logit_diff`.
 
@@ -292,9 +283,6 @@ def log_probability(answer: Answers) -> Metric:
 
     Args:
         answer: a text that is one token, a token, or a list or tensor of one for each prompt.
-
-    Returns:
-        The metric, for any model and prompts.
 
     Raises:
         InputError: when bound: as in `logit_diff`.
@@ -344,9 +332,6 @@ def kl() -> Metric:
     It is 0 on the clean run, where its gradient is 0 too. For the distance to the other run, swap
     the prompts.
 
-    Returns:
-        The metric, for any model and prompts.
-
     Raises:
         InputError: when bound: no reference, or one that does not fit.
 
@@ -382,9 +367,6 @@ def loss() -> Metric:
 
     The targets are the real tokens of the clean prompts, except each prompt's first token. The
     metric is the mean over all targets, so longer prompts weigh more.
-
-    Returns:
-        The metric, for any model and prompts.
 
     Raises:
         InputError: when bound: prompts of one token, or tokens outside the output vocabulary.
@@ -439,9 +421,6 @@ def custom(
         name: shown in results; by default the name of `fn`.
         version: identifies `fn`, together with its name and its source text, when a job is
             resumed. `resume` needs it; give another version whenever `fn` changes.
-
-    Returns:
-        The metric.
 
     Raises:
         InputError: `fn` cannot be called; when measured: it does not return finite numbers, returns

@@ -184,8 +184,8 @@ def _removal(added: set[str], placeholders: bool) -> str:
     ways = []
     if "permanent" in added and placeholders:
         ways.append(
-            "build the bridge again (reset_hooks(including_permanent=True) would take some of "
-            "TransformerLens' own with them)"
+            "build the bridge again (reset_hooks(including_permanent=True) would also remove some "
+            "of TransformerLens)"
         )
     elif "permanent" in added:
         ways.append("model.reset_hooks(including_permanent=True)")

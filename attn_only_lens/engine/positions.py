@@ -1,9 +1,8 @@
 """Sets of positions to patch; all positions of a set are patched together.
 
 A number from 0 up is a column of the token tensor, counting padding; -1 is each prompt's last
-real token, -2 the token before it. `"each"` and `"all"` never touch padding. Roles, such as
-`{"subject": [2, 4], "end": -1}`, name a position of each prompt, counted in its own real tokens
-from either end, so that prompts may differ in length.
+real token. `"each"` and `"all"` leave out padding. Roles, such as `{"subject": [2, 4], "end": -1}`,
+name a position of each prompt, counted in its own real tokens from either end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,21 +46,7 @@ class PositionSet:
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
-    """Return the sets of positions to patch in given prompts.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> from attn_only_lens.engine.positions import resolve_positions
-        >>> pair = p.prompt_pair(pretrained.modular_addition(), torch.tensor([3, 4, 113]),
-        ...                      torch.tensor([3, 5, 113]))
-        >>> [each.label for each in resolve_positions(pair, "each")]
-        [0, 1, 2]
-        >>> resolve_positions(pair, -1)[0].chosen
-        tensor([[False, False,  True]])
-        >>> [each.label for each in resolve_positions(pair, {"operand": [1], "end": -1})]
-        ['operand', 'end']
-    """
+    """Return the sets of positions to patch in given prompts."""
     if isinstance(positions, Mapping):
         return _by_role(pair, positions)
     real = pair.real
@@ -70,8 +55,8 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if positions == "all":
             return (PositionSet("all", real),)
         if positions == "each":
-            some = real.any(dim=0).nonzero().flatten().tolist()
-            return tuple(PositionSet(pos, real & _column(real, pos)) for pos in some)
+            with_tokens = real.any(dim=0).nonzero().flatten().tolist()
+            return tuple(PositionSet(pos, real & _column(real, pos)) for pos in with_tokens)
     wanted = as_plain(positions)
     wanted = [wanted] if isinstance(wanted, int) else wanted
     expected = f"expected 'each', 'all', or numbers from {-n_pos} to {n_pos - 1}"
@@ -91,9 +76,9 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
                 "a real token of each, or 'each', which leaves out the prompts that have none"
             )
         reasons += [
-            f"got {pos} and {others.label}, the same positions; expected each once"
-            for others in sets
-            if torch.equal(others.chosen, at_position) and not without
+            f"got {pos} and {earlier.label}, the same positions; expected each once"
+            for earlier in sets
+            if torch.equal(earlier.chosen, at_position) and not without
         ]
         sets.append(PositionSet(pos, at_position))
     InputError.raise_if(reasons, _PROBLEM)
@@ -111,27 +96,22 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
             reasons.append(f"got role {role!r}; expected a text other than 'each' and 'all'")
         plain = as_plain(positions_of_role)
         per_prompt = [plain] * batch if isinstance(plain, int) else plain
-        if not isinstance(per_prompt, list | tuple) or len(per_prompt) != batch:
-            got = (
-                f"{len(per_prompt)} positions"
-                if isinstance(per_prompt, list | tuple)
-                else repr(positions_of_role)
-            )
+        is_list = isinstance(per_prompt, list | tuple)
+        if not is_list or len(per_prompt) != batch:
+            got = f"{len(per_prompt)} positions" if is_list else repr(positions_of_role)
             reasons.append(f"{role}: got {got}; expected one of each of {batch} prompts, or of all")
             continue
-        per_prompt = [as_plain(one) for one in per_prompt]
+        per_prompt = list(map(as_plain, per_prompt))
         outside = [
-            f"{role}: got {one!r} in prompt {i}; expected from {-n} to {n - 1}, of its own tokens"
-            for i, (one, n) in enumerate(zip(per_prompt, lengths.tolist(), strict=True))
-            if not is_count(one, -n, n - 1)
+            f"{role}: got {pos!r} in prompt {i}; expected from {-n} to {n - 1}, of its own tokens"
+            for i, (pos, n) in enumerate(zip(per_prompt, lengths.tolist(), strict=True))
+            if not is_count(pos, -n, n - 1)
         ]
         reasons += outside
         if outside:
             continue
         columns = torch.tensor(per_prompt, device=lengths.device)
-        columns = torch.where(
-            columns < 0, columns, columns - lengths
-        )  # of every prompt from its end
+        columns = torch.where(columns < 0, columns, columns - lengths)  # counted from the end
         sets.append(PositionSet(role, _from_end(pair, columns[:, None])))
     InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)

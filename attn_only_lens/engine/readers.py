@@ -1,20 +1,17 @@
-"""What heads put out when something else is written before them, all else held.
+"""The outputs of heads when the stream that they read changes by δ, with all else fixed.
 
-A change δ of the stream that heads read moves what their sublayer is given (`writes.py`), and by
-that, through the inputs that a part stands for and through no other,
+The change reaches z (of neuron-heads with pre-activation q) through some inputs of the heads:
 
-    part          attention heads                   neuron-heads (q: pre-activation)
-    "q"           queries                           pattern: w(q') v
-    "k"           keys                              none: their keys do not depend on the token
-    "pattern"     queries and keys                  as "q"
-    "value"       values                            w v', v' = q', or q' u' in a gated MLP
-    "z"           all                               w(q') v'
+    part          attention heads      neuron-heads
+    "q"           queries              w(q') v
+    "k"           keys                 no change: their keys do not depend on the token
+    "pattern"     queries and keys     w(q') v
+    "value"       values               w v', v' = q', or q' u' in a gated MLP
+    "z"           all                  w(q') v'
 
-Neuron-heads in closed form: Δq = δ W (and Δu), then the gate. Attention heads by the model's own
-code: the block runs on with δ added to what its attention is given, queries, keys or values that
-are not meant restored to the recorded ones, so that masks, rotations, caps, sinks, norms of queries
-and keys and grouped keys are the model's. Both are tested before they are used: with all three
-restored, no δ moves z; and the projections of a changed input are those of the MLP itself.
+Neuron-heads have a closed form: Δq = δ W (and Δu), then the gate. For attention heads the model's
+block runs with δ added to the input of its attention, and with the other queries, keys or values
+restored to the recorded ones. Both are tested before they are used.
 """
 
 from collections.abc import Callable
@@ -48,16 +45,14 @@ def input_hooks(replay_host: Any, layer: int) -> tuple[str, ...]:
 
 
 class _Stop(Exception):
-    """Stops a forward pass that is no longer needed."""
+    """Stops a forward pass; `StopForward` would be caught by `Replay.block_output`."""
 
 
 @dataclass(eq=False)
 class Readers:
     """The heads of a model as readers, in one recorded run.
 
-    Attributes:
-        replay: of the run.
-        decomposition: of the run, with `input_hooks` of the layers whose attention heads read.
+    `decomposition` has recorded `input_hooks` of the layers whose attention heads read.
     """
 
     replay: Replay
@@ -73,17 +68,7 @@ class Readers:
         part: str,
         positions: Positions = slice(None),
     ) -> Float[Tensor, "variant batch pos head_index"]:
-        """Return the change of z of neuron-heads, given the change of their MLP's input.
-
-        Args:
-            sites: whole neurons of one layer, or single heads; z of all heads of each neuron.
-            entering: the change, behind the norm.
-            part: one of `READ_PARTS`; "k" moves nothing.
-            positions: those at which the change is given.
-
-        Raises:
-            UnsupportedModelError: the MLP projects in another way.
-        """
+        """Return the change of z of neuron-heads, given the change of their MLP's input."""
         heads: NeuronHeads = self.replay.host.neurons[sites.layer]
         index = sites.index.to(entering.device)
         q, up = (
@@ -92,20 +77,16 @@ class Readers:
         )
         assert q is not None
         W_q, W_up = _read_matrices(heads)
-        more = None if up is None or W_up is None else entering @ W_up[:, index]
+        new_up = None if up is None or W_up is None else up + entering @ W_up[:, index]
         before = _neuron_run(heads, q, up)
-        after = _neuron_run(
-            heads,
-            q + entering @ W_q[:, index],
-            None if up is None or more is None else up + more,
-        )
+        after = _neuron_run(heads, q + entering @ W_q[:, index], new_up)
         if part == "k":
             return torch.zeros_like(after.z)
         named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """q and u of the run, once it is known that W_in and W_gate make them."""
+        """Return q and u of the run, after a test that they are products with W_in and W_gate."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered
@@ -116,10 +97,8 @@ class Readers:
                     continue
                 error = (before + noise @ W - after).abs().max()
                 if not error <= LOGIT_TOLERANCE[x.dtype] * after.abs().max():
-                    raise UnsupportedModelError(
-                        [f"the MLP of layer {layer} does not project what it is given by its W_in"],
-                        _PROBLEM,
-                    )
+                    reason = f"the MLP of layer {layer} does not multiply its input by its W_in"
+                    raise UnsupportedModelError([reason], _PROBLEM)
             self._projected[layer] = unmoved
         return self._projected[layer]
 
@@ -131,30 +110,19 @@ class Readers:
         part: str,
         first: int = 0,
     ) -> Float[Tensor, "variant batch pos head_index d_head"]:
-        """Return z of every attention head of a layer, from the change of what they are given.
-
-        Args:
-            layer: the source layer.
-            entering: the change, behind the norm, from position `first` on.
-            part: one of `READ_PARTS`.
-            first: where `replay.start` lets variants of this block begin.
-
-        Raises:
-            UnsupportedModelError: the model does not read queries, keys or values where they are
-                hooked.
-        """
+        """Return z of every attention head of a layer when its input changes from `first` on."""
         if layer not in self._joint:
             self._joint[layer] = self._test(layer)
         if not self._joint[layer]:
             return self._z(layer, entering, _MOVED[part], first)
-        every = range(self.replay.host.n_heads[layer])
-        z_by_position = [self._z(layer, entering, _MOVED[part], first, head) for head in every]
-        return torch.stack([z[:, :, :, head] for head, z in enumerate(z_by_position)], dim=3)
+        heads = range(self.replay.host.n_heads[layer])
+        z = [self._z(layer, entering, _MOVED[part], first, head)[:, :, :, head] for head in heads]
+        return torch.stack(z, dim=3)
 
     def _z(
         self, layer: int, entering: Tensor, moved: str, first: int, head: int | None = None
     ) -> Tensor:
-        """z when the inputs named move, of all heads or of one; the others are restored."""
+        """Return z when some of q, k, v change, for all heads or one; the rest is restored."""
         replay, n = self.replay, len(entering)
         block, n_heads = replay.host.block(layer, "attention"), replay.host.n_heads[layer]
         outputs: list[Tensor] = []
@@ -181,7 +149,10 @@ class Readers:
         ]
         hooks.append((replay.host.hook_name(layer, "attention", "z"), keep))
         variants = Variants(block, first, replay.recorded_stream(block, first, n), hooks)
-        with suppress(_Stop), add_to_input(replay.host.attention(layer), entering.flatten(0, 1)):
+        with (
+            suppress(_Stop),
+            add_to_input(replay.host.attention(layer), entering.flatten(0, 1)),
+        ):
             replay.block_output(variants)
         return outputs[0].unflatten(0, (n, -1))
 
@@ -189,13 +160,7 @@ class Readers:
     def values_at_end(
         self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
     ) -> Float[Tensor, "variant prompt"]:
-        """Return the metric, by prompt, when something is added to what the unembedding reads.
-
-        Args:
-            change: from position `first` on.
-            first: where `replay.start` lets variants begin after the last block.
-            scale: of the norm before the unembedding.
-        """
+        """Return the metric, by prompt, when the final stream changes from `first` on."""
         replay, final, n = self.replay, self.decomposition.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
@@ -217,9 +182,9 @@ class Readers:
             handle.remove()
 
     def _test(self, layer: int) -> bool:
-        """With queries, keys and values restored, noise must not reach z; without, it must.
+        """Test that noise reaches z only through queries, keys and values.
 
-        Return whether the inputs of one head reach others, as where all are normed together.
+        Return whether the inputs of one head reach other heads, such as through a joint norm.
         """
         z = self.decomposition.of(layer, "attention").z
         x = self.decomposition.of(layer, "attention").entered
@@ -232,27 +197,21 @@ class Readers:
             y if mask is None else y[mask.bool().to(y.device)] for y in (kept, moved, alone, z)
         )
         if not (kept - z).abs().max() <= allowed:
-            raise UnsupportedModelError(
-                [
-                    f"layer {layer}: with the recorded queries, keys and values put back its "
-                    "attention still depends on what it reads: it does not read them where they "
-                    "are hooked"
-                ],
-                _PROBLEM,
+            reason = (
+                f"layer {layer}: with its queries, keys and values restored, its attention still "
+                "depends on its input: it does not read them where they are hooked"
             )
+            raise UnsupportedModelError([reason], _PROBLEM)
         # Weights of zero hide noise, as in compiled programs, and pass nan on.
         hidden = not (moved - z).abs().max() > allowed
         if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
-            raise UnsupportedModelError(
-                [f"layer {layer}: a change of what its attention is given does not reach it"],
-                _PROBLEM,
-            )
-        # Tokens by heads by d_head, or with the prompts before them.
+            reason = f"layer {layer}: a change of its attention's input does not reach it"
+            raise UnsupportedModelError([reason], _PROBLEM)
         return not bool((alone - moved)[..., 0, :].abs().max() <= allowed)
 
 
 def _read_matrices(heads: NeuronHeads) -> tuple[Tensor, Tensor | None]:
-    """The matrices that make q, and u of a gated MLP."""
+    """Return the matrices of q, and of u in a gated MLP."""
     mlp: Any = heads.module
     gate = getattr(mlp, "W_gate", None)
     return (mlp.W_in, None) if gate is None else (gate, mlp.W_in)

@@ -181,9 +181,8 @@ def record_pair(
             keep_graph=side == traced,
         )
 
-    single = pair.corrupted is pair.clean
     clean = record_side("clean")
-    corrupted = clean if single else record_side("corrupted")
+    corrupted = clean if pair.corrupted is pair.clean else record_side("corrupted")
     _require_heads(model, hook_names, part, clean)
     return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
 
@@ -199,11 +198,10 @@ def run_pair(
 ) -> RunPair:
     """Return two runs with the metric of each."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
-    value = bound.of_run(clean.logits)
-    corrupted_values = (
-        torch.zeros_like(value) if corrupted is clean else bound.of_run(corrupted.logits)
-    )
-    runs = RunPair(pair, clean, corrupted, bound, value, corrupted_values)
+    values = bound.of_run(clean.logits)
+    zeros = torch.zeros_like(values)
+    corrupted_values = zeros if corrupted is clean else bound.of_run(corrupted.logits)
+    runs = RunPair(pair, clean, corrupted, bound, values, corrupted_values)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
     return runs
@@ -253,7 +251,7 @@ def run(
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that acts in this thread only, and not in forward passes of other threads."""
+    """Return a hook that acts only in forward passes of this thread."""
     thread = threading.get_ident()
 
     def act(*args: Any, **kwargs: Any) -> Any:
@@ -311,8 +309,7 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
 def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
     """Return the residual stream from a block's arguments."""
-    stream: Residual = args[0] if args else kwargs["hidden_states"]
-    return stream
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def output_stream(output: Any) -> Residual:

@@ -23,13 +23,8 @@ PARTS: tuple[str, ...] = get_args(Part)
 SHARED_PARTS: tuple[Part, ...] = ("value", "k")
 """The parts that several attention heads share in models with grouped queries."""
 _POSITION = re.compile(r"0|-?[1-9]\d*")
-_POINTS: dict[Part, str] = {
-    "z": "z",
-    "pattern": "pattern",
-    "value": "v",
-    "q": "q",
-    "k": "k",
-}
+_POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
+_PROBLEM = "these heads cannot be selected"
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class LayerSites:
         kind: "attention" or "neuron".
         names: `L5H3`, `L5N1234`, or `L5N1234.2` for one of several heads that share a neuron.
         index: the attention head, or the neuron.
-        member: which head of the neuron; `ALL_MEMBERS` (-1) for all its heads, and for attention.
+        member: the head of the neuron; `ALL_MEMBERS` (-1) for all its heads, and for attention.
     """
 
     layer: int
@@ -69,17 +64,11 @@ class LayerSites:
     @classmethod
     def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
         """Return the sites of one or more heads of one kind in one layer."""
-        chosen_heads = list(heads)
-        members = [ALL_MEMBERS if head.member is None else head.member for head in chosen_heads]
-        index = torch.tensor([head.index for head in chosen_heads], device="cpu")
+        heads = list(heads)
+        members = [ALL_MEMBERS if head.member is None else head.member for head in heads]
+        index = torch.tensor([head.index for head in heads], device="cpu")
         member = torch.tensor(members, device="cpu")
-        return cls(
-            chosen_heads[0].layer,
-            chosen_heads[0].kind,
-            tuple(map(str, chosen_heads)),
-            index,
-            member,
-        )
+        return cls(heads[0].layer, heads[0].kind, tuple(map(str, heads)), index, member)
 
 
 def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
@@ -88,11 +77,8 @@ def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
     Args:
         layers: source layers, counted from 0; None for all.
 
-    Returns:
-        The selection, for any model.
-
     Raises:
-        InputError: layers that are no numbers, negative or repeated.
+        InputError: layers that are not numbers, negative or repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -108,11 +94,8 @@ def heads(layers: int | Iterable[int] | None = None) -> Selection:
     Args:
         layers: source layers, counted from 0; None for all.
 
-    Returns:
-        The selection, for any model.
-
     Raises:
-        InputError: layers that are no numbers, negative or repeated.
+        InputError: layers that are not numbers, negative or repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -128,11 +111,8 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
     Args:
         layers: source layers, counted from 0; None for all.
 
-    Returns:
-        The selection, for any model.
-
     Raises:
-        InputError: layers that are no numbers, negative or repeated.
+        InputError: layers that are not numbers, negative or repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -162,19 +142,8 @@ def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") 
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the heads of a model that a selection or a list of names stands for.
-
-    Example:
-        >>> from attn_only_lens import convert, patching as p, pretrained
-        >>> from attn_only_lens.engine.sites import resolve_sites
-        >>> model = convert(pretrained.modular_addition())
-        >>> [(each.kind, len(each.names)) for each in resolve_sites(model, p.all_heads())]
-        [('attention', 4), ('neuron', 512)]
-        >>> resolve_sites(model, ["L0N7", "L0N5"])[0].index
-        tensor([5, 7])
-    """
-    problem = "these heads cannot be selected"
-    InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), problem)
+    """Return the heads of a model that a selection or a list of names stands for."""
+    InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         host = host_of(model)
         counts: list[dict[HeadKind, int]] = [
@@ -184,12 +153,12 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
         expected = f"expected source layers from 0 to {len(counts) - 1}"
         unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
-        InputError.raise_if(unknown, problem)
+        InputError.raise_if(unknown, _PROBLEM)
         return tuple(
             _all_heads(layer, kind, counts[layer][kind]) for layer in layers for kind in sites.kinds
         )
     names, reasons = _names(model, sites)
-    InputError.raise_if(reasons, problem)
+    InputError.raise_if(reasons, _PROBLEM)
     groups: dict[tuple[int, HeadKind], list[HeadName]] = {}
     for name in sorted(names, key=_order):
         groups.setdefault((name.layer, name.kind), []).append(name)
@@ -197,13 +166,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
-    """Split names with a position, such as `L3N7@13` or `L3N7@-1`, into head and position.
-
-    Example:
-        >>> from attn_only_lens.engine.sites import split_positions
-        >>> split_positions(["L3N7@13", "L2H0"])
-        [('L3N7', 13), ('L2H0', None)]
-    """
+    """Split names such as `L3N7@13` or `L3N7@-1` into head and position; None if none has one."""
     chosen = as_plain(sites)
     names = [chosen] if isinstance(chosen, str | HeadName) else chosen
     if not isinstance(names, list | tuple) or not any("@" in str(name) for name in names):
@@ -216,7 +179,7 @@ def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
             reasons.append(f"got {name!r}; expected a position after @, such as 'L3N7@13'")
         else:
             parsed.append((head, int(position) if sign else None))
-    InputError.raise_if(reasons, "these heads cannot be selected")
+    InputError.raise_if(reasons, _PROBLEM)
     return parsed
 
 
@@ -239,7 +202,7 @@ def _unknown(model: Any, name: HeadName) -> list[str]:
     return []
 
 
-@lru_cache(maxsize=1024)  # making names would take a noticeable share of an attribution's time
+@lru_cache(maxsize=1024)  # without it, names take a noticeable share of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))
@@ -266,7 +229,7 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
         names.append(name)
         key = name.layer, name.kind, name.member
         last[key] = max(name, last.get(key, name), key=lambda head: head.index)
-    # If a layer has the head with the largest index, it has all heads before it.
+    # A layer with the head of the largest index has all heads before it.
     known = {key for key, name in last.items() if not _unknown(model, name)}
     for name in names:
         if name.index < 0 or (name.layer, name.kind, name.member) not in known:
