@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from jaxtyping import Bool, Float
+from scipy.stats import rankdata
 
 from attn_only_lens.circuits.attributed_run import attribute_run
 from attn_only_lens.circuits.linear_graph import LinearGraph
@@ -197,31 +198,13 @@ def _rank_correlation(
     """Return Spearman's correlation over rows with both scores; NaN if it is undefined."""
     among = among & ~np.isnan(first) & ~np.isnan(second)
     middle = (among.sum(axis=1, keepdims=True) + 1) / 2
-    one, second_ranks = (
-        np.where(among, _ranks(values, among) - middle, 0.0) for values in (first, second)
+    # Those that are left out come last, and do not change the ranks of the others.
+    one, two = (
+        np.where(among, rankdata(np.where(among, scores, np.inf), axis=1) - middle, 0.0)
+        for scores in (first, second)
     )
-    scale = np.sqrt((one**2).sum(axis=1) * (second_ranks**2).sum(axis=1))
-    return np.where(
-        scale > 0, (one * second_ranks).sum(axis=1) / np.where(scale > 0, scale, 1), np.nan
-    )
-
-
-def _ranks(
-    x: Float[np.ndarray, "resample row"], among: Bool[np.ndarray, "resample row"]
-) -> Float[np.ndarray, "resample row"]:
-    """Return ranks from 1 among some rows; ties share their mean rank."""
-    x = np.where(among, x, np.inf)  # the others come last
-    order = np.argsort(x, axis=1, kind="stable")
-    ordered = np.take_along_axis(x, order, axis=1)
-    place = np.arange(x.shape[1])
-    differs = ordered[:, 1:] != ordered[:, :-1]
-    begins = np.pad(differs, ((0, 0), (1, 0)), constant_values=True)[:, : x.shape[1]]
-    ends = np.pad(differs, ((0, 0), (0, 1)), constant_values=True)[:, : x.shape[1]]
-    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
-    last = np.minimum.accumulate(np.where(ends, place, x.shape[1])[:, ::-1], axis=1)[:, ::-1]
-    ranks = np.empty_like(x)
-    np.put_along_axis(ranks, order, (first + last) / 2 + 1, axis=1)
-    return ranks
+    scale = np.sqrt((one**2).sum(axis=1) * (two**2).sum(axis=1))
+    return np.where(scale > 0, (one * two).sum(axis=1) / np.where(scale > 0, scale, 1), np.nan)
 
 
 def largest(

@@ -113,16 +113,7 @@ def circuit_view(
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
-    nodes_shown = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
-    share = (
-        f"with {graph.mass:.0%} of Σ |attribution|; all others are summed into one node, 'rest'."
-    )
-    notes = [*notes, f"Nodes: {nodes_shown}, {share}"]
-    if len(graph.tokens) > 1:
-        notes.append(
-            f"Prompts: tokens, attention and what nodes write are those of prompt {prompt}; "
-            f"attributions and edges add up {len(graph.tokens)} prompts, and values are their mean."
-        )
+    notes = [*notes, *_notes_about(graph, prompt)]
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
         run = _record_run(graph, model, prompts, mask)
@@ -137,29 +128,12 @@ def circuit_view(
     if exact is not None:
         nodes = nodes.assign(exact=_exact_effects(nodes, exact))
     columns = [name for name in nodes if name != "error"]
-    if graph.corrupted:
-        parts = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
-        by_pattern = parts.reindex(graph.heads["id"]).fillna(0.0)
-        by_value = graph.heads["attribution"].to_numpy() - by_pattern.to_numpy()
-        carried = by_pattern.abs().sum(), np.abs(by_value).sum()
-        through = carried[0] / (sum(carried) or 1.0)
-        notes.append(
-            "Difference: edges of all kinds add up to attributions. Of what these nodes carry, "
-            f"{through:.0%} goes through patterns (edges q, k, gate) and {1 - through:.0%} through "
-            "values, counted without signs."
-        )
-    what = "The attribution is its share with all patterns and norm scales as they are."
-    if graph.corrupted:
-        what = (
-            "The attribution divides the difference among all nodes, with slopes taken between the "
-            "two runs; where nodes do the same, patches of one of them differ by direction."
-        )
     meta = {
         "tokens": list(graph.tokens[prompt]),
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model or "model",
-        "exact": "" if exact is None else f"{_WHAT_IS_EXACT[exact.direction]} {what}",
+        "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
     }
     if graph.corrupted:
@@ -167,6 +141,43 @@ def circuit_view(
     return circuit_page(
         nodes[list(columns)], drawn.edges[list(EDGE_COLUMNS)], meta, details, state=state
     )
+
+
+def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
+    """Return what a reader of the graph should know."""
+    nodes = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
+    notes = [
+        f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
+        "node, 'rest'."
+    ]
+    if len(graph.tokens) > 1:
+        notes.append(
+            f"Prompts: tokens, attention and what nodes write are those of prompt {prompt}; "
+            f"attributions and edges add up {len(graph.tokens)} prompts, and values are their mean."
+        )
+    if graph.corrupted:
+        of_patterns = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
+        by_pattern = of_patterns.reindex(graph.heads["id"]).fillna(0.0).to_numpy()
+        by_value = graph.heads["attribution"].to_numpy() - by_pattern
+        carried = np.abs(by_pattern).sum(), np.abs(by_value).sum()
+        through = carried[0] / (sum(carried) or 1.0)
+        notes.append(
+            "Difference: edges of all kinds add up to attributions. Of what these nodes carry, "
+            f"{through:.0%} goes through patterns (edges q, k, gate) and {1 - through:.0%} through "
+            "values, counted without signs."
+        )
+    return notes
+
+
+def _what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
+    """Return how exact effects differ from attributions."""
+    what = "The attribution is its share with all patterns and norm scales as they are."
+    if graph.corrupted:
+        what = (
+            "The attribution divides the difference among all nodes, with slopes taken between the "
+            "two runs; where nodes do the same, patches of one of them differ by direction."
+        )
+    return f"{_WHAT_IS_EXACT[exact.direction]} {what}"
 
 
 def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:

@@ -20,29 +20,29 @@
   };
   const number = (value) => (value === null ? "–" : String(value));
   // hasOwn: a node may be called "constructor".
-  const own = (table, key) => (Object.hasOwn(table, key) ? table[key] : undefined);
-  const told = (i) => ({ ...own(details, nodes.name[i]), ...own(details, nodes.id[i]) });
+  const lookup = (table, key) => (Object.hasOwn(table, key) ? table[key] : undefined);
+  const detailsOf = (i) => ({ ...lookup(details, nodes.name[i]), ...lookup(details, nodes.id[i]) });
   const index = new Map(nodes.id.map((id, i) => [id, i]));
 
   // --- What readers change, and what is saved with the page ------------------------------------
   const KINDS = ["value", "q", "k", "gate"];
   const state = { nodes: null, edges: null, kinds: ["value"], extras: false,
                   only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
-  const take = (given) => {
+  const take = (saved) => {
     const list = (all) => (Array.isArray(all) ? [...new Set(all)].filter((id) => index.has(id)) : []);
     for (const key of ["nodes", "edges"]) // none: as many as fit
-      state[key] = Number.isFinite(given[key]) ? Math.max(1, Math.round(given[key])) : null;
-    for (const key of ["extras", "only_pinned"]) state[key] = given[key] === true;
-    if (Array.isArray(given.kinds)) state.kinds = given.kinds.map(String);
-    state.pinned = list(given.pinned);
-    state.names = Object.fromEntries(Object.entries(given.names || {})
+      state[key] = Number.isFinite(saved[key]) ? Math.max(1, Math.round(saved[key])) : null;
+    for (const key of ["extras", "only_pinned"]) state[key] = saved[key] === true;
+    if (Array.isArray(saved.kinds)) state.kinds = saved.kinds.map(String);
+    state.pinned = list(saved.pinned);
+    state.names = Object.fromEntries(Object.entries(saved.names || {})
       .filter(([id, name]) => index.has(id) && typeof name === "string"));
     const taken = new Set(); // no node is in two groups
-    state.groups = (Array.isArray(given.groups) ? given.groups : [])
-      .map((each) => ({ name: String(each.name),
-                        members: list(each.members).filter((id) => !taken.has(id) && taken.add(id)) }))
-      .filter((each) => each.members.length);
-    state.theme = given.theme === "dark" || given.theme === "light" ? given.theme : null;
+    state.groups = (Array.isArray(saved.groups) ? saved.groups : [])
+      .map((entry) => ({ name: String(entry.name),
+                        members: list(entry.members).filter((id) => !taken.has(id) && taken.add(id)) }))
+      .filter((entry) => entry.members.length);
+    state.theme = saved.theme === "dark" || saved.theme === "light" ? saved.theme : null;
   };
   take({ ...state, ...read("state") });
 
@@ -73,18 +73,18 @@
   const rebuild = () => {
     home = nodes.id.map((_, i) => i);
     items = nodes.id.map((id, i) => {
-      const name = own(state.names, id);
+      const name = lookup(state.names, id);
       const { label, width } = name === undefined ? { label: nodes.label[i], width: nodes.width[i] } : named(name);
       return { key: id, label, name: name ?? nodes.label[i], row: nodes.row[i], column: nodes.column[i], width,
                overhangs: nodes.kind[i] === "metric", members: [i], attribution: nodes.attribution[i],
                kind: nodes.kind[i], status: nodes.status ? nodes.status[i] : null };
     });
-    state.groups.forEach((each, g) => {
-      const members = each.members.map((id) => index.get(id));
+    state.groups.forEach((entry, g) => {
+      const members = entry.members.map((id) => index.get(id));
       const head = members.reduce((a, b) => (strength.node[b] > strength.node[a] ? b : a));
       for (const i of members) home[i] = N + g;
-      const { label, width } = named(each.name);
-      items.push({ ...items[head], key: "group " + g, label, name: each.name, width: width + 6, members, group: each,
+      const { label, width } = named(entry.name);
+      items.push({ ...items[head], key: "group " + g, label, name: entry.name, width: width + 6, members, group: entry,
                    attribution: members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0),
                    status: null, kind: "group" });
     });
@@ -110,7 +110,7 @@
   };
   const showing = () => {
     const pinned = new Set(state.pinned.map((id) => index.get(id)));
-    for (const each of state.groups) for (const id of each.members) pinned.add(index.get(id));
+    for (const entry of state.groups) for (const id of entry.members) pinned.add(index.get(id));
     const first = order.filter((i) => !isExtra(i));
     const strong = state.only_pinned ? first.filter((i) => nodes.kind[i] === "metric")
       : [...first.slice(0, count.nodes), ...(state.extras ? order.filter(isExtra) : [])];
@@ -152,18 +152,18 @@
   };
   const sign = (value) => (value === null || value === 0 ? "" : value < 0 ? "− " : "+ ");
   const drawEdges = () => {
-    const top = drawn.reduce((most, each) => Math.max(most, Math.abs(each.weight)), 0) || 1;
-    for (const each of drawn) each.width = 0.8 + 4.2 * Math.abs(each.weight) / top;
-    const paths = layout.paths(scene, items, drawn.map((each) => [each.source, each.target, each.kind]));
-    const colour = (each) => each.status || (each.weight < 0 ? "negative" : "positive");
-    lines.selectAll("path").data(drawn, (each) => each.key).join("path")
-      .attr("class", (each) => `edge ${each.kind} ${colour(each)}`).attr("data-id", (each) => each.key)
-      .attr("d", (each, j) => layout.curve(paths[j]) + head(each, paths[j]))
-      .attr("stroke-width", (each) => each.width.toFixed(2))
-      .attr("opacity", (each) => (0.35 + 0.6 * Math.sqrt(Math.abs(each.weight) / top)).toFixed(2))
-      .each(function title(each) {
-        d3.select(this).selectAll("title").data([each]).join("title")
-          .text(`${items[each.source].label} → ${items[each.target].label}, ${each.kind}${each.status ? ", " + each.status : ""}: ${+each.weight.toPrecision(4)}`);
+    const top = drawn.reduce((most, entry) => Math.max(most, Math.abs(entry.weight)), 0) || 1;
+    for (const entry of drawn) entry.width = 0.8 + 4.2 * Math.abs(entry.weight) / top;
+    const paths = layout.paths(scene, items, drawn.map((entry) => [entry.source, entry.target, entry.kind]));
+    const colour = (entry) => entry.status || (entry.weight < 0 ? "negative" : "positive");
+    lines.selectAll("path").data(drawn, (entry) => entry.key).join("path")
+      .attr("class", (entry) => `edge ${entry.kind} ${colour(entry)}`).attr("data-id", (entry) => entry.key)
+      .attr("d", (entry, j) => layout.curve(paths[j]) + head(entry, paths[j]))
+      .attr("stroke-width", (entry) => entry.width.toFixed(2))
+      .attr("opacity", (entry) => (0.35 + 0.6 * Math.sqrt(Math.abs(entry.weight) / top)).toFixed(2))
+      .each(function title(entry) {
+        d3.select(this).selectAll("title").data([entry]).join("title")
+          .text(`${items[entry.source].label} → ${items[entry.target].label}, ${entry.kind}${entry.status ? ", " + entry.status : ""}: ${+entry.weight.toPrecision(4)}`);
       });
   };
   const corner = { attention: 10, group: 10, metric: 4, embed: 4, neuron: 0 };
@@ -214,39 +214,39 @@
     side.select("rect").attr("width", layout.GUTTER - 8).attr("height", pane.height);
     let last = Infinity; // rows come from below, and one that would cover the last is left out
     side.selectAll("text").data(scene.rows).join("text").attr("class", "row").attr("x", 8).attr("dy", "0.35em")
-      .text((each) => data.rows[each.row])
-      .attr("y", (each) => each.y * k + y)
-      .style("display", (each) => {
-        const here = each.y * k + y, on = last - here >= 13;
+      .text((entry) => data.rows[entry.row])
+      .attr("y", (entry) => entry.y * k + y)
+      .style("display", (entry) => {
+        const here = entry.y * k + y, on = last - here >= 13;
         if (on) last = here;
         return on ? "" : "none";
       });
     const top = Math.min(pane.height - layout.AXIS, (scene.height - layout.AXIS) * k + y);
     foot.attr("transform", `translate(0,${top.toFixed(1)})`);
     foot.select("rect").attr("width", pane.width).attr("height", layout.AXIS);
-    const place = (each) => (each.left + each.width / 2) * k + x;
+    const place = (entry) => (entry.left + entry.width / 2) * k + x;
     let right = 0; // of the last token that is written: what would cover it is left out
-    foot.selectAll("g").data(scene.columns, (each) => each.first + "-" + each.last).join((enter) => {
+    foot.selectAll("g").data(scene.columns, (entry) => entry.first + "-" + entry.last).join((enter) => {
       const made = enter.append("g");
       made.append("title");
       made.append("text").attr("class", "token").attr("y", 17);
       made.append("text").attr("class", "index").attr("y", 32);
       return made;
-    }).attr("transform", (each) => `translate(${place(each).toFixed(1)},0)`)
-      .classed("folded", (each) => each.first < each.last)
-      .style("display", (each) => {
-        const middle = place(each), half = each.first === each.last && each.first >= 0
-          ? data.axis_width[each.first] / 2 : 12;
+    }).attr("transform", (entry) => `translate(${place(entry).toFixed(1)},0)`)
+      .classed("folded", (entry) => entry.first < entry.last)
+      .style("display", (entry) => {
+        const middle = place(entry), half = entry.first === entry.last && entry.first >= 0
+          ? data.axis_width[entry.first] / 2 : 12;
         const on = middle - half > Math.max(right, layout.GUTTER - 20);
         if (on) right = middle + half;
         return on ? "" : "none";
       });
-    foot.selectAll("g").select("title").text((each) => (each.first < 0 ? "of no position"
-      : tokens.slice(each.first, each.last + 1).join("")));
-    foot.selectAll("g").select(".token").text((each) => (each.first < 0 ? "–"
-      : each.first < each.last ? "⋯" : data.axis[each.first]));
-    foot.selectAll("g").select(".index").text((each) => (each.first < 0 ? ""
-      : each.first < each.last ? `${each.first}–${each.last}` : each.first));
+    foot.selectAll("g").select("title").text((entry) => (entry.first < 0 ? "of no position"
+      : tokens.slice(entry.first, entry.last + 1).join("")));
+    foot.selectAll("g").select(".token").text((entry) => (entry.first < 0 ? "–"
+      : entry.first < entry.last ? "⋯" : data.axis[entry.first]));
+    foot.selectAll("g").select(".index").text((entry) => (entry.first < 0 ? ""
+      : entry.first < entry.last ? `${entry.first}–${entry.last}` : entry.first));
   };
   const zoom = d3.zoom().scaleExtent([0.1, 4])
     .filter((event) => (event.type !== "wheel" || event.ctrlKey || event.metaKey) && !event.button)
@@ -294,7 +294,7 @@
     shown = showing();
     const all = between(shown);
     const most = state.only_pinned ? all.length : count.edges;
-    drawn = all.filter((each, j) => j < most || each.source === chosen || each.target === chosen);
+    drawn = all.filter((entry, j) => j < most || entry.source === chosen || entry.target === chosen);
     tellCounts(all.length);
     if (!sized) return;
     const anchor = chosen ?? shown[0], before = scene?.at.get(anchor); // the first is the metric
@@ -305,8 +305,8 @@
       scene = layout.place(items, shown, data.axis_width, wide, pane.height);
     }
     bands.selectAll("rect").data(scene.rows).join("rect").attr("class", "band").attr("x", layout.GUTTER - 8)
-      .attr("width", scene.width).attr("y", (each) => each.y - each.height / 2)
-      .attr("height", (each) => each.height);
+      .attr("width", scene.width).attr("y", (entry) => entry.y - entry.height / 2)
+      .attr("height", (entry) => entry.height);
     drawEdges();
     drawNodes();
     const after = scene.at.get(anchor);
@@ -321,12 +321,12 @@
   };
   const light = (i) => {
     const near = new Set(i === null ? [] : [i]);
-    lines.selectAll("path").classed("near", (each) => {
-      const mine = i !== null && (each.source === i || each.target === i);
-      if (mine) near.add(each.source).add(each.target);
-      return mine;
+    lines.selectAll("path").classed("near", (entry) => {
+      const touches = i !== null && (entry.source === i || entry.target === i);
+      if (touches) near.add(entry.source).add(entry.target);
+      return touches;
     }).filter(".near").raise();
-    marks.selectAll("g").classed("near", (each) => near.has(each));
+    marks.selectAll("g").classed("near", (entry) => near.has(entry));
     view.classed("lit", i !== null);
   };
   const reveal = (i) => { // not behind the panel, nor outside
@@ -369,13 +369,13 @@
     update();
   });
   const words = nodes.id.map((id, i) => {
-    const more = told(i), ends = [...(more.writes || []), ...(more.reads || [])].map(([token]) => token);
+    const more = detailsOf(i), ends = [...(more.writes || []), ...(more.reads || [])].map(([token]) => token);
     return [id, nodes.name[i], position(i), ...ends].map((word) => word.toLowerCase());
   });
   let hits = [];
   const search = () => {
     const wanted = at("search").value.trim().toLowerCase();
-    const called = (i) => own(state.names, nodes.id[i])?.toLowerCase().includes(wanted)
+    const called = (i) => lookup(state.names, nodes.id[i])?.toLowerCase().includes(wanted)
       || items[home[i]].name.toLowerCase().includes(wanted);
     hits = wanted ? order.filter((i) => called(i) || words[i].some((word) => word.includes(wanted))) : [];
     const on = new Set(hits.map((i) => home[i])), visible = new Set(shown);
@@ -420,7 +420,7 @@
     tell();
   };
   const groupable = () => {
-    const taken = new Set(state.groups.flatMap((each) => each.members));
+    const taken = new Set(state.groups.flatMap((entry) => entry.members));
     return state.pinned.filter((id) => !taken.has(id) && nodes.kind[index.get(id)] !== "metric");
   };
   const group = () => {
@@ -432,7 +432,7 @@
     at("name").select();
   };
   const ungroup = (i) => {
-    state.groups = state.groups.filter((each) => each !== items[i].group);
+    state.groups = state.groups.filter((entry) => entry !== items[i].group);
     chosen = null;
     rebuild();
     update();
@@ -445,7 +445,7 @@
     const made = make("table");
     if (header) {
       const row = made.insertRow();
-      header.forEach((each, c) => row.append(make("th", each, c ? "number" : "")));
+      header.forEach((entry, c) => row.append(make("th", entry, c ? "number" : "")));
     }
     for (const { cells, go, title, numbers } of rows) {
       const row = made.insertRow();
@@ -468,25 +468,25 @@
     if (note) part.append(make("p", note, "note"));
     return part;
   };
-  const linked = (title, id, mine, other) => {
+  const linked = (title, id, here, there) => {
     const members = new Set(items[chosen].members), sums = new Map();
     for (let j = 0; j < E; j++)
-      if (members.has(mine[j]) && !members.has(other[j])) {
-        const key = `${other[j]} ${edges.kind[j]} ${edges.status ? edges.status[j] : ""}`, one = sums.get(key);
+      if (members.has(here[j]) && !members.has(there[j])) {
+        const key = `${there[j]} ${edges.kind[j]} ${edges.status ? edges.status[j] : ""}`, one = sums.get(key);
         sums.set(key, { j, weight: (one ? one.weight : 0) + edges.weight[j] });
       }
     const list = [...sums.values()].sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
     const cut = list.length > MOST ? `, the strongest ${MOST} below` : "";
     const part = section(id, `${title} (${list.length}${cut})`);
     part.append(table(list.slice(0, MOST).map(({ j, weight }) => ({
-      cells: [nameOf(other[j]), edges.kind[j], ...(edges.status ? [edges.status[j] || ""] : []),
+      cells: [nameOf(there[j]), edges.kind[j], ...(edges.status ? [edges.status[j] || ""] : []),
               +weight.toPrecision(5)],
-      go: home[other[j]],
+      go: home[there[j]],
     }))));
     return part;
   };
   const nameOf = (i) => {
-    const name = own(state.names, nodes.id[i]) ?? (nodes.kind[i] === "embed" ? nodes.label[i] : undefined);
+    const name = lookup(state.names, nodes.id[i]) ?? (nodes.kind[i] === "embed" ? nodes.label[i] : undefined);
     return name === undefined ? nodes.id[i] : `${name} (${nodes.id[i]})`;
   };
   const coloured = (texts, values, top, here, say) => {
@@ -552,12 +552,12 @@
     box.append(heading, table(facts.map((cells) => ({
       cells, numbers: true, title: cells[0] === "exact effect" ? data.exact : "" }))));
     if (nodes.exact && nodes.exact[i] !== null) box.append(make("p", data.exact, "note"));
-    const more = told(i);
+    const more = detailsOf(i);
     if (more.pattern) {
-      const gate = "What each token attends to itself, 0 to 1; the rest goes to the bias token.";
+      const gate = "What entry token attends to itself, 0 to 1; the rest goes to the bias token.";
       // A gate alone would mislead: that of SiLU is ½ where nothing is put out.
       const part = section("pattern", "Attention", more.z
-        ? "Coloured by what the neuron puts out at each token: z, its gate × value. Point at a token for its gate, "
+        ? "Coloured by what the neuron puts out at entry token: z, its gate × value. Point at a token for its gate, "
           + "the weight on itself."
         : nodes.kind[i] === "neuron" ? gate : "What the outlined token attends to, 0 to 1.");
       part.append(more.z
@@ -567,14 +567,14 @@
       box.append(part);
     }
     if (more.writes) box.append(bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
-    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "How strongly each token's embedding activates this neuron's gate (standard deviations above the mean of the vocabulary).",
+    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "How strongly entry token's embedding activates this neuron's gate (standard deviations above the mean of the vocabulary).",
                                         ["most", "least"], more.reads));
     if (more.examples) {
       const part = section("examples", "Top examples", "Each token is coloured by z. Point at a token for its values.");
-      const top = furthest(more.examples.flatMap((each) => each.values));
-      for (const each of more.examples) {
-        const line = coloured(each.tokens, each.values, top, each.position,
-                              (t) => `z ${each.values[t]}, gate ${each.gates[t]} (text ${each.text})`);
+      const top = furthest(more.examples.flatMap((entry) => entry.values));
+      for (const entry of more.examples) {
+        const line = coloured(entry.tokens, entry.values, top, entry.position,
+                              (t) => `z ${entry.values[t]}, gate ${entry.gates[t]} (text ${entry.text})`);
         line.classList.add("example");
         part.append(line);
       }
@@ -598,8 +598,8 @@
     grouping.id = "group";
     grouping.disabled = groupable().length < 2;
     pins.append(list, grouping);
-    for (const [g, each] of state.groups.entries())
-      pins.append(button(each.name, () => choose(N + g)));
+    for (const [g, entry] of state.groups.entries())
+      pins.append(button(entry.name, () => choose(N + g)));
     const prompt = section("prompt", "Prompt");
     prompt.append(coloured(tokens, tokens.map(() => null), 1, null, String));
     const about = section("notes", "About this graph");
@@ -699,12 +699,12 @@
   at("load").addEventListener("change", async () => {
     const [file] = at("load").files;
     try {
-      const given = JSON.parse(await file.text());
-      const ids = [...given.pinned, ...Object.keys(given.names), ...given.groups.flatMap((each) => each.members)];
+      const saved = JSON.parse(await file.text());
+      const ids = [...saved.pinned, ...Object.keys(saved.names), ...saved.groups.flatMap((entry) => entry.members)];
       const unknown = ids.filter((id) => !index.has(id)).length;
       if (unknown && unknown === ids.length) at("said").textContent = `${file.name} is of another circuit`;
       else {
-        take(given);
+        take(saved);
         at("said").textContent = `${file.name} loaded` + (unknown ? `; ${unknown} of its nodes are not here` : "");
       }
     } catch {
@@ -720,7 +720,7 @@
     box.checked = get();
     box.onchange = () => { set(box.checked); update(); };
   };
-  for (const kind of KINDS.filter((each) => edges.kind.includes(each))) {
+  for (const kind of KINDS.filter((entry) => edges.kind.includes(entry))) {
     const label = make("label", ` ${kind}`), box = make("input");
     box.type = "checkbox";
     box.id = "edges-" + kind;
@@ -749,7 +749,7 @@
     chosen = null;
     rebuild();
     for (const kind of KINDS) {
-      const box = at("edges-" + kind), others = () => state.kinds.filter((each) => each !== kind);
+      const box = at("edges-" + kind), others = () => state.kinds.filter((entry) => entry !== kind);
       if (box) check(box, () => state.kinds.includes(kind), (on) => { state.kinds = on ? [...others(), kind] : others(); });
     }
     check(at("extras"), () => state.extras, (on) => { state.extras = on; });

@@ -5,13 +5,13 @@ const layout = (() => {
   const GAP = 12, COLUMN_GAP = 10, LINE = 34, ROW_GAP = 6, FOLDED = 34, RIGHT = 14, WIDEST_ROW_GAP = 120;
   const MARGIN = 3, ARROW = 6, LANES = 5, LANE = 5, KINDS = ["q", "gate", "value", "k"];
   const group = (all, key) => {
-    const found = new Map();
-    for (const each of all) {
-      const at = key(each);
-      if (found.has(at)) found.get(at).push(each);
-      else found.set(at, [each]);
+    const grouped = new Map();
+    for (const entry of all) {
+      const at = key(entry);
+      if (grouped.has(at)) grouped.get(at).push(entry);
+      else grouped.set(at, [entry]);
     }
-    return found;
+    return grouped;
   };
   const most = (numbers, least) => numbers.reduce((a, b) => Math.max(a, b), least);
 
@@ -37,8 +37,8 @@ const layout = (() => {
     const used = [...columnsOf.keys()].sort((a, b) => a - b);
     const step = new Map(), abreast = new Map(), cells = new Map();
     for (const c of used) {
-      const mine = columnsOf.get(c), rows = group(mine, (i) => boxes[i].row);
-      const inside = mine.filter((i) => !boxes[i].overhangs).map((i) => boxes[i].width);
+      const members = columnsOf.get(c), rows = group(members, (i) => boxes[i].row);
+      const inside = members.filter((i) => !boxes[i].overhangs).map((i) => boxes[i].width);
       step.set(c, most(inside, 0) + GAP);
       abreast.set(c, most([...rows.values()].map((cell) => cell.length), 0));
       cells.set(c, rows);
@@ -103,7 +103,7 @@ const layout = (() => {
       bottom -= lines.get(row) * LINE + gap;
     }
     const base = TOP - (bottom + gap);
-    for (const each of [...at.values(), ...rows]) each.y += base;
+    for (const entry of [...at.values(), ...rows]) entry.y += base;
     return { at, columns, rows, width: whole, height: base + AXIS };
   };
 
@@ -122,9 +122,9 @@ const layout = (() => {
     for (const [right, next] of [...covered, [width, width]]) {
       if (right - left >= 2 * MARGIN) {
         const room = MARGIN + 1 + LANE * lane, wide = right - left;
-        const found = wide >= 2 * room ? Math.max(left + room, Math.min(right - room, x))
+        const spot = wide >= 2 * room ? Math.max(left + room, Math.min(right - room, x))
           : left + wide * (lane + 1) / (LANES + 1);
-        if (best === null || Math.abs(found - x) < Math.abs(best - x)) best = found;
+        if (best === null || Math.abs(spot - x) < Math.abs(best - x)) best = spot;
       }
       left = next;
     }
@@ -145,16 +145,16 @@ const layout = (() => {
     return [p, q];
   };
   const ports = (at, boxes, pairs, kinds, end) => {
-    const found = new Array(pairs.length);
-    for (const [node, mine] of group(pairs.keys(), (j) => pairs[j][end])) {
+    const places = new Array(pairs.length);
+    for (const [node, members] of group(pairs.keys(), (j) => pairs[j][end])) {
       const x = (j) => at.get(pairs[j][1 - end]).x;
-      mine.sort((a, b) => kinds[a] - kinds[b] || x(a) - x(b));
-      const apart = Math.min(7, (boxes[node].width - 10) / mine.length);
-      mine.forEach((j, rank) => {
-        found[j] = at.get(node).x + (rank - (mine.length - 1) / 2) * apart;
+      members.sort((a, b) => kinds[a] - kinds[b] || x(a) - x(b));
+      const apart = Math.min(7, (boxes[node].width - 10) / members.length);
+      members.forEach((j, rank) => {
+        places[j] = at.get(node).x + (rank - (members.length - 1) / 2) * apart;
       });
     }
-    return found;
+    return places;
   };
   // edges: [source, target, kind]
   const paths = ({ at, width }, boxes, edges) => {

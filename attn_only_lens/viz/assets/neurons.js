@@ -45,11 +45,11 @@
   function examplesOf(end, neuron) {
     const found = new Map();
     for (let rank = 0; rank < end.found[neuron]; rank++) {
-      const each = windowOf(end, neuron, rank);
-      const key = each.tokens.map((token) => token.name).join("\u0000") + "\u0000" + each.here;
+      const entry = windowOf(end, neuron, rank);
+      const key = entry.tokens.map((token) => token.name).join("\u0000") + "\u0000" + entry.here;
       const same = found.get(key);
       if (same) same.times += 1;
-      else found.set(key, { ...each, times: 1 });
+      else found.set(key, { ...entry, times: 1 });
     }
     return [...found.values()];
   }
@@ -114,10 +114,10 @@
   }
   function drawRows() {
     const first = Math.max(0, Math.floor($("list").scrollTop / ROW) - 5);
-    const told = orders[$("order").value][2];
+    const shownBy = orders[$("order").value][2];
     $("rows").replaceChildren(...listed.slice(first, first + Math.ceil($("list").clientHeight / ROW) + 10).map((i, at) => {
-      const end = told && told !== positive ? told : further(i);
-      const shown = told === positive ? `${short(100 * positive(i))}%` : short(score(end)(i));
+      const end = shownBy && shownBy !== positive ? shownBy : further(i);
+      const shown = shownBy === positive ? `${short(100 * positive(i))}%` : short(score(end)(i));
       const row = el("a", { href: `#${data.names[i]}`, class: i === chosen ? "chosen" : "" },
         el("span", {}, data.names[i]), el("span", { class: "peak" }, peak(i, end)?.name ?? ""),
         el("span", { class: "number" }, shown));
@@ -183,7 +183,7 @@
   }
   function together(neuron) {
     const size = 2 * JOINT;
-    const at = (g, v) => joint[(neuron * size + g) * size + v]; // each side from 0 outward: negative, positive
+    const at = (g, v) => joint[(neuron * size + g) * size + v]; // entry side from 0 outward: negative, positive
     const order = [...Array(JOINT).keys()].reverse().concat([...Array(JOINT).keys()].map((i) => JOINT + i));
     const rows = order.filter((g) => order.some((v) => at(g, v))), columns = order.filter((v) => order.some((g) => at(g, v)));
     const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "gate and value together" });
@@ -257,9 +257,9 @@
     W = inside > 0 ? (inside - 22 * (columns - 1)) / columns : 260;
     const neuron = chosen, end = ends[shownEnd], name = data.names[neuron];
     const examples = examplesOf(end, neuron);
-    const limits = { z: data.limits[neuron], value: Math.max(...examples.flatMap((each) => each.value.map((v) => Math.abs(v ?? 0))), 0) };
-    const tabs = ends.map((each, i) => el("button", { type: "button", "aria-pressed": i === shownEnd, onclick: () => { shownEnd = i; draw(); } },
-      `${ENDS[each.end]} ${by} (${short(score(each)(neuron))})`));
+    const limits = { z: data.limits[neuron], value: Math.max(...examples.flatMap((entry) => entry.value.map((v) => Math.abs(v ?? 0))), 0) };
+    const tabs = ends.map((entry, i) => el("button", { type: "button", "aria-pressed": i === shownEnd, onclick: () => { shownEnd = i; draw(); } },
+      `${ENDS[entry.end]} ${by} (${short(score(entry)(neuron))})`));
     const box = el("input", { type: "checkbox", onchange: (event) => { strips = event.target.checked; draw(); } });
     box.checked = strips;
     const go = (by) => () => {
@@ -277,9 +277,9 @@
         el("span", { class: "note" }, `z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
       el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
       tokenLegend(limits, strips),
-      el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((each) => el("div", { class: "example" },
-        el("span", { class: "value" }, short(each.score)), tokenLine(each, limits, strips),
-        el("span", { class: "from", title: each.times > 1 ? `so many of the ${end.found[neuron]} examples are these words` : "" }, each.times > 1 ? `${each.times} times` : `text ${each.text}`)))),
+      el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((entry) => el("div", { class: "example" },
+        el("span", { class: "value" }, short(entry.score)), tokenLine(entry, limits, strips),
+        el("span", { class: "from", title: entry.times > 1 ? `so many of the ${end.found[neuron]} examples are these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
