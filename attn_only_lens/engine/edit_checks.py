@@ -203,7 +203,7 @@ def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Resid
 
     with ExitStack() as stack:
         for block in model.blocks:
-            stack.callback(block.register_forward_hook(of_this_thread(restore)).remove)
+            stack.enter_context(block.register_forward_hook(of_this_thread(restore)))
         run_blocks(model, recording.tokens, recording.mask, hooks)
     return outputs
 

@@ -139,11 +139,8 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
             return (stream, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": stream}
 
-    handle = model.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
-    try:
+    with model.blocks[0].register_forward_pre_hook(enter, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -207,12 +204,8 @@ def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
     def look(module: nn.Module, args: Any, output: Tensor) -> None:
         seen.append(output)
 
-    handle = model.unembed.register_forward_hook(look)
-    try:
-        with silent_scale_edits():
-            yield seen
-    finally:
-        handle.remove()
+    with model.unembed.register_forward_hook(look), silent_scale_edits():
+        yield seen
 
 
 @contextmanager

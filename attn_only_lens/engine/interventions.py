@@ -23,7 +23,7 @@ from attn_only_lens.axes import SELF, Tokens
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.prompts import Prompts, single_prompts
+from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.recording import NeuronRun, Recording, record
 from attn_only_lens.engine.sites import (
     ALL_MEMBERS,
@@ -35,6 +35,7 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads.host import HeadKind
 
 DIRECTIONS = ("denoise", "noise")
 """Patch clean activations into the corrupted run, or corrupted ones into the clean run."""
@@ -155,9 +156,8 @@ def ablated(
         True
     """
     places = _places(model, names, positions)
-    sites = [place.sites for place in places]
     reasons = option_reasons("to", to, get_args(AblateTo))
-    if to == "bias" and any(site.kind == "attention" for site in sites):
+    if to == "bias" and any(place.sites.kind == "attention" for place in places):
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
     if (prompts is None) == (to == "mean"):
         got = "no prompts" if prompts is None else "prompts"
@@ -167,14 +167,9 @@ def ablated(
     if to == "mean" and (unready := reasons_not_to_run(model)):
         reasons += [*unready, "if contexts are nested, the one with to='mean' must be outermost"]
     InputError.raise_if(reasons + _position_reasons(places), _ABLATED)
-    _require_edits_seen(model, sites)
-    if prompts is None:
-        run = _short_run(model, sites)
-        real = torch.ones_like(run.tokens, dtype=torch.bool)
-    else:
-        pair = single_prompts(model, prompts, mask)
-        run, real = _record(model, sites, pair.clean, pair.mask), pair.real
-    _require_read(model, run, sites, "pattern" if to == "bias" else "z")
+    pair = None if prompts is None else single_prompts(model, prompts, mask)
+    run = _recorded(model, places, "pattern" if to == "bias" else "z", pair)
+    real = torch.ones_like(run.tokens, dtype=torch.bool) if pair is None else pair.real
     source = ablate(run, run, to, real)
     edits = list[tuple[_Place, str, _Change]]()
     for place in places:
@@ -226,11 +221,9 @@ def steered(
     if not isinstance(steering, Mapping) or not steering:
         raise InputError(["got no steering; expected such as {'L5N1234': 4.0}"], _STEERED)
     places = _places(model, list(steering), positions)
-    sites = [place.sites for place in places]
     vectors = {str(name): value for name, value in steering.items()}
     InputError.raise_if(_position_reasons(places), _STEERED)
-    _require_edits_seen(model, sites)
-    run = _short_run(model, sites)
+    run = _recorded(model, places, "z")
     reasons, edits = list[str](), list[tuple[_Place, str, _Change]]()
     for place in places:
         added = torch.zeros_like(_z(run, model, place)[0, 0])
@@ -246,7 +239,6 @@ def steered(
 
         edits.append((place, "z", add))
     InputError.raise_if(reasons, _STEERED)
-    _require_read(model, run, sites, "z")
     with _edited(model, edits):
         yield
 
@@ -335,44 +327,33 @@ def _z(run: Recording, model: Any, place: _Place) -> Float[Tensor, "batch pos he
 # Hooks
 
 
-class _TokensBefore:
-    """Count the tokens before those of a forward pass, for each thread."""
+@contextmanager
+def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the number of tokens before those of this thread's pass.
 
-    def __init__(self, model: Any) -> None:
-        self._host = host_of(model)
+    It is 0 if the pass starts at a later block.
+    """
+    host, key = host_of(model), object()
+    values = host.passing.values
 
-    @property
-    def count(self) -> int:
-        """The number of tokens before this pass; 0 if the pass starts at a later block."""
-        count: int = self._host.passing.values.get(self, 0)
-        return count
+    def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        host.passing.values[key] = host.tokens_before(args, kwargs)
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Return a context in which every pass counts when it enters the first block."""
-        values = self._host.passing.values
-
-        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._host.passing.values[self] = self._host.tokens_before(args, kwargs)
-
-        handle = self._host.model.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-            values.pop(self, None)  # of blocks that were run outside a pass of the model
+    handle = host.model.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        yield lambda: host.passing.values.get(key, 0)
+    finally:
+        handle.remove()
+        values.pop(key, None)  # of blocks that were run outside a pass of the model
 
 
 @contextmanager
 def _edited(model: Any, edits: Sequence[tuple[_Place, str, _Change]]) -> Iterator[None]:
-    """Change z [batch, pos, head_index, d], or a pattern [batch, head_index, pos, 2], in a `with`.
+    """Change z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in a `with`."""
 
-    Args:
-        edits: the heads and positions, "z" or "pattern", and a function of the hook's value.
-    """
-    before = _TokensBefore(model)
-
-    def hook(place: _Place, point: str, change: _Change) -> Callable[[Tensor, Any], Tensor]:
+    def hook(
+        place: _Place, point: str, change: _Change, before: Callable[[], int]
+    ) -> Callable[[Tensor, Any], Tensor]:
         heads = [head for heads in place.heads(model) for head in heads]
 
         def edit(value: Tensor, hook: Any) -> Tensor:
@@ -380,7 +361,7 @@ def _edited(model: Any, edits: Sequence[tuple[_Place, str, _Change]]) -> Iterato
             edited = torch.zeros(n_pos, n_heads, dtype=torch.bool, device=device)
             edited[:, heads] = True
             if place.positions is not None:
-                of_text = torch.arange(before.count, before.count + n_pos, device=device)
+                of_text = torch.arange(n_pos, device=device) + before()
                 chosen = torch.tensor(place.positions, device=device)
                 edited &= torch.isin(of_text, chosen)[:, None]
             edited = edited if point == "z" else edited.T
@@ -388,39 +369,33 @@ def _edited(model: Any, edits: Sequence[tuple[_Place, str, _Change]]) -> Iterato
 
         return edit
 
-    hooks = [
-        (place.hook(model, point), hook(place, point, change)) for place, point, change in edits
-    ]
-    with before.counted(), model.hooks(fwd_hooks=hooks):
-        yield
+    with _tokens_before(model) as before:
+        hooks = [(edit[0].hook(model, edit[1]), hook(*edit, before)) for edit in edits]
+        with model.hooks(fwd_hooks=hooks):
+            yield
 
 
-def _record(model: Any, sites: Sequence[LayerSites], tokens: Tensor, mask: Any) -> Recording:
-    layers = [site.layer for site in sites if site.kind == "neuron"]
-    attention = [site.layer for site in sites if site.kind == "attention"]
-    names = [host_of(model).hook_name(layer, "attention", "z") for layer in attention]
-    with keep_random_state(tokens.device):
-        return record(model, tokens, mask, layers=layers, names=names)
-
-
-def _short_run(model: Any, sites: Sequence[LayerSites]) -> Recording:
-    """Record a run of two tokens, for the shapes of z."""
-    device = next(model.parameters()).device
-    return _record(model, sites, torch.zeros((1, 2), dtype=torch.long, device=device), None)
-
-
-def _require_edits_seen(model: Any, sites: Sequence[LayerSites]) -> None:
-    """Refuse a model with hooks that would see z before the edit; the hooks are not called."""
+def _recorded(
+    model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
+) -> Recording:
+    """Record z of prompts, or of two tokens; refuse a model that would not read edits."""
+    layers: dict[HeadKind, list[int]] = {"neuron": [], "attention": []}
+    for layer, kind in dict.fromkeys((place.sites.layer, place.sites.kind) for place in places):
+        layers[kind].append(layer)
     reasons = [
         reason
-        for layer, kind in dict.fromkeys((site.layer, site.kind) for site in sites)
+        for kind, of_kind in layers.items()
+        for layer in of_kind
         for reason in host_of(model).unseen_edit_reasons(layer, kind)
     ]
     UnsupportedModelError.raise_if(reasons, "these heads cannot be edited")
-
-
-def _require_read(model: Any, run: Recording, sites: Sequence[LayerSites], part: Part) -> None:
-    for kind in {site.kind for site in sites}:
-        layers = sorted({site.layer for site in sites if site.kind == kind})
-        with keep_random_state(run.tokens.device):
-            require_edits_read(model, run, kind, layers, part)
+    device = next(model.parameters()).device
+    tokens = torch.zeros((1, 2), dtype=torch.long, device=device) if pair is None else pair.clean
+    mask = None if pair is None else pair.mask
+    names = [host_of(model).hook_name(layer, "attention", "z") for layer in layers["attention"]]
+    with keep_random_state(device):
+        run = record(model, tokens, mask, layers=layers["neuron"], names=names)
+        for kind, of_kind in layers.items():
+            if of_kind:
+                require_edits_read(model, run, kind, sorted(of_kind), part)
+    return run

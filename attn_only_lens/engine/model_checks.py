@@ -53,34 +53,34 @@ def find_hooks(model: Any) -> AttachedHooks:
         for block in getattr(model, "blocks", ())
         for handle in getattr(block, "_capture_hook_handles", ())
     }
-    users: dict[str, None] = {}
-    placeholders: dict[str, None] = {}
-    on_model: dict[str, None] = {}
-    on_weights: dict[str, None] = {}
+    users, placeholders, on_model, on_weights = (dict[str, None]() for _ in range(4))
     added: set[str] = set()  # the ways in which users added hooks
     for name, module in modules_of(model):
         if not any(map(module.__dict__.__getitem__, _KINDS)):
             continue
         lens = _lens_handles(module)
         shown = str(getattr(module, "name", None) or name) if lens else name or "the model itself"
-        for kind in _KINDS:
-            hooks = module.__dict__[kind]
-            for key, hook in hooks.items():
-                handle = lens.get((id(hooks), key))
-                if handle is not None and is_placeholder(handle):
-                    placeholders[shown] = None
-                elif handle is not None:
-                    users[shown] = None
-                    added.add("permanent" if handle.is_permanent else "temporary")
-                elif _library(hook) == "transformer_lens":
-                    if (id(hooks), key) not in captures:
-                        on_model[shown] = None
-                elif _library(hook) not in _LIBRARIES:
-                    users[shown] = None
-                    added.add("torch")
-                    ours = _library(hook) == "attn_only_lens"
-                    if not (ours or isinstance(module, HookPoint)) and _WITH_WEIGHTS.match(name):
-                        on_weights[shown] = None
+        hooks = [
+            (id(vars(module)[kind]), key, hook)
+            for kind in _KINDS
+            for key, hook in vars(module)[kind].items()
+        ]
+        for hooks_id, key, hook in hooks:
+            handle, library = lens.get((hooks_id, key)), _library(hook)
+            if handle is not None and is_placeholder(handle):
+                placeholders[shown] = None
+            elif handle is not None:
+                users[shown] = None
+                added.add("permanent" if handle.is_permanent else "temporary")
+            elif library == "transformer_lens":
+                if (hooks_id, key) not in captures:
+                    on_model[shown] = None
+            elif library not in _LIBRARIES:
+                users[shown] = None
+                added.add("torch")
+                internal = library == "attn_only_lens" or isinstance(module, HookPoint)
+                if not internal and _WITH_WEIGHTS.match(name):
+                    on_weights[shown] = None
     if any(
         _library(hook) not in (*_LIBRARIES, "torch")  # such as torch's counter of flops
         for kind in _KINDS

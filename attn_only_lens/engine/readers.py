@@ -175,11 +175,8 @@ class Readers:
             rows = torch.arange(len(more), device=more.device)  # the one token that is read
             return output + more[rows, (positions.to(more.device) - first).repeat(n)].unsqueeze(1)
 
-        handle = final.norm.module.register_forward_hook(add)
-        try:
+        with final.norm.module.register_forward_hook(add):
             return replay.values(Variants(replay.n_blocks, first, stream))
-        finally:
-            handle.remove()
 
     def _test(self, layer: int) -> bool:
         """Test that noise reaches z only through queries, keys and values.

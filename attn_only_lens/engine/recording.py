@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -276,13 +276,8 @@ def run_blocks(
     def stop(module: nn.Module, args: Any, output: Any) -> None:
         raise StopForward
 
-    handle = model.blocks[-1].register_forward_hook(of_this_thread(stop))
-    try:
+    with suppress(StopForward), model.blocks[-1].register_forward_hook(of_this_thread(stop)):
         run(model, tokens, mask, hooks, **kwargs)
-    except StopForward:
-        pass
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -301,9 +296,9 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
     with ExitStack() as stack:
         for block in model.blocks:
-            handle = block.register_forward_pre_hook(of_this_thread(enter), with_kwargs=True)
-            stack.callback(handle.remove)
-            stack.callback(block.register_forward_hook(of_this_thread(leave)).remove)
+            before = block.register_forward_pre_hook(of_this_thread(enter), with_kwargs=True)
+            stack.enter_context(before)
+            stack.enter_context(block.register_forward_hook(of_this_thread(leave)))
         yield streams, extra_outputs
 
 

@@ -9,7 +9,7 @@ too.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -168,14 +168,10 @@ class BridgeReplay(Replay):
             outputs.append(output_stream(output))
             raise StopForward
 
-        handle = self.model.blocks[variants.block].register_forward_hook(stop)
-        try:
+        block = self.model.blocks[variants.block]
+        with suppress(StopForward), block.register_forward_hook(stop):
             self._run(Joined((variants,)))
-        except StopForward:
-            return outputs[0]
-        finally:
-            handle.remove()
-        raise AssertionError("the block did not run")
+        return outputs[0]
 
     def _run(self, joined: Joined) -> Float[Tensor, "row pos d_vocab"]:
         recording, first = self.recording, joined.first
@@ -219,12 +215,10 @@ class BridgeReplay(Replay):
                 if index < joined.block:
                     stack.enter_context(_replace_forward(block, partial(pass_on, index)))
                 elif index == joined.block or len(joined.members) > 1:
-                    handle = block.register_forward_pre_hook(
-                        partial(enter, index), with_kwargs=True
-                    )
-                    stack.callback(handle.remove)
+                    hook = partial(enter, index)
+                    stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
             if joined.entering(n_blocks):
-                stack.callback(self.model.blocks[-1].register_forward_hook(leave).remove)
+                stack.enter_context(self.model.blocks[-1].register_forward_hook(leave))
             yield
 
     @contextmanager
@@ -254,18 +248,15 @@ class BridgeReplay(Replay):
             columns = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
             return (x[torch.arange(x.shape[0], device=x.device), columns].unsqueeze(1), *args[1:])
 
-        handle = self.model.unembed.register_forward_pre_hook(pick)
-        try:
-            with self._unembed_columns() if self._few_columns else nullcontext():
-                yield
-        finally:
-            handle.remove()
+        columns = self._unembed_columns() if self._few_columns else nullcontext()
+        with self.model.unembed.register_forward_pre_hook(pick), columns:
+            yield
 
-    def _agree(self, one: Tensor, second: Tensor, scale: Tensor) -> bool:
-        if one.shape != second.shape:
+    def _agree(self, got: Tensor, expected: Tensor, scale: Tensor) -> bool:
+        if got.shape != expected.shape:
             return False
-        allowed = logit_tolerance(self.host.neurons, second.dtype) * scale
-        return bool(((one - second).abs() <= allowed).all())
+        allowed = logit_tolerance(self.host.neurons, expected.dtype) * scale
+        return bool(((got - expected).abs() <= allowed).all())
 
 
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:
