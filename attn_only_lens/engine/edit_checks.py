@@ -7,10 +7,11 @@ ways, which must agree on the output of the block: with hooks in a whole run in 
 input is restored, and as the sweep does it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,26 +45,29 @@ def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
     """Refuse a replay if an edit in it differs from a hook in a whole run."""
-    recording, reasons = replay.recording, list[str]()
+    model, recording, reasons = replay.model, replay.recording, list[str]()
     untested, ineffective = list(layers), list[int]()
     for level in _NOISE_LEVELS:
-        noise = _Noise(replay.model, kind, untested, part, first, level)
-        whole = _block_outputs(replay.model, recording, noise.hooks)
+        names = {layer: hook_name(model, layer, part, kind) for layer in untested}
+        noise = _noise(2 if part == "pattern" else 1, first, level)
+        shown_part: Part = "pattern" if kind == "neuron" and part == "q" else part
+        shown_names = {layer: hook_name(model, layer, shown_part, kind) for layer in untested}
+        edits = [(name, noise) for name in names.values()]
+        whole, shown = _block_outputs(model, recording, edits, shown_names.values())
         unclear, ineffective = list[int](), []
         for layer in untested:
             block = replay.host.block(layer, kind)
             expected, before = whole[block], recording.streams[block + 1]
             edit = _neuron_edit if kind == "neuron" else _attention_edit
-            got = edit(replay, layer, part, first, noise)
+            got = edit(replay, layer, part, first, shown[shown_names[layer]])
             got = torch.cat([before[:, :first], got], dim=1)
             error, effect = (_relative_error(x, expected, recording) for x in (got, before))
             if not error <= 1.0:
                 reasons.append(
-                    f"layer {layer}: noise at {noise.names[layer]}, from position {first} on, "
-                    f"changes the output of block {block} by {_largest(expected, before):.2g} in a "
-                    f"whole run; a sweep would be off by {_largest(got, expected):.2g}. Something "
-                    "unknown lies between these heads and the stream, such as a forward pass that "
-                    "was replaced"
+                    f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
+                    f"the output of block {block} by {_largest(expected, before):.2g} in a whole "
+                    f"run; a sweep would be off by {_largest(got, expected):.2g}. Something lies "
+                    "between these heads and the stream, such as a replaced forward pass"
                 )
             elif effect < _CLEAR_EFFECT:
                 unclear.append(layer)
@@ -74,7 +78,7 @@ def require_same_edit(
             break
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     if ineffective and not first:
-        require_edits_read(replay.model, recording, kind, ineffective, part)
+        require_edits_read(model, recording, kind, ineffective, part)
 
 
 @torch.no_grad()
@@ -84,32 +88,18 @@ def require_edits_read(
     """Refuse hook points that ignore edits, such as `hook_pattern` on some bridges."""
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
-    shown: dict[str, list[Tensor]] = {}
-
-    def look(name: str) -> Callable[[Tensor, Any], None]:
-        return lambda value, hook: shown.setdefault(name, []).append(value.clone())
-
-    def destroy(value: Tensor, hook: Any) -> Tensor:
-        # Weights of zero, as of heads that were grown, pass nan on.
-        return torch.full_like(value, torch.nan)
-
-    edits: Hooks = [(name, destroy) for name in names.values()]
-    looks: Hooks = []
-    if part in ("q", "k"):  # the softmax of a single key is 1 for any key; the pattern shows nan
-        later: tuple[Part, ...] = ("pattern", "z")
-        witnesses = {
-            layer: [hook_name(model, layer, point, kind) for point in later] for layer in names
-        }
-        looks = [(name, look(name)) for hook_names in witnesses.values() for name in hook_names]
-        _block_outputs(model, recording, looks)
-    outputs = _block_outputs(model, recording, [*edits, *looks])
+    # The softmax of a single key is 1 for any key, but the pattern then shows nan.
+    later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
+    looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
+    looked_at = list(chain(*looks.values()))
+    before = _block_outputs(model, recording, (), looked_at)[1] if looked_at else {}
+    edits = [(name, _destroy) for name in names.values()]
+    outputs, after = _block_outputs(model, recording, edits, looked_at)
     reasons = []
     for layer, name in names.items():
         block = host_of(model).block(layer, kind)
         read = _relative_error(outputs[block], recording.streams[block + 1], recording) > 1.0
-        if part in ("q", "k"):
-            read = read or not all(torch.equal(*shown[name]) for name in witnesses[layer])
-        if not read:
+        if not read and all(torch.equal(before[look], after[look]) for look in looks[layer]):
             reasons.append(
                 f"{name} shows an activation that the model does not read back, so an edit of it "
                 f"has no effect; patch another part, or {other_kind} alone"
@@ -123,99 +113,81 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
 
     The last value is set to nan; heads with a z of nan read it.
     """
-    model, recording = replay.model, replay.recording
-    shown: dict[str, Tensor] = {}
-    n_shared: dict[str, int] = {}
-
-    def destroy_last(value: Tensor, hook: Any, name: str) -> Tensor:
-        value = value.clone()
-        value[:, :, -1] = torch.nan
-        n_shared[name] = value.shape[2]
-        return value
-
-    def look(value: Tensor, hook: Any, name: str) -> None:
-        shown[name] = value.clone()
-
-    names = {layer: [hook_name(model, layer, part) for part in _VALUE_AND_Z] for layer in layers}
-    hooks: Hooks = [
-        (name, partial(act, name=name))
-        for pair in names.values()
-        for name, act in zip(pair, (destroy_last, look), strict=True)
-    ]
-    _block_outputs(model, recording, hooks)
+    model = replay.model
+    v_names, z_names = (
+        {layer: hook_name(model, layer, part) for layer in layers} for part in _VALUE_AND_Z
+    )
+    edits = [(name, _destroy_last) for name in v_names.values()]
+    looked_at = [*v_names.values(), *z_names.values()]
+    _, shown = _block_outputs(model, replay.recording, edits, looked_at)
     reasons = []
-    for layer, (v_name, z_name) in names.items():
-        n_heads = replay.host.n_heads[layer]
-        reading = shown[z_name].isnan().transpose(0, 2).flatten(1).any(dim=1).nonzero()[:, 0]
-        expected = range(n_heads - n_heads // n_shared[v_name], n_heads)
-        if reading.tolist() != list(expected):
+    for layer in layers:
+        n_heads, n_shared = replay.host.n_heads[layer], shown[v_names[layer]].shape[2]
+        z_is_nan = shown[z_names[layer]].isnan().transpose(0, 2).flatten(1).any(dim=1)
+        reading = z_is_nan.nonzero()[:, 0].tolist()
+        expected = list(range(n_heads - n_heads // n_shared, n_heads))
+        if reading != expected:
             reasons.append(
-                f"layer {layer}: its last value is read by heads {reading.tolist()}; expected "
-                f"heads {list(expected)}; patch z"
+                f"layer {layer}: its last value is read by heads {reading}; expected heads "
+                f"{expected}; patch z"
             )
     UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
 
 
-class _Noise:
-    """Hooks that add noise at all heads of one kind in some layers; `shown` is the result."""
+def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tensor]:
+    """Return a hook that adds noise from position `first` on, along the axis of positions."""
 
-    def __init__(
-        self,
-        model: Any,
-        kind: HeadKind,
-        layers: Sequence[int],
-        part: Part,
-        first: int,
-        level: float,
-    ) -> None:
-        self.names = {layer: hook_name(model, layer, part, kind) for layer in layers}
-        self.shown: dict[str, Tensor] = {}
-        self.hooks: list[tuple[str, Callable[..., Any]]] = []
-        axis = 2 if part == "pattern" else 1  # of positions
+    def add(value: Tensor, hook: Any) -> Tensor:
+        noise = normal_numbers(value.shape).to(value)
+        noise.narrow(axis, 0, first).zero_()
+        finite = value[value.isfinite()]
+        # Not the mean: a head that attends only to itself may have the largest finite query.
+        size = float(finite.abs().median()) if finite.numel() else 0.0
+        return value + noise * (level * (size or 1.0))
 
-        def add(value: Tensor, hook: Any, name: str) -> Tensor:
-            noise = normal_numbers(value.shape).to(value)
-            noise.narrow(axis, 0, first).zero_()
-            finite = value[value.isfinite()]
-            # Not the mean: a head that attends only to itself may have the largest finite query.
-            size = float(finite.abs().median()) if finite.numel() else 0.0
-            self.shown[name] = value + noise * (level * (size or 1.0))
-            return self.shown[name]
-
-        def keep(value: Tensor, hook: Any, name: str) -> None:
-            self.shown[name] = value.clone()
-
-        for layer, name in self.names.items():
-            self.hooks.append((name, partial(add, name=name)))
-            if kind == "neuron" and part == "q":
-                pattern = hook_name(model, layer, "pattern", kind)
-                self.hooks.append((pattern, partial(keep, name=pattern)))
+    return add
 
 
-def _block_outputs(model: Any, recording: Recording, hooks: Hooks) -> list[Residual]:
-    """Return the output of each block in a run with hooks, from its recorded input."""
+def _destroy(value: Tensor, hook: Any) -> Tensor:
+    # Weights of zero, as of heads that were grown, pass nan on.
+    return torch.full_like(value, torch.nan)
+
+
+def _destroy_last(value: Tensor, hook: Any) -> Tensor:
+    value = value.clone()
+    value[:, :, -1] = torch.nan
+    return value
+
+
+def _block_outputs(
+    model: Any, recording: Recording, edits: Hooks, looks: Iterable[str]
+) -> tuple[list[Residual], dict[str, Tensor]]:
+    """Return each block's output in a run with edits, from its recorded input; and hook points."""
     outputs: list[Residual] = []
+    shown: dict[str, Tensor] = {}
 
     def restore(module: nn.Module, args: Any, output: Any) -> Any:
         outputs.append(output_stream(output))
         stream = recording.streams[len(outputs)].clone()
         return (stream, *output[1:]) if isinstance(output, tuple | list) else stream
 
+    def look(value: Tensor, hook: Any, name: str) -> None:
+        shown[name] = value.clone()
+
+    hooks: Hooks = [*edits, *((name, partial(look, name=name)) for name in looks)]
     with ExitStack() as stack:
         for block in model.blocks:
             stack.enter_context(block.register_forward_hook(of_this_thread(restore)))
         run_blocks(model, recording.tokens, recording.mask, hooks)
-    return outputs
+    return outputs, shown
 
 
-def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
+def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
     """Return the output of a block whose neurons have noise, as a sweep computes it."""
     heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
-    read: Part = "pattern" if part == "q" else part
-    shown = noise.shown[hook_name(replay.model, layer, read, "neuron")]
-    if read == "pattern":
+    if part in ("q", "pattern"):
         source = replace(target, gates=(target.v, shown[..., SELF].transpose(1, 2)))
-    elif read == "value":
+    elif part == "value":
         source = replace(target, gates=(shown.squeeze(-1), target.weight))
     else:
         source = replace(target, z=shown.squeeze(-1))
@@ -227,14 +199,13 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noi
     return replay.block_output(variants)
 
 
-def _attention_edit(replay: Replay, layer: int, part: Part, first: int, noise: _Noise) -> Residual:
+def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
     """Return the output of a block whose attention heads have noise, as a sweep computes it."""
-    name, block = noise.names[layer], replay.host.block(layer, "attention")
-    source = noise.shown[name]
-    n_heads = source.shape[1 if part == "pattern" else 2]
+    name, block = hook_name(replay.model, layer, part), replay.host.block(layer, "attention")
+    n_heads = shown.shape[1 if part == "pattern" else 2]
     positions = torch.ones_like(replay.recording.tokens, dtype=torch.bool)[None]
-    heads = torch.ones(1, n_heads, dtype=torch.bool, device=source.device)
-    hook = attention_edit(source, part, heads, positions, first)
+    heads = torch.ones(1, n_heads, dtype=torch.bool, device=shown.device)
+    hook = attention_edit(shown, part, heads, positions, first)
     stream = replay.recorded_stream(block, first, 1)
     return replay.block_output(Variants(block, first, stream, [(name, hook)]))
 
