@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from attn_only_lens.heads import host_of
 
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
-_POINTS = ("v", "pattern", "z")
+_POINTS = ("z", "v", "pattern")
 
 
 @dataclass(frozen=True)
@@ -105,41 +106,27 @@ def record(
 ) -> Recording:
     """Run a model once, and record activations."""
     seen: dict[str, Tensor] = {}
-    layers, names = sorted(set(layers)), sorted(set(names))
+    points = _POINTS if gates else ("z",)
+    neuron_names = {
+        layer: [host_of(model).hook_name(layer, "neuron", point) for point in points]
+        for layer in sorted(set(layers))
+    }
+    names = set(names)
+    every_name = sorted(names.union(*neuron_names.values()))
 
-    def keep(key: str) -> Callable[..., None]:
-        def hook(value: Tensor, hook: Any) -> None:
-            seen[key] = value.detach().clone()
+    def keep(value: Tensor, hook: Any, name: str) -> None:
+        seen[name] = value.detach().clone()
 
-        return hook
-
-    def keep_output(key: str) -> Callable[..., None]:
-        return lambda module, args, value: keep(key)(value, None)
-
-    expected = {name: name for name in names}
-    with ExitStack() as stack:
-        for layer in layers:
-            heads = host_of(model).neurons[layer]
-            for point in _POINTS if gates else ("z",):
-                key = f"{layer}.{point}"
-                expected[key] = f"layer {layer}, {point} of its neurons"
-                module = getattr(heads, f"hook_{point}")
-                hook = of_this_thread(keep_output(key))
-                stack.callback(module.register_forward_hook(hook).remove)
-        streams, extra_outputs = stack.enter_context(record_streams(model))
-        stack.enter_context(torch.set_grad_enabled(keep_graph))
-        logits = run(model, tokens, mask, [*((name, keep(name)) for name in names), *hooks])
-    require_seen(expected, seen)
-
-    def neuron_run(layer: int) -> NeuronRun:
-        z = seen[f"{layer}.z"].squeeze(-1)
-        if not gates:
-            return NeuronRun(z)
-        weight = seen[f"{layer}.pattern"][..., SELF].transpose(1, 2)
-        return NeuronRun(z, (seen[f"{layer}.v"].squeeze(-1), weight))
-
-    neurons = {layer: neuron_run(layer) for layer in layers}
-    hooked = {name: seen[name] for name in names}
+    keepers = [(name, partial(keep, name=name)) for name in every_name]
+    with record_streams(model) as (streams, extra_outputs), torch.set_grad_enabled(keep_graph):
+        logits = run(model, tokens, mask, [*keepers, *hooks])
+    require_seen({name: name for name in every_name}, seen)
+    neurons = {}
+    for layer, of_layer in neuron_names.items():
+        z, *both = (seen[name] for name in of_layer)
+        v_and_weight = (both[0].squeeze(-1), both[1][..., SELF].transpose(1, 2)) if gates else ()
+        neurons[layer] = NeuronRun(z.squeeze(-1), v_and_weight)
+    hooked = {name: seen[name] for name in sorted(names)}
     return Recording(tokens, mask, tuple(streams), tuple(extra_outputs), logits, neurons, hooked)
 
 
