@@ -126,7 +126,7 @@ def attention_edit(
     positions: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that patches other attention heads in each variant."""
+    """Return a hook that patches, in each variant, its heads at its positions."""
     n_variants = len(heads)
     # A pattern is [batch, head_index, query_pos, key_pos], all else [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1

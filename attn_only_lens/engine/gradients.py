@@ -93,7 +93,7 @@ def as_leaf(value: Tensor) -> Tensor:
 def gradients(
     value: Float[Tensor, ""], nodes: dict[str, Tensor], *, keep_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Return the gradient at every node, and free the graph unless it is to be kept."""
+    """Return the gradient at every node, and free the graph unless `keep_graph` is true."""
     gradients = torch.autograd.grad(
         value, list(nodes.values()), retain_graph=keep_graph, allow_unused=True
     )
@@ -145,7 +145,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the graph at the stream that enters the first block, and list it for each run."""
+    """Start the graph at the stream that enters the first block; yield these streams by run."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:
@@ -173,7 +173,7 @@ def site_estimates(
     target: Recording,
     source: Recording,
 ) -> Float[Tensor, "site batch pos"]:
-    """Return gradient times change at each head and position: the terms of the estimate."""
+    """Return gradient times change at each head and position; their sum is the estimate."""
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         runs = target.neurons[sites.layer], source.neurons[sites.layer]
         estimates = gradient.squeeze(-1) * change_of_z(*runs, part)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _Numbers: TypeAlias = int | Int[Tensor, "number"]
-_ROUNDED = 1.001  # of products and lengths in any dtype
+_ROUNDED = 1.001  # more than the rounding of products and lengths in any dtype
 
 
 class LargestScores:

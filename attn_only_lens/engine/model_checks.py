@@ -28,7 +28,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class AttachedHooks:
-    """The names of modules with hooks that other models of its kind do not have.
+    """The names of modules with hooks that a newly built model does not have.
 
     Attributes:
         users: with hooks of users.

@@ -123,26 +123,8 @@ def prompt_pair(
         >>> pair.clean.shape, pair.last.tolist()
         (torch.Size([1, 3]), [2])
     """
-    reasons: list[str] = []
-    texts: dict[str, str] = {}
-    rows = _rows(model, clean, "clean", reasons, texts)
-    corrupted_rows = _rows(model, corrupted, "corrupted", reasons, texts)
-    InputError.raise_if(reasons, _PROBLEM)
-    warn_of_unknown_words(model.tokenizer, texts)
-    if len(rows) != len(corrupted_rows):
-        counts = f"{len(rows)} clean and {len(corrupted_rows)} corrupted"
-        raise InputError([f"got {counts} prompts; expected as many of each"], _PROBLEM)
-    for i, (row, corrupted_row) in enumerate(zip(rows, corrupted_rows, strict=True)):
-        if len(row) != len(corrupted_row):
-            here, there = (token_texts(model, tokens) for tokens in (row, corrupted_row))
-            reasons.append(
-                f"prompt {i} has {len(row)} clean tokens {here} and {len(corrupted_row)} corrupted "
-                f"tokens {there}; both prompts must have the same number of tokens: use words that "
-                "tokenize to the same length"
-            )
-    padded = not (_is_tensor(clean) or _is_tensor(corrupted))
-    clean_tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM)
-    corrupted_tokens, _ = _pad(model, corrupted_rows)
+    sides = {"clean": clean, "corrupted": corrupted}
+    (clean_tokens, corrupted_tokens), mask = _tokenize(model, sides, mask, _PROBLEM)
     pair = PromptPair(clean_tokens, corrupted_tokens, mask)
     if not ((pair.clean != pair.corrupted) & pair.real).any():
         raise InputError(
@@ -154,31 +136,37 @@ def prompt_pair(
 
 def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
     """Pair each prompt with itself, for analyses of a single run."""
-    reasons: list[str] = []
-    texts: dict[str, str] = {}
-    rows = _rows(model, prompts, "", reasons, texts)
-    warn_of_unknown_words(model.tokenizer, texts)
-    padded = not _is_tensor(prompts)
-    tokens, mask = _stack(model, rows, padded, mask, reasons, _PROBLEM_OF_SINGLE)
+    (tokens,), mask = _tokenize(model, {"": prompts}, mask, _PROBLEM_OF_SINGLE)
     return PromptPair(tokens, tokens, mask)
 
 
-def _stack(
-    model: Any,
-    rows: list[Tensor],
-    padded: bool,
-    mask: Tensor | None,
-    reasons: list[str],
-    problem: str,
-) -> tuple[Tokens, Tensor | None]:
-    """Return prompts as one tensor, and the mask: the given one, or one for the padding."""
+def _tokenize(
+    model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
+) -> tuple[list[Tokens], Tensor | None]:
+    """Return the tokens of each side, and the mask: the given one, or one for the padding."""
+    reasons, texts = list[str](), dict[str, str]()
+    rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
+    padded = not any(map(_is_tensor, sides.values()))
     if mask is not None and padded:
         reasons.append("got a mask with texts, which get their own padding and mask; leave it out")
     InputError.raise_if(reasons, problem)
-    tokens, padding = _pad(model, rows)
-    prompt_mask = padding if padded else _check_mask(mask, tokens, reasons)
+    warn_of_unknown_words(model.tokenizer, texts)
+    if len({*map(len, rows)}) > 1:
+        counts = f"{len(rows[0])} clean and {len(rows[1])} corrupted"
+        raise InputError([f"got {counts} prompts; expected as many of each"], problem)
+    for i, (clean, *others) in enumerate(zip(*rows, strict=True)):
+        for corrupted in (row for row in others if len(row) != len(clean)):
+            here, there = (token_texts(model, tokens) for tokens in (clean, corrupted))
+            reasons.append(
+                f"prompt {i} has {len(clean)} clean tokens {here} and {len(corrupted)} corrupted "
+                f"tokens {there}; both prompts must have the same number of tokens: use words that "
+                "tokenize to the same length"
+            )
     InputError.raise_if(reasons, problem)
-    return tokens, prompt_mask
+    tokens, paddings = zip(*(_pad(model, side) for side in rows), strict=True)
+    prompt_mask = paddings[0] if padded else _check_mask(mask, tokens[0], reasons)
+    InputError.raise_if(reasons, problem)
+    return list(tokens), prompt_mask
 
 
 def _rows(

@@ -172,7 +172,9 @@ class Readers:
         def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             if positions is None or output.shape[1] == more.shape[1]:
                 return output + more
-            rows = torch.arange(len(more), device=more.device)  # the one token that is read
+            rows = torch.arange(
+                len(more), device=more.device
+            )  # of the one token that the metric reads
             return output + more[rows, (positions.to(more.device) - first).repeat(n)].unsqueeze(1)
 
         with final.norm.module.register_forward_hook(add):

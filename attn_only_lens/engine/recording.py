@@ -131,7 +131,7 @@ def record(
 
 
 def record_again(model: Any, recording: Recording) -> Recording:
-    """Record the same run, with the same activations, once more."""
+    """Repeat a run, and record the same activations."""
     layers, names = recording.neurons, recording.hooked
     gates = any(layer.gates for layer in layers.values())
     return record(model, recording.tokens, recording.mask, layers=layers, names=names, gates=gates)
@@ -195,7 +195,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
-    """Refuse activations without an axis of heads, or of groups of heads that share them."""
+    """Refuse activations without an axis of heads, or of groups of heads."""
     reasons = []
     for layer, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]

@@ -14,9 +14,9 @@ __all__ = ["Replay", "Variants", "make_replay"]
 
 
 def make_replay(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
-    """Return the replay for a model, checked."""
+    """Return a checked replay for a model."""
     replay = host_of(model).replay
-    with torch.no_grad():  # recorded keys and values would hold their graphs as long as they live
+    with torch.no_grad():  # or recorded keys and values would keep their graphs alive
         with full_precision() as raised:
             precise = replay(record_again(model, recording) if raised else recording, metric)
             precise.check()

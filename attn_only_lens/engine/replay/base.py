@@ -55,31 +55,21 @@ class Variants:
     added: Float[Tensor, "row pos d_model"] | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class Joined:
-    """Variants that run together, in the order of their blocks, all from one position on."""
+    """Variants that run together, in the order of their blocks, all from one position on.
 
-    members: tuple[Variants, ...]
+    Attributes:
+        first: the first position at which they differ from the recorded run.
+        block: the first block that any of them runs.
+        n_rows: the number of rows of all variants.
+    """
 
-    def __post_init__(self) -> None:
-        blocks = [variants.block for variants in self.members]
+    def __init__(self, *members: Variants) -> None:
+        blocks = [variants.block for variants in members]
         assert blocks == sorted(blocks)
-        assert len({variants.first for variants in self.members}) == 1
-
-    @property
-    def first(self) -> int:
-        """The first position at which they differ."""
-        return self.members[0].first
-
-    @property
-    def block(self) -> int:
-        """The first block that any of them runs."""
-        return self.members[0].block
-
-    @property
-    def n_rows(self) -> int:
-        """The number of rows of all variants."""
-        return sum(len(variants.stream) for variants in self.members)
+        assert len({variants.first for variants in members}) == 1
+        self.members, self.first, self.block = members, members[0].first, blocks[0]
+        self.n_rows = sum(len(variants.stream) for variants in members)
 
     def entering(self, block: int) -> list[Variants]:
         """Return those that enter a block."""
@@ -176,8 +166,8 @@ class Replay(ABC):
     def logits(self, *variants: Variants) -> Float[Tensor, "row position column"]:
         """Return the logits that the metric reads."""
         if self.joins:
-            return self.joined_logits(Joined(variants))
-        return torch.cat([self.joined_logits(Joined((single,))) for single in variants])
+            return self.joined_logits(Joined(*variants))
+        return torch.cat([self.joined_logits(Joined(single)) for single in variants])
 
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
@@ -199,7 +189,7 @@ class Replay(ABC):
     @property
     @abstractmethod
     def cached_numbers_per_token(self) -> int:
-        """The numbers that a block holds at once for the keys and values of a token."""
+        """The number of floats that a block holds at once for the keys and values of a token."""
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
@@ -219,7 +209,7 @@ class Replay(ABC):
         return first if self.can_start_at(block, first) else 0
 
     def flops_per_token(self, block: int) -> int:
-        """Return the flops of a block and those after it, of their matrices alone, for a token."""
+        """Return the flops per token of the matrix products of a block and those after it."""
         return 2 * sum(self._parameters[block:])
 
     @property
@@ -230,7 +220,7 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the flops of variants that enter a block at positions, over a whole run's."""
+        """Return the cost of variants that enter a block at positions, relative to a whole run."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
@@ -241,18 +231,16 @@ class Replay(ABC):
 
     @property
     def numbers_per_token(self) -> int:
-        """Estimated maximum of the numbers that a forward pass holds at once for a token."""
+        """The largest number of floats that a forward pass holds at once per token, estimated."""
         widest = max(max(p.shape) for p in self.model.blocks.parameters())
         d_model = self.recording.streams[0].shape[-1]
         n_heads = max(self.host.n_heads)
         return 5 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_per_variant(self, first: int) -> int:
-        """Estimate the maximum of the numbers that one variant holds at once.
-
-        One block at a time has a copy of the recorded keys and values for each variant.
-        """
+        """Estimate the largest number of floats that one variant holds at once."""
         tokens = self.batch * (self.n_pos - first)
+        # One block at a time has a copy of the recorded keys and values for each variant.
         cached = self.cached_numbers_per_token * self.batch * self.n_pos if first else 0
         return tokens * self.numbers_per_token + cached + _LOGITS * self.logits_per_variant
 

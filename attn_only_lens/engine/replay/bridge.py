@@ -74,7 +74,7 @@ class BridgeReplay(Replay):
         return self._past is not None
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return also the cost of the two runs that test a start that is not tested yet."""
+        """Return the fixed cost of a run, with that of testing its start if it is untested."""
         flops = super().flops_per_run(block, position)
         if not position or block >= self._tested.get(position, self.n_blocks + 1):
             return flops
@@ -82,12 +82,12 @@ class BridgeReplay(Replay):
         return 3 * flops + tokens * self.flops_per_token(block)
 
     def starts_to_check(self) -> set[int]:
-        """Return position 0: each other is tested before it is first used."""
+        """Return only position 0: others are tested before their first use."""
         return {0}
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Compare runs from a position on with runs from an earlier one, which is tested, or 0."""
+        """Compare runs from a position on with runs from an earlier tested one, or from 0."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
@@ -110,18 +110,18 @@ class BridgeReplay(Replay):
         return self._agree(again, logits, self.recording.logits.abs().max())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
-        """Return the input of the first block, the outputs of all from it on, and the logits."""
+        """Return the input of the first block, the outputs of it and later ones, and the logits."""
         with record_streams(self.model) as (streams, _):
             logits = self.logits(variants)
         return [variants.stream, *streams[variants.block + 1 :]], logits
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The numbers that a block holds at once for the keys and values of a token."""
+        """The number of floats that a block holds at once for the keys and values of a token."""
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(self.host.n_heads) * d_head  # repeated, where they are grouped
+        return 3 * max(self.host.n_heads) * d_head  # grouped ones are repeated
 
     @property
     def logits_per_variant(self) -> int:
@@ -148,7 +148,7 @@ class BridgeReplay(Replay):
         if self.metric.columns is None:
             return False
         linear = self.model.unembed.original_component
-        if type(linear) is not nn.Linear:  # quantised
+        if type(linear) is not nn.Linear:  # it is quantised
             return False
         placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
         if "forward" in vars(linear) and getattr(placed, "offload", True):
@@ -156,7 +156,7 @@ class BridgeReplay(Replay):
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
         with suppress_refusals(), self._unembed_columns():  # of a model that checks the columns
-            got = self._run(Joined((unedited,)))
+            got = self._run(Joined(unedited))
             return self._agree(got, logits[..., self.metric.columns], logits.abs().max())
         return False
 
@@ -170,7 +170,7 @@ class BridgeReplay(Replay):
 
         block = self.model.blocks[variants.block]
         with suppress(StopForward), block.register_forward_hook(stop):
-            self._run(Joined((variants,)))
+            self._run(Joined(variants))
         return outputs[0]
 
     def _run(self, joined: Joined) -> Float[Tensor, "row pos d_vocab"]:
@@ -260,12 +260,12 @@ class BridgeReplay(Replay):
 
 
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:
-    """Return the first n of all rows, of a tensor that has them."""
+    """Return the first n rows of a tensor with n_rows rows; other values unchanged."""
     return x[:n] if isinstance(x, Tensor) and x.ndim > 1 and len(x) == n_rows else x
 
 
 class _Replacement(partial[Any]):
-    """A forward pass in the place of a module's own."""
+    """A function that replaces the forward pass of a module."""
 
 
 @contextmanager

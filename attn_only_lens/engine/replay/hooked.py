@@ -1,4 +1,4 @@
-"""The replay of HookedTransformers, converted or exposed: call their blocks one by one."""
+"""The replay of HookedTransformers, converted or with exposed neuron-heads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from attn_only_lens.tl import TransformerBlock
 
 
 class HookedReplay(Replay):
-    """A replay block by block."""
+    """A replay that calls one block after another."""
 
     call_flops_on_cpu = 1e8
 
@@ -47,19 +47,19 @@ class HookedReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The numbers that a block holds at once for the keys and values of a token."""
+        """The number of floats that a block holds at once for the keys and values of a token."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
         tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in tensors), default=0)
         return (6 if rotary else 3) * max(self.host.n_heads) * width  # repeated for each head
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether blocks can run from a position on: in any causal model."""
+        """Return whether the model is causal: then any block can run from any position on."""
         return self._causal
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
-        return self._run(Joined((variants,)), variants.block + 1)
+        return self._run(Joined(variants), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:
         """Return the output of the block before `end`, for all rows that have entered."""
@@ -71,7 +71,7 @@ class HookedReplay(Replay):
         return joined.stream(end, x)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """Provide a block with other inputs than the stream, for rows that enter there: none."""
+        """Provide rows that enter a block with inputs other than the stream; a subclass may."""
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None
@@ -102,7 +102,7 @@ class HookedReplay(Replay):
 
 @dataclass(frozen=True)
 class _Past:
-    """Keys and values of one block, in the place of a cache entry."""
+    """Keys and values of one block, used as a cache entry."""
 
     past_keys: Float[Tensor, "batch pos head d_head"]
     past_values: Float[Tensor, "batch pos head d_head"]

@@ -20,7 +20,7 @@ _Heads = Float[Tensor, "batch head pos d_head"]
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of one run, layer by layer, rotated where the model rotates them."""
+    """Keys and values of one run, by layer; rotated if the model uses rotary embeddings."""
 
     layers: tuple[tuple[_Heads, _Heads], ...]
 
@@ -35,7 +35,7 @@ class KeyValues:
 
 
 def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
-    """Run a recorded run again for its keys and values; None if the model has no cache."""
+    """Repeat a run to record its keys and values; return None if the model has no cache."""
     cache = DynamicCache()  # without a configuration it keeps all positions, not just a window
     layers: list[Any] = []
     with suppress_refusals():  # of a model that takes no such argument
