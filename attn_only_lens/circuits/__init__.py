@@ -1,14 +1,16 @@
 """Circuits of attention heads and neuron-heads: composition, attribution graphs and search."""
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
+from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
 from attn_only_lens.circuits._explain import Explanation, explain
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
-from attn_only_lens.circuits._search import Circuit, Evaluation, discover, evaluate
+from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
 from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights._composition import (
     composition,
     top_compositions,
@@ -30,6 +32,7 @@ __all__ = [
     "Explanation",
     "Faithfulness",
     "PathExpansion",
+    "Stability",
     "TokenCircuit",
     "attribution_graph",
     "composition",
@@ -48,5 +51,6 @@ __all__ = [
     "to_neuronpedia",
     "token_paths",
     "top_compositions",
+    "transfer",
     "virtual_weights",
 ]

@@ -19,7 +19,8 @@ measures a circuit on others.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -37,25 +38,30 @@ from attn_only_lens.circuits.ablation import (
     Rows,
     reasons_against_draws,
 )
+from attn_only_lens.circuits.stability import (
+    Stability,
+    random_halves,
+    require_resamples,
+    resampled,
+)
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric
-from attn_only_lens.engine.positions import Positions, Roles
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, attribution
 from attn_only_lens.patching.repairs import Budget
-from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.patching.site_groups import site_groups
+from attn_only_lens.patching.results import MEASURED, Sweep
 
 _PER_DOUBLING = 4  # sizes of the grid
 _BETWEEN = 16  # sizes of a finer grid
 _IDLE_ROUNDS = 2
+_AROUND = 4  # how much larger or smaller circuits of other prompts are expected to be
 _LARGE = 1000  # circuits of up to so many sites are pruned site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
 _KEY = ["name", "position"]
-_PROBLEM = "this circuit cannot be measured on these prompts"
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
 """Yields circuits, is sent their faithfulness, and returns a size."""
@@ -81,6 +87,7 @@ class Circuit:
         metric: the metric's name.
         candidates: the heads that were ranked.
         positions: the positions at which they were ranked.
+        stability: how it changes with the prompts, if `discover` resampled them.
     """
 
     frame: pd.DataFrame
@@ -96,9 +103,37 @@ class Circuit:
     metric: str
     candidates: Sites
     positions: Positions
+    stability: Stability | None = None
 
     def __len__(self) -> int:
         return len(self.frame)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the sites; if prompts were resampled, all that were in any circuit."""
+        if self.stability is None:
+            return self.frame.copy()
+        sites = self.stability.sites
+        inside = sites[_KEY].merge(self.frame[_KEY].assign(inside=True), how="left")["inside"]
+        return sites.assign(in_circuit=inside.notna().to_numpy())
+
+    def core(self) -> "Circuit":
+        """Return the sites that at least 90 % of the resampled circuits include, as a circuit.
+
+        Raises:
+            InputError: the prompts were not resampled.
+        """
+        if self.stability is None:
+            reason = "got a circuit of one search; expected discover(…, resamples=20)"
+            raise InputError([reason], "this circuit has no core")
+        sites = self.stability.sites
+        faithful, complete = self.stability.core_faithfulness
+        return replace(
+            self,
+            frame=sites[sites["class"] == "core"].reset_index(drop=True),
+            faithfulness=faithful,
+            completeness=complete,
+            random=(),
+        )
 
 
 @warned_once()
@@ -116,6 +151,7 @@ def discover(
     sites: Sites | None = None,
     positions: Positions = "each",
     n_random: int = 3,
+    resamples: int = 0,
     seed: int = 0,
     mask: Tensor | None = None,
     progress: bool | str = False,
@@ -133,7 +169,7 @@ def discover(
             uses no gradients; the search then skips the step "worth". With the default, "secant",
             circuits were the smallest (`analyses/results/contrast_vs_patching.md`).
         budget: of exact patches in the ranking, as in `attribution`.
-        ablation: of everything outside: "zero", "mean", "resample".
+        ablation: of everything outside: "zero", "mean", "positional_mean", "resample".
         order: None to search and prune; "magnitude" or "signed" for the shortest prefix found of
             that order of effects alone, "signed" with what helps the clean run first.
         sites: candidates, all heads by default. Others are never ablated. Candidates include sites
@@ -143,7 +179,10 @@ def discover(
             a head at a role's token, prompts may differ in length, and tokens without a role are
             never ablated.
         n_random: random circuits of the same size to measure.
-        seed: of those.
+        resamples: how many random halves of the prompts to search again, 20 for instance. The
+            circuit then has a `stability`: the share of these circuits that include a site, and
+            the faithfulness on the prompts of the other half (`stability.py`).
+        seed: of random circuits and halves.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         progress: show a bar over the circuits that are run; a text is its label.
 
@@ -181,15 +220,20 @@ def search_circuit(
     sites: Sites | None = None,
     positions: Positions = "each",
     n_random: int = 3,
+    resamples: int = 0,
     mask: Tensor | None = None,
     progress: bool | str = False,
 ) -> tuple[Circuit, AblatedModel]:
     """Return the circuit that `discover` finds, and the ablated model in which it was found."""
     _check(method, order, faithfulness, n_random, seed)
+    if resamples:
+        pair = prompt_pair(model, clean, corrupted, mask)
+        require_resamples(resamples, len(pair.clean), as_metric(metric))
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
     prompt_options: dict[str, Any] = {"positions": positions, "mask": mask}
     settings = prompt_options | {"sites": sites, "direction": "noise", "progress": False}
+    settings |= {"per_prompt": bool(resamples)}
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         if method == MEASURED:
@@ -198,18 +242,31 @@ def search_circuit(
             settings |= {"method": method, "budget": budget}
             ranking = attribution(*prompts, **settings)
         bar.set_description_str(f"{label}search")
-        ablated = AblatedModel(
-            *prompts, ranking.frame, **prompt_options, ablation=ablation, on_done=bar.update
+        frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
+        if resamples:  # rows of each site follow each other
+            n_prompts = len(pair.clean)
+            frame = frame.iloc[::n_prompts].reset_index(drop=True)
+            effects = effects.reshape(-1, n_prompts)
+        ablate = partial(
+            AblatedModel,
+            *(*prompts, frame),
+            **prompt_options,
+            ablation=ablation,
+            on_done=bar.update,
         )
-        search = _Search(ablated, faithfulness)
-        orders: dict[_Step, Rows] = {
-            name: ablated.ranked(ranking, name) for name in ([order] if order else ORDERS)
-        }
-        rows = search.smallest(orders, prune=order is None, rank_again=method != MEASURED)
+        find = partial(_smallest, ranking, order, faithfulness, method != MEASURED)
+        ablated = ablate()
+        rows, tried = find(ablated, effects.mean(axis=1))
         measured, complete, random = ablated.curves([rows], n_random, seed)
+        stability = None
+        if resamples:
+            bar.set_description_str(f"{label}resamples")
+            search_again = partial(find, near=len(rows))
+            halves = random_halves(n_prompts, resamples, seed)
+            stability = resampled(search_again, ablate, ablated, frame, effects, halves)
         bar.total = bar.n  # not known before
         bar.refresh()
-    frame = ranking.frame[_SITE].assign(effect=ranking.effect).iloc[rows]
+    frame = frame.assign(effect=effects.mean(axis=1)).iloc[rows]
     by_effect = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
     circuit = Circuit(
         frame.loc[by_effect].reset_index(drop=True),
@@ -219,14 +276,32 @@ def search_circuit(
         completeness=float(complete[0]),
         random=tuple(random[:, 0].tolist()),
         wanted=faithfulness,
-        tried=pd.DataFrame(search.tried, columns=["step", "n_sites", "faithfulness"]),
+        tried=pd.DataFrame(tried, columns=["step", "n_sites", "faithfulness"]),
         ablation=ablation,
         method=method,
         metric=ranking.metric,
         candidates=sites,
         positions=positions,
+        stability=stability,
     )
     return circuit, ablated
+
+
+def _smallest(
+    ranking: Sweep,
+    order: Order | None,
+    wanted: float,
+    rank_again: bool,
+    ablated: AblatedModel,
+    effects: Float[np.ndarray, "site"],
+    near: int | None = None,
+) -> tuple[Rows, list[tuple[_Step, int, float]]]:
+    """Return the smallest circuit found for some effects of sites, and the circuits tried."""
+    search = _Search(ablated, wanted, near)
+    orders: dict[_Step, Rows] = {
+        name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
+    }
+    return search.smallest(orders, prune=order is None, rank_again=rank_again), search.tried
 
 
 def _check(method: str, order: object, faithfulness: Any, n_random: object, seed: object) -> None:
@@ -240,10 +315,14 @@ def _check(method: str, order: object, faithfulness: Any, n_random: object, seed
 
 
 class _Search:
-    """A search for circuits of one ablated model; `tried` lists those that were measured."""
+    """A search for circuits of one ablated model; `tried` lists those that were measured.
 
-    def __init__(self, ablated: AblatedModel, wanted: float) -> None:
-        self._ablated, self._wanted = ablated, wanted
+    With `near`, the size of a circuit of other prompts, it begins with sizes around it, and leaves
+    out the last look at all shorter prefixes.
+    """
+
+    def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
+        self._ablated, self._wanted, self._near = ablated, wanted, near
         self.tried: list[tuple[_Step, int, float]] = []
 
     def smallest(self, orders: Mapping[_Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
@@ -252,6 +331,8 @@ class _Search:
         if not prune:
             return circuit
         circuit = self.prune(self.rank_again(circuit) if rank_again else circuit)
+        if self._near is not None:
+            return circuit
         shorter = self.shorter_prefix(orders.values(), circuit)
         return self.prune(shorter) if len(shorter) < len(circuit) else circuit
 
@@ -280,6 +361,11 @@ class _Search:
         # nothing, which come last, has the same prefix.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
+        if self._near is not None:
+            few = sizes[(sizes * _AROUND >= self._near) & (sizes <= _AROUND * self._near)]
+            size = yield from self._first(order, 0, 0.0, few)
+            if size is not None:
+                return size
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
@@ -375,97 +461,3 @@ class _Search:
     def _suffices(self, f: float, size: int) -> bool:
         # All sites are the model itself, to rounding.
         return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a circuit does on prompts that need not be its own. Made by `evaluate`.
-
-    Attributes:
-        faithfulness: of the circuit.
-        completeness: the faithfulness of all other sites.
-        whole: the metric of the whole model.
-        nothing: the metric with every site ablated.
-    """
-
-    faithfulness: float
-    completeness: float
-    whole: float
-    nothing: float
-
-
-@warned_once()
-def evaluate(
-    model: Any,
-    circuit: Circuit,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    *,
-    positions: Roles | None = None,
-    mask: Tensor | None = None,
-) -> Evaluation:
-    """Measure a circuit on other prompts, with everything outside it ablated as before.
-
-    Args:
-        model: the circuit's model.
-        circuit: found by `discover`.
-        clean: prompts of the same length, in which positions mean the same; for a circuit by role,
-            prompts of any lengths.
-        corrupted: their pairs, token for token.
-        metric: for these prompts, such as another answer's.
-        positions: for a circuit by role, where each role is in these prompts: `task.roles`.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-
-    Returns:
-        Faithfulness and completeness there: shares of the effect of all sites on these prompts.
-
-    Raises:
-        InputError: prompts of another length, unless positions are "all" or by role; roles that
-            are not those of the circuit; a circuit with sites that the model does not have;
-            prompts or a metric that do not fit; ablating everything changes nothing.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
-        >>> circuit = circuits.discover(
-        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]), p.logit_diff(7, 8))
-        >>> other = circuits.evaluate(
-        ...     model, circuit, torch.tensor([9, 4, 113]), torch.tensor([9, 5, 113]),
-        ...     p.logit_diff(13, 14))
-        >>> abs(1 - circuit.faithfulness) < abs(1 - other.faithfulness)  # it is of one sum alone
-        True
-    """
-    pair = prompt_pair(model, clean, corrupted, mask)
-    roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
-    if roles != sorted(positions or {}):
-        expected = roles or "none, because its sites have numbers as positions"
-        reason = (
-            f"got the roles {sorted(positions or {})}; expected those of the circuit, {expected}"
-        )
-        raise InputError([reason], _PROBLEM)
-    everywhere = bool(roles) or (circuit.frame["position"] == "all").all()
-    lengths = sorted(set(pair.real.sum(dim=1).tolist()))
-    if lengths != [circuit.n_pos] and not everywhere:
-        reason = (
-            f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos}, "
-            "the length of the prompts on which the circuit was found: its sites have positions"
-        )
-        raise InputError([reason], _PROBLEM)
-    here = positions or circuit.positions
-    groups = site_groups(model, pair, circuit.candidates, here, "z")
-    sites = pd.concat([group.rows for group in groups], ignore_index=True)
-    kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
-    rows = np.flatnonzero(kept)
-    if missing := len(circuit) - len(rows):
-        reason = f"{missing} sites of the circuit do not exist for these prompts and this model"
-        raise InputError([reason], _PROBLEM)
-    ablated = AblatedModel(
-        *(model, clean, corrupted, metric, sites),
-        ablation=circuit.ablation,
-        mask=mask,
-        positions=here,
-    )
-    measured, complete, _ = ablated.curves([rows])
-    return Evaluation(float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing)

@@ -4,9 +4,10 @@ Sites are attention heads and neuron-heads at positions, as in the rows of a `Sw
 the role's token in each prompt. A site of the circuit computes as usual, from what reaches it. Any
 other site is ablated: its z becomes
 
-    "zero"      0
-    "mean"      its mean over all real tokens of the clean prompts
-    "resample"  its value in the corrupted run, at the same position
+    "zero"             0
+    "mean"             its mean over all real tokens of the clean prompts
+    "positional_mean"  its mean over the clean prompts at the same position, or role
+    "resample"         its value in the corrupted run, at the same position
 
 Heads and positions that are not sites, the embedding and the biases are never ablated. Circuits are
 rows of one batch (`engine/replay`). With m the metric, M all sites and C a circuit,
@@ -26,7 +27,7 @@ code (which ranks by signed scores for CPR, by |scores| for CMD, and counts edge
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -34,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from scipy.integrate import trapezoid
 from torch import Tensor
 
@@ -48,7 +49,7 @@ from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.positions import Positions, PositionSet, Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
-from attn_only_lens.engine.recording import Hooks, Recording, record_pair
+from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
@@ -57,7 +58,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
 
-Ablation = Literal["zero", "mean", "resample"]
+Ablation = Literal["zero", "mean", "positional_mean", "resample"]
 Order = Literal["magnitude", "signed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -83,7 +84,7 @@ class Faithfulness:
         random_cmd: mean CMD of random rankings.
         whole: the metric of the model.
         nothing: the metric with every site ablated.
-        ablation: "zero", "mean" or "resample".
+        ablation: how everything outside was ablated.
         order: of the ranking, "magnitude" or "signed".
         method: of the ranking.
     """
@@ -125,7 +126,7 @@ def faithfulness(
         metric: `logit_diff(...)` and the like, or any function of logits.
         ranking: of sites, by `activation_patch` or `attribution`, with positions "each", "all" or
             by role.
-        ablation: of everything outside: "zero", "mean", "resample".
+        ablation: of everything outside: "zero", "mean", "positional_mean", "resample".
         order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
         shares: of all sites, increasing; MIB's by default.
         positions: for a ranking by role, where each role is in these prompts: `task.roles`.
@@ -202,6 +203,8 @@ class AblatedModel:
         n_pos: tokens of a prompt.
         whole: the metric of the whole model.
         nothing: the metric with every site ablated.
+        whole_by_prompt: the metric of the whole model for each prompt.
+        nothing_by_prompt: the metric with every site ablated for each prompt.
     """
 
     def __init__(
@@ -215,25 +218,32 @@ class AblatedModel:
         ablation: Ablation,
         mask: Tensor | None,
         positions: Positions | None = None,
+        some: Sequence[int] | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Run both prompts, and the clean ones with every site ablated.
 
-        `sites` are rows of `Sweep.frame`; `positions` has the roles of sites by role; `on_done` is
-        called with the number of circuits that are done.
+        `sites` are rows of `Sweep.frame`; `positions` has the roles of sites by role; `some` are
+        indices of the prompts to use, by default all; `on_done` is called with the number of
+        circuits that are done.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
         groups = resolve_sites(model, list(sites["name"].unique()))
         pair = prompt_pair(model, clean, corrupted, mask)
-        runs = record_pair(model, pair, metric, groups, "z")
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
-        self._sites = sites.groupby("name", observed=True)
         roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
+        if some is not None:
+            pair = pair.of_prompts(some, cut=False)
+            roles = tuple(role.of_prompts(some, self.n_pos) for role in roles)
+        runs = record_pair(model, pair, metric, groups, "z")
+        self._sites = sites.groupby("name", observed=True)
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
         source = runs.corrupted
-        if ablation != "resample":
+        if ablation == "positional_mean":
+            source = _positional_means(runs.clean, pair.real, roles)
+        elif ablation != "resample":
             source = ablate(runs.clean, runs.clean, ablation, pair.real)
         self._points = _ablated_points(model, source, sites, roles)
         for kind, layers in sites.groupby("kind", observed=True)["layer"].unique().items():
@@ -241,8 +251,9 @@ class AblatedModel:
         self._replay = make_replay(model, runs.clean, runs.metric)
         self._first = self._replay.start(0, _first_change(pair) if ablation == "resample" else 0)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
-        self.whole = runs.clean_value
-        self.nothing = float(self._values([np.empty(0, dtype=np.int64)])[0])
+        self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
+        (nothing,) = self.by_prompt([np.empty(0, dtype=np.int64)])
+        self.nothing, self.nothing_by_prompt = float(self._mean(nothing)), nothing
         if not abs(self.whole - self.nothing) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
                 f"the metric is {self.whole} with all sites and {self.nothing} with none of them; "
@@ -250,18 +261,22 @@ class AblatedModel:
             )
             raise InputError([reason], _PROBLEM)
 
-    def ranked(self, ranking: Sweep, order: Order) -> Rows:
-        """Return the rows of a ranking, the highest ranked first; of equals the first."""
+    def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
+        """Return the rows of a ranking, the highest ranked first; of equals the first.
+
+        `effects` are those of the sites, by default the ranking's own.
+        """
         # The two spans may differ in sign: of two prompts, and of all sites and none.
         span = ranking.clean_value - ranking.corrupted_value
         # What helps raises the score when put in, and lowers it when taken out.
         helps = np.sign(span * (self.whole - self.nothing)) * (1 if ranking.baseline == 0 else -1)
-        effect = ranking.effect.to_numpy() * helps
+        effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return the faithfulness of circuits, each the rows of its sites."""
-        return (self._values(circuits) - self.nothing) / (self.whole - self.nothing)
+        values = self._mean(self.by_prompt(circuits))
+        return (values - self.nothing) / (self.whole - self.nothing)
 
     def losses(self, names: Sequence[str], on_done: Callable[[int], object]) -> _Floats:
         """Return how much of the metric is lost when one head is ablated, at all its positions."""
@@ -308,15 +323,20 @@ class AblatedModel:
             by_site[point.rows] = point.by_site(by_head.numpy(), self._first)
         return by_site / (self.whole - self.nothing)
 
+    def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
+        """Return the mean over prompts, with the metric's weights."""
+        return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
+
     @torch.no_grad()
-    def _values(self, circuits: Sequence[Rows]) -> _Floats:
-        values = torch.empty(len(circuits), dtype=torch.float64, device="cpu")
+    def by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
+        """Return the metric of each prompt when only a circuit is left."""
+        n_prompts = len(self.whole_by_prompt)
+        values = torch.empty(len(circuits), n_prompts, dtype=torch.float64, device="cpu")
 
         def run(chosen: Tensor) -> Tensor:
             hooks = self._hooks(self._kept([circuits[i] for i in chosen.tolist()]))
             stream = self._replay.recorded_stream(0, self._first, len(chosen))
-            by_prompt = self._replay.values(Variants(0, self._first, stream, hooks))
-            return self._replay.metric.mean(by_prompt)
+            return self._replay.values(Variants(0, self._first, stream, hooks))
 
         every = torch.arange(len(circuits), device="cpu")
         per_variant = self._replay.numbers_per_variant(self._first)
@@ -331,6 +351,28 @@ class AblatedModel:
 
     def _hooks(self, kept: _Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
         return [point.hook(kept, self._first, computed) for point in self._points]
+
+
+def _positional_means(
+    run: Recording, real: Bool[Tensor, "batch pos"], roles: Sequence[PositionSet]
+) -> Recording:
+    """Return a run with z replaced by its mean over prompts at each position, or at each role."""
+    places = [role.chosen for role in roles]
+    if not roles:
+        places = [real & (torch.arange(real.shape[1], device=real.device) == i)
+                  for i in range(real.shape[1])]  # fmt: skip
+
+    def means(z: Tensor) -> Tensor:
+        result = z.clone()
+        for place in places:
+            at = place.to(z.device)
+            if at.any():
+                result[at] = z[at].mean(dim=0)
+        return result
+
+    neurons = {layer: NeuronRun(means(one.z)) for layer, one in run.neurons.items()}
+    hooked = {name: means(z) for name, z in run.hooked.items()}
+    return replace(run, neurons=neurons, hooked=hooked)
 
 
 def _first_change(pair: PromptPair) -> int:

@@ -114,9 +114,9 @@ def _tokens_of_prompts(
         hint = "; several answers to every prompt are a list in a list, [[33, 34]]" * several
         reasons.append(f"{role}: got {len(rows)} answers; expected {expected}{hint}")
         return [()] * len(pair.clean)
-    first = 0 if pair.among is None else pair.among[0].start
+    numbers = range(pair.n_all) if pair.among is None else pair.among[0]
     tokens_of_prompts: _Tokens = []
-    for number, row in enumerate(rows if shared else pair.own(rows), start=first):
+    for number, row in zip(numbers, rows if shared else pair.own(rows), strict=False):
         label = role if shared else f"{role}, prompt {number}"
         tokens = tuple(_token(model, answer, label, reasons) for answer in row)
         valid = [token for token in tokens if token != _NO_TOKEN]

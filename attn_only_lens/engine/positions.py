@@ -40,9 +40,9 @@ class PositionSet:
         inside = isinstance(self.label, int) and 0 <= self.label < self.chosen.shape[1]
         return int(self.label) if inside else None
 
-    def of_prompts(self, prompts: range, n_pos: int) -> "PositionSet":
-        """Return the same set for some consecutive prompts, cut to the first n_pos positions."""
-        return PositionSet(self.label, self.chosen[prompts.start : prompts.stop, :n_pos])
+    def of_prompts(self, prompts: Sequence[int], n_pos: int) -> "PositionSet":
+        """Return the same set for some prompts, cut to the first n_pos positions."""
+        return PositionSet(self.label, self.chosen[list(prompts), :n_pos])
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:

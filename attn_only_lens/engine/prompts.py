@@ -46,7 +46,7 @@ class PromptPair:
     clean: Tokens
     corrupted: Tokens
     mask: Int[Tensor, "batch pos"] | None = None
-    among: tuple[range, int] | None = None
+    among: tuple[Sequence[int], int] | None = None
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -68,23 +68,29 @@ class PromptPair:
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
         """Select the items of these prompts from a sequence with one item per prompt."""
-        return of_all if self.among is None else of_all[self.among[0].start : self.among[0].stop]
+        return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
-    def of_prompts(self, prompts: range, *, cut: bool = True) -> "PromptPair":
-        """Return some consecutive prompts of this pair.
+    def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
+        """Return some prompts of this pair.
 
         Args:
             prompts: their indices.
             cut: whether to drop the final columns in which all of them have padding.
         """
-        if len(prompts) == len(self.clean):
+        if list(prompts) == list(range(len(self.clean))):
             return self
-        rows = slice(prompts.start, prompts.stop)
+        rows = list(prompts)
         n_pos = int(self.last[rows].max()) + 1 if cut else self.clean.shape[1]
-        clean = self.clean[rows, :n_pos]
-        corrupted = clean if self.corrupted is self.clean else self.corrupted[rows, :n_pos]
-        mask = None if self.mask is None else self.mask[rows, :n_pos]
-        return PromptPair(clean, corrupted, mask, (prompts, len(self.clean)))
+        clean, corrupted, mask = (
+            None if tensor is None else tensor[rows, :n_pos]
+            for tensor in (self.clean, self.corrupted, self.mask)
+        )
+        assert clean is not None
+        assert corrupted is not None
+        if self.corrupted is self.clean:
+            corrupted = clean
+        indices = prompts if self.among is None else [self.among[0][row] for row in rows]
+        return PromptPair(clean, corrupted, mask, (indices, self.n_all))
 
 
 def prompt_pair(

@@ -49,6 +49,8 @@ def metric_of(model, given, gone, ablation, other):
             put = torch.zeros_like(seen)
         elif ablation == "mean":
             put = seen.mean(dim=(0, 1), keepdim=True).expand_as(seen)
+        elif ablation == "positional_mean":
+            put = seen.mean(dim=0, keepdim=True).expand_as(seen)
         else:
             put = seen
         where = range(POS) if position == "all" else [position]
@@ -64,7 +66,7 @@ def metric_of(model, given, gone, ablation, other):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ablation", ["zero", "mean", "resample"])
+@pytest.mark.parametrize("ablation", ["zero", "mean", "positional_mean", "resample"])
 @pytest.mark.parametrize("positions", ["each", "all"])
 def test_the_curve_is_what_plain_hooks_make_of_it(layout, ablation, positions):
     model, (clean, corrupted) = model_of("gelu", layout), prompts()

@@ -43,7 +43,11 @@ def prompts(roles, seed=0):
 @torch.no_grad()
 def with_gone(model, pairs, roles, gone, ablation):
     """The mean logit difference, with sites (name, role) of each prompt gone."""
-    values = []
+    values, caches = [], [model.run_with_cache(clean)[1] for clean, _ in pairs]
+
+    def place(i, role):
+        return len(pairs[i][0]) - 1 if role == "end" else roles[role][i]
+
     for i, (clean, corrupted) in enumerate(pairs):
         source, hooks = model.run_with_cache(corrupted)[1], []
         for name, role in gone:
@@ -51,12 +55,18 @@ def with_gone(model, pairs, roles, gone, ablation):
             hook_name = f"blocks.{head.layer}.attn.hook_z"
             if head.kind == "neuron":
                 hook_name = mlp_hook("z", head.layer)
-            at = len(clean) - 1 if role == "end" else roles[role][i]
+            at = place(i, role)
 
-            def ablate(z, hook, index=head.index, at=at, source=source):
+            def ablate(z, hook, index=head.index, at=at, source=source, role=role):
                 z = z.clone()
-                other = 0.0 if ablation == "zero" else source[hook.name][:, at, index]
-                z[:, at, index] = other
+                z[:, at, index] = {
+                    "zero": lambda: 0.0,
+                    "resample": lambda: source[hook.name][:, at, index],
+                    "positional_mean": lambda: (
+                        sum(c[hook.name][0, place(j, role), index] for j, c in enumerate(caches))
+                        / len(pairs)
+                    ),
+                }[ablation]()
                 return z
 
             hooks.append((hook_name, ablate))
@@ -65,7 +75,7 @@ def with_gone(model, pairs, roles, gone, ablation):
     return sum(values) / len(values)
 
 
-@pytest.mark.parametrize("ablation", ["zero", "resample"])
+@pytest.mark.parametrize("ablation", ["zero", "positional_mean", "resample"])
 def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation):
     (clean, corrupted, mask), pairs = prompts(ROLES)
     given = model, clean, corrupted, METRIC

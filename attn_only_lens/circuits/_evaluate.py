@@ -1,0 +1,181 @@
+"""What a circuit does on prompts that it was not found on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from attn_only_lens.circuits._search import Circuit
+from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.stability import share_of_sums
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.positions import Roles
+from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.errors import InputError
+from attn_only_lens.patching.site_groups import site_groups
+from attn_only_lens.tasks import PairedPrompts
+
+_KEY = ["name", "position"]
+_PROBLEM = "this circuit cannot be measured on these prompts"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a circuit does on prompts that need not be its own. Made by `evaluate`.
+
+    Attributes:
+        faithfulness: of the circuit.
+        completeness: the faithfulness of all other sites.
+        whole: the metric of the whole model.
+        nothing: the metric with every site ablated.
+        standard_error: of the faithfulness, over prompts; NaN for one prompt, or one number of all.
+        error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. A faithfulness near 1 can
+            hide prompts that overshoot and prompts that fall short.
+    """
+
+    faithfulness: float
+    completeness: float
+    whole: float
+    nothing: float
+    standard_error: float
+    error: float
+
+
+@warned_once()
+def evaluate(
+    model: Any,
+    circuit: Circuit,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    positions: Roles | None = None,
+    mask: Tensor | None = None,
+) -> Evaluation:
+    """Measure a circuit on other prompts, with everything outside it ablated as before.
+
+    Args:
+        model: the circuit's model.
+        circuit: found by `discover`.
+        clean: prompts of the same length, in which positions mean the same; for a circuit by role,
+            prompts of any lengths.
+        corrupted: their pairs, token for token.
+        metric: for these prompts, such as another answer's.
+        positions: for a circuit by role, where each role is in these prompts: `task.roles`.
+        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+
+    Returns:
+        Faithfulness and completeness there: shares of the effect of all sites on these prompts.
+
+    Raises:
+        InputError: prompts of another length, unless positions are "all" or by role; roles that
+            are not those of the circuit; a circuit with sites that the model does not have;
+            prompts or a metric that do not fit; ablating everything changes nothing.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> circuit = circuits.discover(
+        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]), p.logit_diff(7, 8))
+        >>> other = circuits.evaluate(
+        ...     model, circuit, torch.tensor([9, 4, 113]), torch.tensor([9, 5, 113]),
+        ...     p.logit_diff(13, 14))
+        >>> abs(1 - circuit.faithfulness) < abs(1 - other.faithfulness)  # it is of one sum alone
+        True
+    """
+    pair = prompt_pair(model, clean, corrupted, mask)
+    roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
+    if roles != sorted(positions or {}):
+        expected = roles or "none, because its sites have numbers as positions"
+        reason = (
+            f"got the roles {sorted(positions or {})}; expected those of the circuit, {expected}"
+        )
+        raise InputError([reason], _PROBLEM)
+    everywhere = bool(roles) or (circuit.frame["position"] == "all").all()
+    lengths = sorted(set(pair.real.sum(dim=1).tolist()))
+    if lengths != [circuit.n_pos] and not everywhere:
+        reason = (
+            f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos}, "
+            "the length of the prompts on which the circuit was found: its sites have positions"
+        )
+        raise InputError([reason], _PROBLEM)
+    here = positions or circuit.positions
+    groups = site_groups(model, pair, circuit.candidates, here, "z")
+    sites = pd.concat([group.rows for group in groups], ignore_index=True)
+    kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
+    rows = np.flatnonzero(kept)
+    if missing := len(circuit) - len(rows):
+        reason = f"{missing} sites of the circuit do not exist for these prompts and this model"
+        raise InputError([reason], _PROBLEM)
+    ablated = AblatedModel(
+        *(model, clean, corrupted, metric, sites),
+        ablation=circuit.ablation,
+        mask=mask,
+        positions=here,
+    )
+    measured, complete, _ = ablated.curves([rows])
+    (left,) = ablated.by_prompt([rows])
+    whole, nothing = ablated.whole_by_prompt, ablated.nothing_by_prompt
+    _, error = share_of_sums(left - nothing, whole - nothing)
+    return Evaluation(
+        float(measured[0]),
+        float(complete[0]),
+        ablated.whole,
+        ablated.nothing,
+        standard_error=error,
+        error=float((abs(left - whole) / abs(whole - nothing)).mean()),
+    )
+
+
+def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:
+    """Measure every circuit on every task.
+
+    Args:
+        model: the circuits' model.
+        circuits: found by `discover`, by name.
+        tasks: prompts by name: `PairedPrompts`, or (clean, corrupted, metric). Of a task's roles,
+            those of the circuit are used; a circuit by number of position needs prompts of its
+            length.
+
+    Returns:
+        The faithfulness: a row for each circuit, a column for each task. `viz.transfer_heatmap`
+        draws it.
+
+    Raises:
+        InputError: a task lacks a role of a circuit; see `evaluate`.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> model = convert(pretrained.modular_addition())
+        >>> tasks = {f"{a} + 4": (torch.tensor([a, 4, 113]), torch.tensor([a, 5, 113]),
+        ...                       p.logit_diff(a + 4, a + 5)) for a in (3, 9)}
+        >>> some = {"3 + 4": circuits.discover(model, *tasks["3 + 4"])}
+        >>> circuits.transfer(model, some, tasks).round(1).loc["3 + 4", "3 + 4"] >= 0.9
+        True
+    """
+    rows = {}
+    for circuit_name, circuit in circuits.items():
+        row = rows[circuit_name] = dict[str, float]()
+        for task_name, task in tasks.items():
+            prompts, roles = _prompts_of(task)
+            positions = None
+            if isinstance(circuit.positions, Mapping):
+                positions = {role: at for role, at in roles.items() if role in circuit.positions}
+            row[task_name] = evaluate(model, circuit, *prompts, positions=positions).faithfulness
+    return pd.DataFrame(rows).T
+
+
+def _prompts_of(task: Any) -> tuple[tuple[Any, Any, Any], Mapping[str, Any]]:
+    """Return the prompts and the metric of a task, and its roles."""
+    if isinstance(task, PairedPrompts):
+        return (task.clean, task.corrupted, task.metric), task.roles
+    if isinstance(task, tuple) and len(task) == 3:
+        return task, {}
+    reason = f"got a {type(task).__name__}; expected PairedPrompts, or (clean, corrupted, metric)"
+    raise InputError([reason], "this is no task")

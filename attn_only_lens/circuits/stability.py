@@ -1,0 +1,214 @@
+"""How a circuit changes with the prompts that it was found on.
+
+The prompts are split into two random halves, again and again, and each half is searched as all
+prompts were (stability selection: Meinshausen and Bühlmann 2010; in pairs of halves, Shah and
+Samworth 2013). The two halves of a split share no prompt, so each circuit is also measured on the
+half that it was not fitted to.
+
+    inclusion    the share of these circuits that include a site: it estimates how probable the
+                 site is in the circuit of a fresh batch of half as many prompts
+    core         sites with an inclusion of 90 % or more; "noise": of 10 % or less; the others are
+                 "contingent"
+
+Intervals of inclusion are Wilson's for n_eff independent circuits. Circuits of different splits
+share prompts, so n_eff is smaller than their number: 2 + (resamples - 2) / `_DEPENDENCE`, since the
+two halves of one split are independent. Their coverage was measured on many fresh batches
+(`analyses/results/stability_of_circuits.md`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from jaxtyping import Bool, Float
+
+from attn_only_lens.arguments import is_count
+from attn_only_lens.circuits.ablation import AblatedModel, Rows
+from attn_only_lens.engine.metrics import Metric
+from attn_only_lens.errors import InputError
+
+CORE, NOISE = 0.9, 0.1
+_DEPENDENCE = 4.0
+_Half: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Stability:
+    """Circuits of random halves of the prompts. Made by `discover(…, resamples=20)`.
+
+    Attributes:
+        sites: a row for each site that any of these circuits includes: `layer`, `kind`, `index`,
+            `name`, `position`, `effect`; `inclusion`, `inclusion_low`, `inclusion_high` (90 %), and
+            `class`: "core", "contingent" or "noise". The most included first.
+        resamples: a row for each half: `n_sites` of its circuit; `faithfulness` and `completeness`
+            on this half; `held_out_faithfulness` and `held_out_completeness` on the other one.
+        held_out: faithfulness and completeness on held-out prompts, with their standard errors
+            over prompts: columns `mean`, `standard_error`.
+        core_faithfulness: faithfulness and completeness of the core on all prompts.
+        jaccard: the mean Jaccard index of two of these circuits.
+    """
+
+    sites: pd.DataFrame
+    resamples: pd.DataFrame
+    held_out: pd.DataFrame
+    core_faithfulness: tuple[float, float]
+    jaccard: float
+
+    @property
+    def n_core(self) -> int:
+        """How many sites the core has."""
+        return int((self.sites["class"] == "core").sum())
+
+    @property
+    def n_union(self) -> int:
+        """How many sites are in any of the circuits."""
+        return len(self.sites)
+
+    def __repr__(self) -> str:
+        faithful, complete = self.held_out["mean"].to_numpy()
+        error = self.held_out.loc["faithfulness", "standard_error"]
+        return (
+            f"{len(self.resamples)} circuits of half of the prompts: a core of {self.n_core} sites "
+            f"in a union of {self.n_union}, mean Jaccard index {self.jaccard:.2f}; on held-out "
+            f"prompts faithfulness {faithful:.2f} ± {error:.2f}, completeness {complete:.2f}"
+        )
+
+
+def require_resamples(resamples: object, n_prompts: int, metric: Metric) -> None:
+    """Refuse what cannot be resampled.
+
+    Raises:
+        InputError: with every reason.
+    """
+    reasons = []
+    if not is_count(resamples, 2):
+        reasons.append(f"got resamples={resamples!r}; expected 2 or more, or 0 for none")
+    if n_prompts < 4:
+        reasons.append(f"got {n_prompts} pairs of prompts; expected 4 or more, to split in halves")
+    if not metric.by_prompt:
+        reasons.append(
+            f"got {metric.name}, one number of all prompts; expected a metric of each prompt"
+        )
+    InputError.raise_if(reasons, "these prompts cannot be resampled")
+
+
+def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _Half]]:
+    """Yield random halves of the prompts, each with the other half."""
+    generator, size = np.random.default_rng(seed), n_prompts // 2
+    for number in range(n):
+        if number % 2 == 0:
+            order = generator.permutation(n_prompts)
+            halves = np.sort(order[:size]), np.sort(order[size : 2 * size])
+        yield halves[number % 2], halves[1 - number % 2]
+
+
+def resampled(
+    search: Callable[[AblatedModel, Float[np.ndarray, "site"]], tuple[Rows, Any]],
+    ablate: Callable[..., AblatedModel],
+    whole: AblatedModel,
+    sites: pd.DataFrame,
+    effects: Float[np.ndarray, "site prompt"],
+    halves: Iterator[tuple[_Half, _Half]],
+) -> Stability:
+    """Search halves of the prompts, and measure what is found on the other halves."""
+    included, rows, held_out = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]](), _HeldOut()
+    made = dict[bytes, AblatedModel]()
+    for half, other_half in halves:
+        pair = {key: made.pop(key, None) for key in (half.tobytes(), other_half.tobytes())}
+        for some in (half, other_half):
+            key = some.tobytes()
+            pair[key] = made[key] = pair[key] or ablate(some=some.tolist())
+        ablated, others = made[half.tobytes()], made[other_half.tobytes()]
+        circuit, _ = search(ablated, effects[:, half].mean(axis=1))
+        flags = np.zeros(len(sites), dtype=bool)
+        flags[circuit] = True
+        included.append(flags)
+        fitted, complete, _ = ablated.curves([circuit])
+        left, rest = others.by_prompt([circuit, np.flatnonzero(~flags)])
+        held_out.add(other_half, others, left, rest)
+        spans = others.whole_by_prompt - others.nothing_by_prompt
+        shares = [(x - others.nothing_by_prompt).mean() / spans.mean() for x in (left, rest)]
+        rows.append((len(circuit), float(fitted[0]), float(complete[0]), *map(float, shares)))
+    flags_of_all = np.stack(included)
+    frame = _inclusion(sites.assign(effect=effects.mean(axis=1)), flags_of_all)
+    core = frame.index[frame["class"] == "core"].to_numpy()
+    faithful, complete, _ = whole.curves([core])
+    columns = ["n_sites", "faithfulness", "completeness"]
+    columns += ["held_out_faithfulness", "held_out_completeness"]
+    return Stability(
+        frame.reset_index(drop=True),
+        pd.DataFrame(rows, columns=columns),
+        held_out.frame(),
+        (float(faithful[0]), float(complete[0])),
+        _jaccard(flags_of_all),
+    )
+
+
+def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) -> pd.DataFrame:
+    """Return the sites of any circuit with their inclusion, the most included first."""
+    counts, n = flags.sum(axis=0), len(flags)
+    effective = 2 + (n - 2) / _DEPENDENCE
+    bounds = np.array([interval(count / n, effective) for count in range(n + 1)])
+    frame = sites.assign(inclusion=counts / n)
+    frame[["inclusion_low", "inclusion_high"]] = bounds[counts]
+    kinds = np.where(frame["inclusion"] >= CORE, "core", "contingent")
+    frame["class"] = np.where(frame["inclusion"] <= NOISE, "noise", kinds)
+    frame = frame[counts > 0]
+    size = frame["effect"].abs()
+    order = frame.assign(size=size).sort_values(["inclusion", "size"], ascending=False).index
+    return frame.loc[order]
+
+
+def interval(share: float, n: float) -> tuple[float, float]:
+    """Return Wilson's interval of a share of n trials, which need not be a whole number."""
+    z2 = 1.6448536269514722**2  # of a normal distribution, 90 % on both sides
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _jaccard(flags: Bool[np.ndarray, "resample site"]) -> float:
+    """Return the mean Jaccard index of two circuits."""
+    numbers = flags.astype(np.int64)
+    both = numbers @ numbers.T
+    sizes = np.diag(both)
+    either = sizes[:, None] + sizes - both
+    above = np.triu_indices(len(flags), 1)
+    return float((both[above] / np.maximum(either[above], 1)).mean())
+
+
+class _HeldOut:
+    """The metric of held-out prompts, added up over circuits."""
+
+    def __init__(self) -> None:
+        self._sums = dict[int, npt.NDArray[np.float64]]()
+
+    def add(
+        self, prompts: Sequence[int] | _Half, ablated: AblatedModel, left: Any, rest: Any
+    ) -> None:
+        """Add the metric of prompts with a circuit alone left, and with all others."""
+        nothing = ablated.nothing_by_prompt
+        numbers = np.stack([left - nothing, rest - nothing, ablated.whole_by_prompt - nothing], 1)
+        for prompt, row in zip(prompts, numbers, strict=True):
+            self._sums[int(prompt)] = self._sums.get(int(prompt), 0.0) + np.append(row, 1.0)
+
+    def frame(self) -> pd.DataFrame:
+        """Return shares of sums over prompts, with the standard errors of these ratios."""
+        left, rest, span, counts = np.stack(list(self._sums.values())).T
+        shares = [share_of_sums(x / counts, span / counts) for x in (left, rest)]
+        index = ["faithfulness", "completeness"]
+        return pd.DataFrame(shares, columns=["mean", "standard_error"], index=index)
+
+
+def share_of_sums(
+    parts: Float[np.ndarray, "prompt"], wholes: Float[np.ndarray, "prompt"]
+) -> tuple[float, float]:
+    """Return Σ parts / Σ wholes over prompts, and the standard error of this ratio."""
+    n, share = len(parts), parts.sum() / wholes.sum()
+    if n < 2:
+        return float(share), np.nan
+    misses = parts - share * wholes
+    return float(share), float(np.sqrt((misses**2).sum() / (n * (n - 1))) / abs(wholes.mean()))

@@ -1,0 +1,185 @@
+"""Circuits of random halves of the prompts: inclusion, held-out prompts, cores; transfer."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import binomtest
+
+from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import patching as p
+from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.stability import interval, random_halves, resampled, share_of_sums
+
+N = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+
+
+@pytest.fixture(scope="module")
+def task(model):
+    return tasks.agreement(model.tokenizer, N, structure="relative")
+
+
+@pytest.fixture(scope="module")
+def circuit(model, task):
+    given = model, task.clean, task.corrupted, task.metric
+    return circuits.discover(*given, positions=task.roles, resamples=6)
+
+
+def test_halves_are_disjoint_and_all_of_a_size():
+    for n in (8, 11):
+        halves = list(random_halves(n, 5, seed=0))
+        assert len(halves) == 5
+        for half, rest in halves:
+            assert len(half) == len(rest) == n // 2
+            assert not set(half) & set(rest)
+        assert all((a == d).all() for (a, _), (_, d) in [halves[:2], halves[2:4]])
+        assert len({tuple(half) for half, _ in halves}) > 2
+
+
+def test_the_circuit_itself_does_not_change(model, task, circuit):
+    given = model, task.clean, task.corrupted, task.metric
+    alone = circuits.discover(*given, positions=task.roles)
+    pd.testing.assert_frame_equal(alone.frame, circuit.frame, rtol=1e-4)
+    assert alone.stability is None
+    with pytest.raises(InputError, match="resamples=20"):
+        alone.core()
+
+
+def test_sites_have_their_inclusion_and_the_core_is_what_nearly_all_include(circuit):
+    sites = circuit.to_frame()
+    assert sites["inclusion"].between(1 / 6, 1).all()
+    assert (sites["inclusion"] * 6 % 1 < 1e-9).all()
+    assert (sites["inclusion_low"] <= sites["inclusion"]).all()
+    assert (sites["inclusion_high"] >= sites["inclusion"]).all()
+    assert ((sites["class"] == "core") == (sites["inclusion"] >= 0.9)).all()
+    assert set(sites["name"][sites["in_circuit"]]) <= set(circuit.frame["name"])
+    stability, core = circuit.stability, circuit.core()
+    assert stability.n_union == len(sites) >= stability.n_core == len(core) > 5
+    sizes = stability.resamples["n_sites"]
+    assert sizes.sum() == pytest.approx(6 * sites["inclusion"].sum())
+    assert str(stability.n_core) in repr(stability)
+
+
+def test_a_core_is_measured_on_all_prompts(model, task, circuit):
+    core = circuit.core()
+    measured = circuits.evaluate(
+        model, core, task.clean, task.corrupted, task.metric, positions=task.roles
+    )
+    assert core.faithfulness == pytest.approx(measured.faithfulness, abs=1e-5)
+    assert core.completeness == pytest.approx(measured.completeness, abs=1e-5)
+
+
+def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
+    """Of a search that always returns one circuit; the oracle evaluates it on texts alone."""
+    given = model, task.clean, task.corrupted, task.metric
+    one = circuits.discover(*given, positions=task.roles, order="magnitude")
+    whole_sites = p.attribution(
+        *given, positions=task.roles, direction="noise", progress=False
+    ).frame[["layer", "kind", "index", "name", "position"]]
+    key = ["name", "position"]
+    rows = np.flatnonzero(
+        whole_sites[key].merge(one.frame[key].assign(x=1), how="left")["x"].notna()
+    )
+
+    def ablate(some=None):
+        how = {"ablation": "resample", "mask": None, "positions": task.roles, "some": some}
+        return AblatedModel(*given, whole_sites, **how)
+
+    halves = list(random_halves(N, 4, seed=3))
+    effects = np.zeros((len(whole_sites), N))
+    found = resampled(
+        lambda ablated, some: (rows, None), ablate, ablate(), whole_sites, effects, iter(halves)
+    )
+    assert found.jaccard == pytest.approx(1)
+    for number, (half, rest) in enumerate(halves):
+        for some, columns in ((half, ""), (rest, "held_out_")):
+            part = tasks.PairedPrompts(
+                "part",
+                *(
+                    tuple(column[i] for i in some)
+                    for column in (task.clean, task.corrupted, task.answers, task.wrong)
+                ),
+                {role: tuple(at[i] for i in some) for role, at in task.roles.items()},
+            )
+            measured = circuits.evaluate(
+                model, one, part.clean, part.corrupted, part.metric, positions=part.roles
+            )
+            row = found.resamples.iloc[number]
+            for what in ("faithfulness", "completeness"):
+                assert row[columns + what] == pytest.approx(getattr(measured, what), abs=1e-5)
+    whole = ablate()
+    (left,) = whole.by_prompt([rows])
+    by_prompt = left - whole.nothing_by_prompt, whole.whole_by_prompt - whole.nothing_by_prompt
+    # Every prompt is held out in as many halves as any other here, always by the same circuit.
+    share, error = share_of_sums(*by_prompt)
+    assert found.held_out.loc["faithfulness"].tolist() == pytest.approx([share, error], rel=1e-4)
+
+
+def test_a_standard_error_is_that_of_fresh_prompts():
+    """By simulation: a ratio of two sums of correlated numbers."""
+    generator = np.random.default_rng(0)
+
+    def ratio(n):
+        spans = generator.normal(5, 1, n)
+        return share_of_sums(0.8 * spans + generator.normal(0, 0.7, n), spans)
+
+    shares, errors = np.array([ratio(31) for _ in range(2000)]).T
+    assert errors.mean() == pytest.approx(shares.std(), rel=0.05)
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 7), (3, 7), (7, 7), (18, 20)])
+def test_intervals_of_whole_numbers_are_wilsons(count, n):
+    expected = binomtest(count, n).proportion_ci(0.9, method="wilson")
+    assert interval(count / n, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_circuits_transfer_as_evaluate_says(model, task, circuit):
+    other = tasks.agreement(model.tokenizer, 5, structure="relative", seed=7)
+    matrix = circuits.transfer(model, {"relative": circuit}, {"same": task, "other": other})
+    expected = [
+        circuits.evaluate(
+            model, circuit, one.clean, one.corrupted, one.metric, positions=one.roles
+        ).faithfulness
+        for one in (task, other)
+    ]
+    assert matrix.loc["relative"].tolist() == pytest.approx(expected)
+    lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
+    with pytest.raises(InputError, match="expected those of the circuit"):
+        circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
+    with pytest.raises(InputError, match="expected PairedPrompts"):
+        circuits.transfer(model, {"relative": circuit}, {"text": "The keys"})
+
+
+def test_an_evaluation_tells_prompts_apart(model, task, circuit):
+    given = model, circuit, task.clean, task.corrupted, task.metric
+    measured = circuits.evaluate(*given, positions=task.roles)
+    by_prompt = []
+    for i in range(N):
+        metric = p.logit_diff(task.answers[i], task.wrong[i])
+        roles = {role: (at[i],) for role, at in task.roles.items()}
+        one = circuits.evaluate(
+            model, circuit, task.clean[i], task.corrupted[i], metric, positions=roles
+        )
+        assert np.isnan(one.standard_error)
+        assert one.error == pytest.approx(abs(1 - one.faithfulness), abs=1e-6)
+        by_prompt.append(one.error)
+    assert measured.error == pytest.approx(np.mean(by_prompt), abs=1e-5)
+    assert 0 < measured.standard_error < 0.2
+
+
+def test_what_cannot_be_resampled_is_refused(model, task):
+    given = model, task.clean, task.corrupted
+    for metric, how, reason in (
+        (task.metric, {"resamples": 1}, "got resamples=1"),
+        (p.custom(lambda logits: logits.mean()), {"resamples": 4}, "one number of all prompts"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            circuits.discover(*given, metric, positions=task.roles, **how)
+    three = model, task.clean[:3], task.corrupted[:3]
+    metric = p.logit_diff(list(task.answers[:3]), list(task.wrong[:3]))
+    with pytest.raises(InputError, match="got 3 pairs of prompts"):
+        circuits.discover(*three, metric, positions="all", resamples=4)
