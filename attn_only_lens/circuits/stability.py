@@ -31,7 +31,7 @@ from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
 
 CORE, NOISE = 0.9, 0.1
-_DEPENDENCE = 4.0
+_DEPENDENCE = 8.0
 _Half: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -68,7 +68,7 @@ class Stability:
         return len(self.sites)
 
     def __repr__(self) -> str:
-        faithful, complete = self.held_out["mean"].to_numpy()
+        faithful, complete = self.held_out["mean"].astype(float).tolist()
         error = self.held_out.loc["faithfulness", "standard_error"]
         return (
             f"{len(self.resamples)} circuits of half of the prompts: a core of {self.n_core} sites "
@@ -167,7 +167,8 @@ def interval(share: float, n: float) -> tuple[float, float]:
     z2 = 1.6448536269514722**2  # of a normal distribution, 90 % on both sides
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    return min(low, share), max(high, share)  # not left out by rounding, at shares of 0 and 1
 
 
 def _jaccard(flags: Bool[np.ndarray, "resample site"]) -> float:
