@@ -68,8 +68,8 @@ class Stability:
         return len(self.sites)
 
     def __repr__(self) -> str:
-        faithful, complete = self.held_out["mean"].astype(float).tolist()
-        error = self.held_out.loc["faithfulness", "standard_error"]
+        faithful, complete = map(float, self.held_out["mean"])
+        error = float(self.held_out["standard_error"].iloc[0])
         return (
             f"{len(self.resamples)} circuits of half of the prompts: a core of {self.n_core} sites "
             f"in a union of {self.n_union}, mean Jaccard index {self.jaccard:.2f}; on held-out "
