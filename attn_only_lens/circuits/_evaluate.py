@@ -16,7 +16,7 @@ from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.site_groups import site_groups
+from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.tasks import PairedPrompts
 
 _KEY = ["name", "position"]
@@ -106,7 +106,7 @@ def evaluate(
         raise InputError([reason], _PROBLEM)
     here = positions or circuit.positions
     groups = site_groups(model, pair, circuit.candidates, here, "z")
-    sites = pd.concat([group.rows for group in groups], ignore_index=True)
+    sites = site_rows(groups)
     kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
     rows = np.flatnonzero(kept)
     if missing := len(circuit) - len(rows):

@@ -84,32 +84,26 @@ def activation_patch(
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
         part: "z", a head's output; "pattern", its attention; "value"; "q"; or "k", of attention
-            heads only. A patch of a neuron-head's query moves its pattern and nothing else. If
-            several heads share a neuron, they are patched together unless a name selects one. With
-            grouped queries (LLaMA, Gemma) heads share values and keys; a patch is for one head:
-            this head reads the patched value or key, and the other heads of its group still read
-            the unpatched one.
+            heads only. Heads that share a neuron are patched together unless a name selects one.
+            Where heads share values and keys (grouped queries), only one head reads the patch.
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
             of numbers, or roles: `{"subject": [2, 4], "end": -1}`, with one number for all prompts
             or one for each, counted in the prompt's own tokens.
         direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
-            an ablation of z in the clean run: to "zero", to the "mean" over all real tokens of
-            all prompts, to the z of another prompt at that position ("resample": the next prompt,
-            and the first for the last), or of a neuron-head's attention to the "bias" token.
+            an ablation of z in the clean run: to "zero"; to the "mean" over all real tokens of all
+            prompts; to z of the next prompt at that position ("resample"; the first prompt for the
+            last); or of a neuron-head's attention to the "bias" token.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        reference: a text, or tokens [batch, pos] without padding, to take means or other prompts'
-            activations from; by default the clean prompts. For "resample" it has their shape:
-            prompt i is resampled from row i.
+        reference: a text, or tokens [batch, pos] without padding, for "mean" and "resample" (prompt
+            i is resampled from row i); by default the clean prompts.
         per_prompt: whether to return a row for each prompt of each site; by default one for each
             site, the mean over prompts with its standard errors (see `Sweep`).
         prompts_at_once: pairs whose activations are held at once; by default as many as fit a
-            fifth of the memory, or as in the folder `resume`. It changes only rounding. A custom
-            metric may depend on all prompts, so it takes all at once.
-        batch_size: sites in one forward pass; by default as many as fit in memory, halved whenever
-            it runs out. It changes only rounding.
+            fifth of the memory, or as in the folder `resume`; all for a custom metric.
+        batch_size: sites in one forward pass; by default as many as fit in memory.
         resume: checkpoint folder: results are written to it as they come, and an interrupted sweep
-            resumes from it. A folder of another sweep is refused. A custom metric needs a version
-            (see `custom`). Needed under `accelerate launch`, where processes share the work.
+            resumes from it. A custom metric needs a version (see `custom`). Needed under
+            `accelerate launch`, where processes share the work.
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
@@ -117,7 +111,7 @@ def activation_patch(
 
     Raises:
         InputError: with every reason: prompts, metric, sites or positions that do not fit;
-            `per_prompt` with a metric that is one number of all prompts.
+            `per_prompt` with a metric that is one number of all prompts; a folder of another sweep.
         UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
             in it differs from a hook in a whole run: both are tested first.
         CheckpointError: files in the folder `resume` are damaged.
@@ -167,13 +161,7 @@ def activation_patch(
 
 @dataclass(frozen=True, eq=False)
 class SweepPlan:
-    """The prompts, sites and metric of a sweep, and how the prompts are split.
-
-    Attributes:
-        asked: the sites as the caller gave them.
-        groups: the sites, resolved.
-        reference: the tokens that an ablation takes its activations from, if not the clean ones.
-    """
+    """The prompts, sites (as `asked`, and resolved) and metric of a sweep."""
 
     model: Any
     pair: PromptPair
@@ -292,12 +280,8 @@ class SitePatches:
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)
-        values = [
-            of_group
-            for batch in batches_of_groups(groups)
-            for of_group in prompts.runner.values(batch)
-        ]
-        return {"kept": prompts.reduced(self._totals, torch.cat(values)).numpy()}
+        values = [prompts.runner.values(batch) for batch in batches_of_groups(groups)]
+        return {"kept": prompts.reduced(self._totals, torch.cat(sum(values, []))).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
         """Return a runner of patches on some prompts, with the edits tested."""

@@ -5,13 +5,9 @@ The output of a neuron-head is z = w v, so between two runs (the second one with
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly: the gate opened, the value changed, or both. An MLP shows only the left side. The metric is
-not linear in these changes, so its interaction is the effect of patching z minus the effects of
-patching the pattern and the value alone,
-
-    score:  interaction = z - pattern - value,  each as the effect on the unpatched run's score.
-
-A neuron writes along its row of W_out; the numbers here are the factors of that row.
+exactly. An MLP shows only the left side. The metric is not linear in these changes, so its
+interaction is the effect of patching z minus the effects of patching the pattern and the value
+alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,35 +66,33 @@ def gate_and_value(
 ) -> pd.DataFrame:
     """Split the effect of patching neuron-heads into pattern, value and interaction.
 
-    All arguments are those of `activation_patch`, with these differences.
-
     Args:
         model: converted by `convert`, or with exposed neuron-heads.
         clean: a text, texts, or tokens [batch, pos].
         corrupted: the same for the corrupted run.
         metric: `logit_diff(...)` and the like, or a function of logits.
         sites: neuron-heads; by default all.
-        positions: "each", "all", numbers, or roles.
-        direction: "denoise" or "noise"; no ablation.
+        positions: "each", "all", numbers, or roles; see `activation_patch`.
+        direction: "denoise" or "noise".
         mask: 1 for real tokens, 0 for padding.
         per_prompt: whether to return a row for each prompt of each site.
         prompts_at_once: pairs whose activations are held at once.
         batch_size: sites in one forward pass.
         resume: checkpoint folder, in which each of the three sweeps has its own folder.
-        progress: whether to show progress bars, one for each of the three sweeps.
+        progress: whether to show progress bars.
 
     Returns:
         A row for each site and position, with `layer`, `index`, `name`, `position`, with
         `per_prompt` also `prompt`, counted from 0, and
 
-        write_pattern, write_value, write_interaction, write: the change of the neuron's activation,
-            summed over the patched positions. The first three add up to the last.
+        write_pattern, write_value, write_interaction, write: the change of the neuron's activation
+            (the factor of its row of W_out), summed over the patched positions. The first three
+            add up to the last.
         effect_pattern, effect_value, effect_interaction, effect: the change of the score (0 is the
             corrupted run, 1 the clean one). The first three add up to the last.
 
     Raises:
-        InputError: as for `activation_patch`; or sites that are not neuron-heads, or an ablation
-            as the direction.
+        InputError: as for `activation_patch`; sites that are not neuron-heads; an ablation.
 
     Example:
         >>> import torch

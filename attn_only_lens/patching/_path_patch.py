@@ -1,7 +1,7 @@
 """Path patching: replace what one head writes, as another head reads it, exactly.
 
-For each pair of a sender s and a receiver r, with the run that is patched into (the target) and the
-other one (the source):
+For a sender s and a receiver r, with the run that is patched into (the target) and the other one
+(the source):
 
     δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
     what r reads by the inputs of `part` moves by δ, through its norm; nothing else moves
@@ -9,22 +9,23 @@ other one (the source):
     z_r + Δz_r is patched into the target run, and measured
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
-Behavior with Path Patching".) So a pair stands for all paths whose first edge is s → r; for the
-receiver "logits", for the direct path. `scale` is that of the norm that r reads through: "held" at
-the target run, so that changes by several senders add up; "anew" from x + δ, as if a hook edited
-the stream. (TransformerLens' `get_act_patch_direct_path` is "held" in 3.9, "anew" in 4.) A norm
-after s belongs to s; norms of queries and keys belong to r, and are computed anew.
+Behavior with Path Patching".) A pair stands for all paths whose first edge is s → r; for the
+receiver "logits", for the direct path. The norm that r reads through is "held" at the target run,
+so that changes by several senders add up; or computed "anew" from x + δ. (TransformerLens'
+`get_act_patch_direct_path` is "held" in 3.9, "anew" in 4.) A norm after s belongs to s; norms of
+queries and keys belong to r, and are computed anew.
 
-Cost of a pair in flops of matrix products, for each prompt, if δ has T positions and S positions
-follow the first of them, besides the run after r of 2 S Σ_{later blocks} parameters:
+Flops of a pair for each prompt, if δ has T positions and S positions follow the first of them,
+besides the run after r of 2 S Σ_{later blocks} parameters: for a neuron 2 d_model T (4 d_model T if
+gated); for an attention head the attention of its layer, once for each sender; for logits the
+unembedding.
 
-    neuron r      2 d_model T (4 d_model T if gated)
-    attention r   the attention of r's layer, once for each sender and shared by all its heads
-    logits        the unembedding
+Paths run in blocks. A block is some senders of one layer and kind, at one set of positions, and
+some receivers of one layer and kind; its tensors have at most about `_NUMBERS` numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,17 +34,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.arguments import option_reasons
+from attn_only_lens.engine.edits import neuron_changes, neuron_variants, sum_by_site
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import DIRECTIONS
-from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.metrics import (
     AnyMetric,
-    BoundMetric,
     Metric,
     as_metric,
     no_gradient_reasons,
@@ -52,11 +52,11 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import in_float32
-from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.positions import Positions, PositionSet
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.readers import READ_PARTS, Readers, input_hooks
-from attn_only_lens.engine.recording import Recording, RunPair, Side, run, run_pair
-from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.engine.recording import RunPair, Side, run, run_pair
+from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 from attn_only_lens.engine.writes import SCALES, Decomposition, Scale, decompose
 from attn_only_lens.errors import InputError
@@ -64,24 +64,24 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import count_reasons, prompt_settings
 from attn_only_lens.patching.job import Arrays, Job, require_folder
-from attn_only_lens.patching.over_prompts import OverPrompts
-from attn_only_lens.patching.path_runs import LOGITS, PathBlock, PathRunner, names_of, path_blocks
 from attn_only_lens.patching.prompt_chunks import PromptChunk, PromptChunks, prompts_per_chunk
-from attn_only_lens.patching.results import Paths
+from attn_only_lens.patching.results import Paths, run_settings
 from attn_only_lens.patching.run_patches import Batching, check_edits
-from attn_only_lens.patching.scored_frame import BASELINE, PromptTokens
 from attn_only_lens.patching.site_groups import (
     Chunk,
     SiteGroup,
     position_sets,
     site_groups,
+    site_rows,
     split_prompts,
 )
 from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these paths cannot be patched"
+_LOGITS = "logits"
 _AT_ONCE = 256  # paths in a chunk of exact values
 _ESTIMATES_AT_ONCE = 2**24  # paths in a chunk of estimates: some ten seconds
+_NUMBERS = 2**21  # in a tensor of a block; several are held
 
 
 @warned_once()
@@ -109,34 +109,31 @@ def path_patch(
 ) -> Paths:
     """Patch every path from a sender to a receiver that reads after it, and measure.
 
-    Exact: the receiver reads what the sender wrote in the other run instead of what it wrote in
-    this one. Everything else is held, and the change of the receiver's output runs on to the metric
-    (see `_path_patch.py` for the definition and the flops of a pair).
+    Exact: the receiver reads what the sender wrote in the other run. Everything else is held, and
+    the change of the receiver's output runs on to the metric (see `_path_patch.py`).
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            A model in half precision is run in float32 during the call, with the same weights.
+            A model in half precision is run in float32 during the call.
         clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the corrupted run, with the same number of tokens.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
         senders: `neuron_heads()`, `heads()`, `all_heads()`, or names, with a position if you like:
             `L3N7@13`.
         receivers: the same; or "logits", or names with "logits" among them.
-        part: the inputs by which receivers read: "q", "k", "value"; "pattern", queries and keys;
-            or "z", all of them, which gives the whole direct effect. With "value", the default, the
-            gate of a neuron does not move. A neuron-head's pattern depends only on its query, so
-            "q" and "pattern" are the same and it has no "k"; its value is the pre-activation, and
-            in a gated MLP the product with what it gates. The receiver "logits" ignores it.
+        part: the inputs by which receivers read: "q", "k", "value" (the gate of a neuron does not
+            move); "pattern", queries and keys; or "z", all of them: the whole direct effect. A
+            neuron-head has no "k", its "q" is its pattern, and its value is the pre-activation, in
+            a gated MLP the product with what it gates. The receiver "logits" ignores it.
         positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
             (-1 is each prompt's last token), a list of numbers, or roles; see `activation_patch`.
         direction: "denoise", clean writes into the corrupted run; or "noise", the other way.
         scale: "held": norms that receivers read through keep their scale; "anew": they compute it.
         top: how many paths to patch: those of the largest |estimated effect|, the exact change of
-            the receiver's output times the gradient of the metric there. None for all.
+            the receiver's output times the mean gradient of the metric there. None for all.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         per_prompt: whether to return a row for each prompt of each path; by default one for each
-            path, the mean over prompts with its standard errors (see `Paths`). With `top`, the
-            paths are those of the largest |mean estimate|.
+            path, the mean over prompts with its standard errors (see `Paths`).
         prompts_at_once: pairs whose activations are held at once; see `activation_patch`.
         batch_size: paths in one forward pass; by default as many as fit in memory.
         resume: checkpoint folder; see `activation_patch`.
@@ -192,7 +189,7 @@ def path_patch(
     settings = {"top": top, "per_prompt": bool(per_prompt)}
     job = Job(resume, lambda: plan.settings() | settings, progress)
     patches.on_done = job.advance
-    work, rows = patches.all_paths() if top is None else patches.largest(job, top)
+    work, rows = patches.all_paths() if top is None else patches.largest_paths(job, top)
     chunks = [Chunk(prompts, some_rows) for prompts in plan.prompts for some_rows in rows]
     compute = partial(patches.compute, work=work)
     for chunk, arrays in job.run(chunks, compute, unit="path"):
@@ -225,9 +222,9 @@ class _PathPlan:
         """Return everything that values depend on, so that no other results are resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.senders),
-            "senders": [[*sender.rows["name"]] for sender in self.senders],
-            "positions": [sender.rows["position"].tolist() for sender in self.senders],
-            "receivers": [name for receiver in self.receivers for name in names_of(receiver)],
+            "senders": [[*site_rows([group])["name"]] for group in self.senders],
+            "positions": [site_rows([group])["position"].tolist() for group in self.senders],
+            "receivers": [name for receiver in self.receivers for name in _names_of(receiver)],
             "part": self.part,
             "direction": self.direction,
             "scale": self.scale,
@@ -235,38 +232,12 @@ class _PathPlan:
         }
 
 
-class _Recorder:
-    """Records both runs of some prompts, decomposed into what each sublayer writes."""
-
-    def __init__(self, plan: _PathPlan) -> None:
-        host = host_of(plan.model)
-        layers = [sites.layer for sites in plan.receivers if sites and sites.kind == "attention"]
-        self._names = tuple(name for layer in layers for name in input_hooks(host, layer))
-        self._plan = plan
-        self.runs: dict[Side, Decomposition] = {}
-
-    def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs, and keep their decompositions."""
-        model, names = self._plan.model, self._names
-        self.runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
-        self.runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
-        recordings = self.runs["clean"].recording, self.runs["corrupted"].recording
-        return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
-
-
-@dataclass(frozen=True)
-class _BlockChunk:
-    """Some blocks of paths."""
-
-    blocks: range
+class _BlockChunk(Chunk):
+    """Blocks of paths, in place of rows, whose effects on all prompts are estimated."""
 
     @property
     def key(self) -> str:
-        return f"blocks-{self.blocks.start}-{self.blocks.stop}"
-
-    @property
-    def size(self) -> int:
-        return len(self.blocks)
+        return f"blocks-{self.rows.start}-{self.rows.stop}"
 
 
 class _PathPatches:
@@ -276,58 +247,82 @@ class _PathPatches:
         self, plan: _PathPlan, top: int | None, per_prompt: bool, batch_size: int | None
     ) -> None:
         self._plan, self._batch_size = plan, batch_size
-        self._recorder = _Recorder(plan)
+        host = host_of(plan.model)
+        layers = [sites.layer for sites in plan.receivers if sites and sites.kind == "attention"]
+        self._names = tuple(name for layer in layers for name in input_hooks(host, layer))
+        self._runs: dict[Side, Decomposition] = {}
         self._prompts = PromptChunks(
-            plan.model, plan.pair, plan.metric, plan.direction, self._recorder.record
+            plan.model, plan.pair, plan.metric, plan.direction, self._record
         )
-        first, run = self._prompts.first(plan.prompts), self._recorder.runs["clean"]
-        at_once = plan.prompts_at_once
-        self.blocks = list(path_blocks(run, plan.senders, plan.receivers, at_once))
+        first, run = self._prompts.first(plan.prompts), self._runs["clean"]
+        self.blocks = list(_path_blocks(run, plan.senders, plan.receivers, plan.prompts_at_once))
         reason = (
             "no receiver reads what a sender has written; expected a later layer, or an "
             "attention head and a neuron of one layer (not if they read in parallel)"
         )
         InputError.raise_if([reason] * (not self.blocks), _PROBLEM)
-        self.n_paths = sum(map(_n_paths, self.blocks))
+        self.n_paths = sum(block.n_paths for block in self.blocks)
         n_rows = min(top or self.n_paths, self.n_paths)
         self.totals = self._prompts.totals(plan.prompts, n_rows, per_prompt)
         if top is not None:
-            _require_gradients(first)
+            runs = first.runs
+            require_differentiable(runs.metric, first.target.logits)
+            span = runs.clean_value - runs.corrupted_value
+            require_slope(runs.metric, first.target.logits, first.source.logits, span)
         self.on_done: Callable[[int], object] = lambda n: None
         self._tested = set[bool]()
 
+    def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
+        """Record both runs of some prompts, decomposed into what each sublayer writes."""
+        model, names = self._plan.model, self._names
+        self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
+        self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
+        recordings = self._runs["clean"].recording, self._runs["corrupted"].recording
+        return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
+
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
         """Return all paths, and the rows of each chunk of them: whole blocks."""
-        chunks = _chunks_of_blocks(self.blocks, _AT_ONCE)
-        frames = [_all_paths(self.blocks, chunk.blocks) for chunk in chunks]
-        ends = np.cumsum([0, *map(len, frames)]).tolist()
-        return pd.concat(frames, ignore_index=True), [range(*bounds) for bounds in pairwise(ends)]
+        shapes = [block.shape for block in self.blocks]
+        i, j = zip(*map(np.indices, shapes), strict=True)
+        sizes = [block.n_paths for block in self.blocks]
+        work = pd.DataFrame(
+            {
+                "block": np.repeat(np.arange(len(sizes)), sizes),
+                "i": np.concatenate([index.ravel() for index in i]),
+                "j": np.concatenate([index.ravel() for index in j]),
+            }
+        )
+        ends = np.cumsum([0, *sizes]).tolist()
+        cuts = _split_blocks(self.blocks, _AT_ONCE)
+        return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
-    def largest(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
+    def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
         """Return the paths of largest |mean estimate|, and the rows of each chunk of them."""
-        chunks = _chunks_of_blocks(self.blocks, _ESTIMATES_AT_ONCE)
-        picked = [
-            pd.DataFrame(arrays)
-            for _, arrays in job.run(chunks, partial(self.pick, top=top), unit="block")
-        ]
-        work = _largest(picked, top)
+        prompts = range(len(self._plan.pair.clean))
+        chunks = [_BlockChunk(prompts, c) for c in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
+        estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
+        work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
         ends = [*range(0, len(work), _AT_ONCE), len(work)]
         return work, [range(*bounds) for bounds in pairwise(ends)]
 
-    def pick(self, chunk: _BlockChunk, top: int) -> Arrays:
+    def estimate(self, chunk: _BlockChunk, top: int) -> Arrays:
         """Return the paths of some blocks with the largest |mean estimate|."""
-        blocks = {i: self.blocks[i] for i in chunk.blocks}
+        blocks = {i: self.blocks[i] for i in chunk.rows}
         total = {i: torch.zeros(b.shape, device="cpu").double() for i, b in blocks.items()}
         for some_prompts in self._plan.prompts:
             prompts = self._prompts.of(some_prompts)
-            runner = self._runner(prompts)
-            gradients = _gradients(
-                self._plan.model, prompts.target, prompts.runs.metric, self._plan.receivers
-            )
+            runner, gradients = self._runner(prompts), self._gradients(prompts)
             for i, block in blocks.items():
                 estimates = runner.estimates(block.of_prompts(prompts.pair), gradients)
                 total[i] += self.totals.weight(some_prompts) * estimates.cpu().double()
-        picked = _pick(blocks, total, top)
+        frames = []
+        for number, estimates in total.items():
+            flat = estimates.flatten()
+            rows = flat.abs().topk(min(top, len(flat))).indices.sort().values
+            senders, receivers = np.unravel_index(rows.numpy(), estimates.shape)
+            columns = {"block": number, "i": senders, "j": receivers}
+            frames.append(pd.DataFrame(columns).assign(estimate=flat[rows].numpy()))
+        picked = _largest(frames, top)
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
@@ -341,26 +336,26 @@ class _PathPatches:
         return {"kept": prompts.reduced(self.totals, torch.cat(values)).numpy()}
 
     def results(self, work: pd.DataFrame) -> Paths:
-        """Return the results of the paths, once all chunks were added up."""
-        plan, (clean_value, corrupted_value) = self._plan, self.totals.ends
-        return Paths(
-            _frame(self.blocks, work, self.totals),
-            part=plan.part,
-            scale=plan.scale,
-            direction=plan.direction,
-            metric=self.totals.name,
-            clean_value=clean_value,
-            corrupted_value=corrupted_value,
-            n_prompts=self.totals.n_prompts,
-            n_paths=self.n_paths,
-            model=str(getattr(plan.model.cfg, "model_name", "")),
-            tokens=PromptTokens.of_groups(plan.model, plan.pair, plan.senders),
+        """Return a row for each path, or for each prompt of each path, once all are added up."""
+        plan = self._plan
+        settings = run_settings(plan.model, plan.pair, plan.senders, self.totals, plan.part)
+        paths = pd.concat(
+            [self.blocks[number].frame(i, j) for number, i, j in _by_block(work)],
+            ignore_index=True,
         )
+        if "estimate" in work:
+            clean, corrupted = self.totals.ends
+            baseline = 0.0 if plan.direction == "denoise" else 1.0
+            paths["estimate"] = baseline + work["estimate"] / (clean - corrupted)
+        columns = self.totals.columns()
+        repeated = np.repeat(np.arange(len(paths)), len(columns["value"]) // len(paths))
+        frame = paths.iloc[repeated].reset_index(drop=True).assign(**columns)
+        return Paths(frame=frame, scale=plan.scale, n_paths=self.n_paths, **settings)
 
-    def _runner(self, prompts: PromptChunk) -> PathRunner:
+    def _runner(self, prompts: PromptChunk) -> "_PathRunner":
         """Return the runner of paths on some prompts, with the edits of receivers tested."""
         if prompts.runner is None:
-            plan, runs = self._plan, self._recorder.runs
+            plan, runs = self._plan, self._runs
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
             if prompts.padded not in self._tested:
                 positions = position_sets(plan.senders)
@@ -372,108 +367,64 @@ class _PathPatches:
                 target, source = source, target
             numbers = replay.numbers_per_token
             batching = Batching(plan.model, self._batch_size, self.on_done, numbers)
-            prompts.runner = PathRunner(
+            prompts.runner = _PathRunner(
                 Readers(replay, target), source, plan.part, plan.scale, prompts.unpatched, batching
             )
-        runner: PathRunner = prompts.runner
+        runner: _PathRunner = prompts.runner
         return runner
 
-
-def _require_gradients(prompts: PromptChunk) -> None:
-    """Refuse a metric without a gradient at the run that is patched into."""
-    span = prompts.runs.clean_value - prompts.runs.corrupted_value
-    require_differentiable(prompts.runs.metric, prompts.target.logits)
-    require_slope(prompts.runs.metric, prompts.target.logits, prompts.source.logits, span)
+    def _gradients(self, prompts: PromptChunk) -> dict[tuple[int, HeadKind], Tensor]:
+        """Return the gradient of the metric with respect to the z of the receivers."""
+        model, target = self._plan.model, prompts.target
+        layers = {(sites.layer, sites.kind) for sites in self._plan.receivers if sites is not None}
+        if not layers:
+            return {}
+        names = {layer: host_of(model).hook_name(*layer, "z") for layer in sorted(layers)}
+        tape = Tape(names.values())
+        with torch.enable_grad(), start_graph(model):
+            logits = run(model, target.tokens, target.mask, tape.hooks)
+            gradients = tape.gradients(prompts.runs.metric.of_logits(logits))
+        return {layer: gradients[name] for layer, name in names.items()}
 
 
 def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
     """Return heads by layer and kind; then None for the logits, if they are receivers."""
     names = [receivers] if isinstance(receivers, str | HeadName) else receivers
+    resolved: list[LayerSites | None] = []
     if isinstance(names, Selection) or not isinstance(names, Iterable):
-        resolved: list[LayerSites | None] = list(resolve_sites(model, names))
+        resolved += resolve_sites(model, names)
     else:
         names = list(names)
-        heads = [name for name in names if name != LOGITS]
-        only_logits = bool(names) and not heads
-        resolved = [] if only_logits else list(resolve_sites(model, heads))
+        heads = [name for name in names if name != _LOGITS]
+        if heads or not names:
+            resolved += resolve_sites(model, heads)
         resolved += [None] * (len(heads) < len(names))
-    if part == "k":
-        neurons = [site.names[0] for site in resolved if site is not None and site.kind == "neuron"]
-        reasons = [
-            f"got part='k' and receivers such as {name}: a neuron-head's keys do not depend on the "
-            "token"
-            for name in neurons[:1]
-        ]
-        InputError.raise_if(reasons, _PROBLEM)
+    neurons = [sites.names[0] for sites in resolved if sites and sites.kind == "neuron"]
+    if part == "k" and neurons:
+        reason = (
+            f"got part='k' and receivers such as {neurons[0]}: a neuron-head's keys do not depend "
+            "on the token"
+        )
+        raise InputError([reason], _PROBLEM)
     return resolved
 
 
-def _gradients(
-    model: Any,
-    target: Recording,
-    metric: BoundMetric,
-    receivers: Iterable[LayerSites | None],
-) -> dict[tuple[int, HeadKind], Tensor]:
-    """Return the gradient of the metric with respect to the z of the receivers."""
-    places = {(receiver.layer, receiver.kind) for receiver in receivers if receiver is not None}
-    if not places:
-        return {}
-    names = {place: host_of(model).hook_name(*place, "z") for place in sorted(places)}
-    tape = Tape(names.values())
-    with torch.enable_grad(), start_graph(model):
-        logits = run(model, target.tokens, target.mask, tape.hooks)
-        gradients = tape.gradients(metric.of_logits(logits))
-    return {place: gradients[name] for place, name in names.items()}
-
-
-def _chunks_of_blocks(blocks: Sequence[PathBlock], n_paths: int) -> list[_BlockChunk]:
-    """Return chunks of consecutive blocks; every chunk but the last has at least so many paths."""
+def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
+    """Return consecutive blocks; every range but the last has at least so many paths."""
     ends, n = [0], 0
     for number, block in enumerate(blocks):
-        n += _n_paths(block)
+        n += block.n_paths
         if n >= n_paths or number == len(blocks) - 1:
             ends.append(number + 1)
             n = 0
-    return [_BlockChunk(range(*bounds)) for bounds in pairwise(ends)]
-
-
-def _n_paths(block: PathBlock) -> int:
-    return block.shape[0] * block.shape[1]
-
-
-def _pick(
-    blocks: dict[int, PathBlock], estimates: dict[int, Float[Tensor, "sender receiver"]], top: int
-) -> pd.DataFrame:
-    """Return the paths of largest |estimated effect|: block, sender, receiver and estimate."""
-    largest = LargestScores(top)
-    rows: dict[tuple[int, int], tuple[int, int, int, float]] = {}
-    for number, block in blocks.items():
-        estimate = estimates[number]
-        largest.add(estimate.abs(), block.first)
-        still = {}
-        for pair in map(tuple, largest.pairs.tolist()):
-            i, j = pair[0] - block.first[0], pair[1] - block.first[1]
-            inside = 0 <= i < estimate.shape[0] and 0 <= j < estimate.shape[1]
-            still[pair] = (number, i, j, float(estimate[i, j])) if inside else rows[pair]
-        rows = still
-    return pd.DataFrame(sorted(rows.values()), columns=["block", "i", "j", "estimate"])
+    return [range(*bounds) for bounds in pairwise(ends)]
 
 
 def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
     """Return the paths of largest |estimated effect| of all picks, by block."""
     paths = pd.concat(picked, ignore_index=True)
-    kept = paths["estimate"].abs().nlargest(top, keep="first").index
-    return paths.loc[kept.sort_values()].reset_index(drop=True)
-
-
-def _all_paths(blocks: Sequence[PathBlock], numbers: range) -> pd.DataFrame:
-    """Return every path of some blocks."""
-    frames = []
-    for number in numbers:
-        n, m = blocks[number].shape
-        i, j = np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
-        frames.append(pd.DataFrame({"block": number, "i": i, "j": j}))
-    return pd.concat(frames, ignore_index=True)
+    rows = paths["estimate"].abs().nlargest(top).index
+    return paths.loc[rows.sort_values()].reset_index(drop=True)
 
 
 def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -483,14 +434,302 @@ def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield int(number), i, j  # type: ignore[arg-type]
 
 
-def _frame(blocks: Sequence[PathBlock], work: pd.DataFrame, totals: OverPrompts) -> pd.DataFrame:
-    """Return a frame with a row for each path, or for each prompt of each path."""
-    paths = pd.concat(
-        [blocks[number].frame(i, j) for number, i, j in _by_block(work)], ignore_index=True
+@dataclass(frozen=True, eq=False)
+class _PathBlock:
+    """Every path from some senders, at some positions, to some receivers (None: the logits)."""
+
+    senders: LayerSites
+    positions: PositionSet
+    receivers: LayerSites | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of senders and of receivers."""
+        return len(self.senders.names), len(_names_of(self.receivers))
+
+    @property
+    def n_paths(self) -> int:
+        """The number of paths."""
+        return self.shape[0] * self.shape[1]
+
+    def of_prompts(self, pair: PromptPair) -> "_PathBlock":
+        """Return the same paths on a chunk of the prompts."""
+        if pair.among is None:
+            return self
+        positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
+        return replace(self, positions=positions)
+
+    def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"]) -> pd.DataFrame:
+        """Return a row for each path from sender i to receiver j."""
+        receivers = _names_of(self.receivers)
+        return pd.DataFrame(
+            {
+                "sender": np.array(self.senders.names, dtype=object)[i.cpu().numpy()],
+                "receiver": np.array(receivers, dtype=object)[j.cpu().numpy()],
+                "position": self.positions.label,
+            }
+        )
+
+
+def _path_blocks(
+    run: Decomposition,
+    senders: Sequence[SiteGroup],
+    receivers: Sequence[LayerSites | None],
+    prompts_at_once: int,
+) -> Iterator[_PathBlock]:
+    """Yield every pair in which the receiver reads after the sender has written.
+
+    The order and the sizes of blocks depend only on the prompts, the heads and `prompts_at_once`.
+    """
+    for group in senders:
+        for place, position in enumerate(group.positions):
+            heads = group.head[group.place == place]
+            if not len(heads):
+                continue
+            sending = _take(group.sites, heads)
+            for receiving in receivers:
+                if _in_order(run, sending, receiving):
+                    block = _PathBlock(sending, position, receiving)
+                    yield from _split(run, block, prompts_at_once)
+
+
+def _in_order(run: Decomposition, sending: LayerSites, receiving: LayerSites | None) -> bool:
+    if receiving is None:
+        return True
+    written = run.before(receiving.layer, receiving.kind)
+    return run.of(sending.layer, sending.kind) in written
+
+
+def _split(run: Decomposition, whole: _PathBlock, prompts_at_once: int) -> Iterator[_PathBlock]:
+    """Cut a block into ones of a size that fits."""
+    chosen, receivers = whole.positions.chosen, whole.receivers
+    batch, n_pos = prompts_at_once, chosen.shape[1]
+    some = chosen.any(dim=0)
+    width = run.embedding.shape[-1]
+    if receivers is not None and receivers.kind == "attention":
+        tokens = batch * (n_pos - int(some.int().argmax()))
+        width = max(width, run.of(receivers.layer, "attention").z[0, 0].numel())
+        many = len(_names_of(receivers))
+    else:
+        tokens = batch * int(some.sum())
+        many = max(1, _NUMBERS // (tokens * min(len(whole.senders.names), 64)))
+    few = max(
+        1, min(_NUMBERS // (tokens * width), _NUMBERS // (tokens * min(many, whole.shape[1])))
     )
-    if "estimate" in work:
-        clean, corrupted = totals.ends
-        paths["estimate"] = BASELINE[totals.direction] + work["estimate"] / (clean - corrupted)
-    columns = totals.columns()
-    repeated = np.repeat(np.arange(len(paths)), len(columns["value"]) // len(paths))
-    return paths.iloc[repeated].reset_index(drop=True).assign(**columns)
+    for i in range(0, whole.shape[0], few):
+        for j in range(0, whole.shape[1], many):
+            yield _PathBlock(
+                _take(whole.senders, slice(i, i + few)),
+                whole.positions,
+                None if receivers is None else _take(receivers, slice(j, j + many)),
+            )
+
+
+def _names_of(receivers: LayerSites | None) -> tuple[str, ...]:
+    """Return the names of receivers."""
+    return (_LOGITS,) if receivers is None else receivers.names
+
+
+def _take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
+    indices = torch.arange(len(sites.names), device="cpu")[chosen]
+    names = tuple(sites.names[i] for i in indices.tolist())
+    return replace(sites, names=names, index=sites.index[chosen], member=sites.member[chosen])
+
+
+def _local(sites: LayerSites) -> LayerSites:
+    """Return the same sites, numbered from 0."""
+    return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
+
+
+@dataclass(eq=False)
+class _PathRunner:
+    """Run paths into one run, with `baseline` the metric of each of its prompts."""
+
+    readers: Readers
+    source: Decomposition
+    part: str
+    scale: Scale
+    baseline: Float[Tensor, "prompt"]
+    batching: Batching
+
+    def __post_init__(self) -> None:
+        self.replay, self.target = self.readers.replay, self.readers.decomposition
+
+    @torch.no_grad()
+    def values(
+        self, block: _PathBlock, i: Int[Tensor, "path"], j: Int[Tensor, "path"]
+    ) -> Float[Tensor, "path prompt"]:
+        """Return the metric of each prompt with the path from sender i to receiver j patched.
+
+        A path that cannot affect the metric gives the baseline, without a run.
+        """
+        values = self.baseline.repeat(len(i), 1)
+        if not block.positions.chosen.any():  # no prompt of this chunk has such a position
+            self.batching.on_done(len(i))
+            return values
+        senders, i = i.unique(return_inverse=True)
+        receivers, j = j.unique(return_inverse=True)
+        block = replace(
+            block,
+            senders=_take(block.senders, senders),
+            receivers=None if block.receivers is None else _take(block.receivers, receivers),
+        )
+        last = block.receivers or block.senders
+        device = self.target.of(last.layer, last.kind).z.device
+        if block.receivers is None:
+            self._run_to_logits(block, i.to(device), values)
+        elif block.receivers.kind == "neuron":
+            self._run_neurons(block, block.receivers, i.to(device), j.to(device), values)
+        else:
+            self._run_attention(block, block.receivers, i.to(device), j.to(device), values)
+        return values
+
+    def _fill(
+        self,
+        values: Float[Tensor, "path prompt"],
+        changed: Bool[Tensor, "path batch some"],
+        positions: Int[Tensor, "some"],
+        block: int,
+        run: Callable[[Tensor, int], Tensor],
+    ) -> None:
+        """Run the paths whose change, at some positions of a block, can affect the metric."""
+        replay = self.replay
+        effective = changed & replay.effective_positions(block).to(changed.device)[:, positions]
+        moving, first = effective.flatten(1).any(1), 0
+        if moving.any():
+            first = replay.start(block, int(positions[changed[moving].any(dim=0).any(dim=0)][0]))
+        rows = moving.nonzero()[:, 0].cpu()
+        self.batching.on_done(len(values) - len(rows))
+        numbers = replay.numbers_per_variant(first)
+        self.batching.fill(values, rows, numbers, lambda batch: run(batch, first))
+
+    def _sent(self, block: _PathBlock, positions: Any) -> Float[Tensor, "sender batch pos d_model"]:
+        """Return what senders wrote in the source run minus what they wrote in the target run."""
+        layer, kind = block.senders.layer, block.senders.kind
+        if isinstance(positions, Tensor):
+            positions = positions.to(self.target.of(layer, kind).z.device)
+        source, target = (
+            run.of(layer, kind).written(block.senders, positions)
+            for run in (self.source, self.target)
+        )
+        chosen = block.positions.chosen.to(target.device)[:, positions]
+        return (source - target) * chosen.unsqueeze(-1)
+
+    def _run_to_logits(self, block: _PathBlock, i: Tensor, values: Tensor) -> None:
+        sent = self._sent(block, slice(None))[i]
+        everywhere = torch.arange(self.replay.n_pos, device=sent.device)
+
+        def run(some: Tensor, first: int) -> Tensor:
+            return self.readers.values_at_end(sent[some, :, first:], first, self.scale)
+
+        self._fill(values, (sent != 0).any(-1), everywhere, self.replay.n_blocks, run)
+
+    def _neuron_dz(
+        self, block: _PathBlock, receivers: LayerSites
+    ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
+        """Return the change of z of each receiver by each sender × prompt, and its positions."""
+        neuron_run = self.target.of(receivers.layer, "neuron")
+        columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
+        reads = neuron_run.reads.at(columns)
+        entering = reads.change(self._sent(block, columns), self.scale)
+        change = self.readers.neuron_change(receivers, entering, self.part, columns)
+        return change.flatten(0, 1), columns
+
+    def _run_neurons(
+        self, block: _PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor
+    ) -> None:
+        replay = self.replay
+        heads = replay.host.neurons[receivers.layer]
+        dz, columns = self._neuron_dz(block, receivers)
+        changes = neuron_changes(heads, _local(receivers), dz)  # [receiver, sender · batch, pos]
+        moves = changes.unflatten(1, (-1, replay.batch))[j, i]
+        block_number = replay.host.block(receivers.layer, "neuron")
+        after = block_number + replay.adds_mlp_output(block_number, heads.output_module)
+        rows = heads.W_out[receivers.index.to(dz.device)]
+
+        def run(some: Tensor, first: int) -> Tensor:
+            directions = rows[j[some]].repeat_interleave(replay.batch, dim=0).unsqueeze(1)
+            change = moves.new_zeros(len(some), replay.batch, replay.n_pos)
+            change[:, :, columns] = moves[some]
+            added = change[:, :, first:].flatten(0, 1).unsqueeze(-1) * directions
+            return replay.values(neuron_variants(replay, receivers.layer, first, added))
+
+        self._fill(values, moves != 0, columns, after, run)
+
+    def _attention_z(
+        self, block: _PathBlock, receivers: LayerSites
+    ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
+        """Return z of all heads of the receivers' layer for each sender, from a position on."""
+        replay, layer = self.replay, receivers.layer
+        number = replay.host.block(layer, "attention")
+        begins = int(block.positions.chosen.any(dim=0).nonzero()[0])
+        first = begins if replay.can_start_at(number, begins) else 0
+        here = slice(first, None)
+        sent = self._sent(block, here)
+        entering = self.target.of(layer, "attention").reads.at(here).change(sent, self.scale)
+        values = self.target.of(layer, "attention").z[:, here]
+        z_patched = values.cpu().repeat(len(sent), 1, 1, 1, 1)
+        self.batching.silent().fill(
+            z_patched,
+            (sent != 0).flatten(1).any(1).nonzero()[:, 0].cpu(),
+            replay.numbers_per_variant(first),
+            lambda some: self.readers.attention_z(layer, entering[some], self.part, first),
+        )
+        return z_patched.to(values.device), first
+
+    def _run_attention(
+        self, block: _PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor
+    ) -> None:
+        replay, layer = self.replay, receivers.layer
+        number = replay.host.block(layer, "attention")
+        z, begins = self._attention_z(block, receivers)
+        z_values = self.target.of(layer, "attention").z
+        index = receivers.index.to(z.device)[j]
+        moved = z[i, :, :, index]  # [path, batch, pos, d_head]
+        recorded = z_values[:, begins:, index].movedim(2, 0)
+        columns = torch.arange(begins, replay.n_pos, device=z.device)
+        name = replay.host.hook_name(layer, "attention", "z")
+
+        def run(some: Tensor, first: int) -> Tensor:
+            # Variants may begin before the path, at positions that it does not move.
+            before = z_values[:, first:begins, index[some]].movedim(2, 0)
+            rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
+            rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)
+
+            def put(value: Tensor, hook: Any) -> Tensor:
+                value = value.clone()
+                value[torch.arange(len(heads), device=value.device), :, heads] = rows
+                return value
+
+            stream = replay.recorded_stream(number, first, len(some))
+            return replay.values(Variants(number, first, stream, [(name, put)]))
+
+        self._fill(values, (moved != recorded).any(-1), columns, number, run)
+
+    @torch.no_grad()
+    def estimates(
+        self, block: _PathBlock, gradients: dict[tuple[int, HeadKind], Tensor]
+    ) -> Float[Tensor, "sender receiver"]:
+        """Return the expected change of the metric by each path; to the logits, the exact one."""
+        receivers, n = block.receivers, len(block.senders.names)
+        if not block.positions.chosen.any():
+            return torch.zeros(block.shape, device="cpu")
+        if receivers is None:
+            senders = torch.arange(n, device="cpu")
+            silent = replace(self, batching=self.batching.silent())
+            mean = self.replay.metric.mean
+            values = mean(silent.values(block, senders, torch.zeros_like(senders)))
+            return (values - mean(self.baseline))[:, None]
+        gradient = gradients[receivers.layer, receivers.kind]
+        if receivers.kind == "neuron":
+            dz, columns = self._neuron_dz(block, receivers)
+            heads = self.replay.host.neurons[receivers.layer]
+            index = receivers.index.to(gradient.device)
+            by_member = gradient.squeeze(-1)[:, columns].unflatten(-1, (-1, heads.heads_per_neuron))
+            by_member = by_member[:, :, index].flatten(2).repeat(n, 1, 1)
+            terms = sum_by_site(heads, _local(receivers), dz * by_member)
+            return terms.unflatten(1, (n, -1)).sum((-1, -2)).T
+        z, begins = self._attention_z(block, receivers)
+        dz = z - self.target.of(receivers.layer, "attention").z[:, begins:]
+        index = receivers.index.to(z.device)
+        return torch.einsum("nbphd,bphd->nh", dz[:, :, :, index], gradient[:, begins:, index])

@@ -1,8 +1,4 @@
-"""The recorded runs of prompts, a chunk of prompts at a time.
-
-A chunk has as many prompts as memory can hold the activations of. Its runs are recorded, its sites
-are patched, and the results are added to those of earlier chunks (`over_prompts.py`).
-"""
+"""The recorded runs of prompts, a chunk of prompts at a time, so that activations fit memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +7,7 @@ from typing import Any, cast
 
 import psutil
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Tokens
@@ -32,16 +28,12 @@ _SHARE = 0.2  # of all memory, for the recorded activations of a chunk of prompt
 
 @dataclass(eq=False)
 class PromptChunk:
-    """The recorded runs of some prompts.
+    """The recorded runs of some prompts; patches go from the source into the target.
 
     Attributes:
-        prompts: which prompts.
-        runs: the clean and the corrupted run.
-        target: the run that is patched into.
-        source: the run that patches come from.
         unpatched: the metric of each prompt of the target.
         first: whether it contains the first pair whose prompts differ.
-        runner: the object that runs patches on these prompts, made when first needed.
+        runner: runs patches on these prompts; made when first needed.
     """
 
     prompts: range
@@ -184,7 +176,8 @@ class AblatedRuns:
             z_by_key: dict[Any, Tensor] = dict(run.hooked)
             z_by_key |= {layer: layer_run.z for layer, layer_run in run.neurons.items()}
             for key, z in z_by_key.items():
-                total = to_float64_device(_real_rows(z, real[rows])).double().sum(dim=0)
+                real_rows = z[real[rows].to(z.device)]
+                total = to_float64_device(real_rows).double().sum(dim=0)
                 sums[key] = sums[key] + total if key in sums else total
         n_tokens = int(real.sum())
         means = {key: (sums[key] / n_tokens).to(z)[None, None] for key, z in z_by_key.items()}
@@ -193,10 +186,6 @@ class AblatedRuns:
             neurons={layer: NeuronRun(means[layer]) for layer in run.neurons},
             hooked={name: means[name] for name in run.hooked},
         )
-
-
-def _real_rows(z: Tensor, real: Bool[Tensor, "batch pos"]) -> Tensor:
-    return z[real.to(z.device)]
 
 
 def prompts_per_chunk(

@@ -2,44 +2,239 @@
 
     score = (value - corrupted) / (clean - corrupted)
 
-is 0 on the corrupted run and 1 on the clean one, in either direction: denoising (clean activations
-into the corrupted run) raises it from 0, noising lowers it from 1. Values are means over prompts.
-In rows of each prompt, with `unpatched` the prompt's own value in the run that is patched into,
-
-    score = baseline + (value - unpatched) / (clean - corrupted)
-
-so that a patch without effect has the baseline, and the mean over prompts is the score above.
+is 0 on the corrupted run and 1 on the clean one: denoising raises it from 0, noising lowers it from
+1. Values are means over prompts. For single prompts, with `unpatched` the prompt's value before the
+patch, score = baseline + (value - unpatched) / (clean - corrupted); its mean is the score above.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from html import escape
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
+from scipy.stats import pearsonr, spearmanr
 
+from attn_only_lens.arguments import as_plain, is_count, is_number
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.tokens import token_texts_of_prompts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
-from attn_only_lens.patching.scored_frame import PromptTokens, ScoredFrame
-from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.patching.site_groups import SiteGroup, roles, site_rows
 from attn_only_lens.storage import Document
-from attn_only_lens.storage.tables import TableFields
+from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
+BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
+"""The score of the run that is patched into, by direction; an ablation patches the clean run."""
 MEASURED = "patching"
 """The method of a sweep that ran every patch."""
-_PROBLEM = "these are not the results of a sweep"
-_NOT_PATHS = "these are not the results of path patching"
-_REQUIRED = ["layer", "kind", "index", "name", "position", "value"]
-_BY_PROMPT = ("prompt", "unpatched")
 PARTS = ("by_pattern", "by_value")
 """Columns of an attribution that is split: shares of `score`, through patterns and values."""
+
+_PROBLEM = "these are not the results of a sweep"
+_REQUIRED = ["layer", "kind", "index", "name", "position", "value"]
+_BY_PROMPT = ("prompt", "unpatched")
 _PATH_COLUMNS = ["sender", "receiver", "position", "value"]
+_SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
+_SAME_RUN = 0.01  # of the metric's span: more than rounding in any dtype
 _Column: TypeAlias = "pd.Series[Any]"
+_Results = TypeVar("_Results", bound="ScoredFrame")
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The texts of the tokens of every prompt.
+
+    Attributes:
+        clean: for each clean prompt, the text at each position; None at padding.
+        corrupted: the same for the corrupted prompts; empty if there are none.
+        roles: the position of each role in each prompt.
+
+    Example:
+        >>> from attn_only_lens.patching.results import PromptTokens
+        >>> tokens = PromptTokens([["The", " keys", " of"]], [["The", " key", " of"]],
+        ...                       {"subject": [1]})
+        >>> tokens.text(0), tokens.text(-2), tokens.text("subject"), tokens.text("all")
+        ("'The'", "' keys' / ' key'", "' keys' / ' key'", '')
+    """
+
+    clean: list[list[str | None]]
+    corrupted: list[list[str | None]]
+    roles: dict[str, list[int]]
+
+    @classmethod
+    def of_groups(cls, model: Any, pair: PromptPair, groups: Sequence[SiteGroup]) -> "PromptTokens":
+        """Return the tokens of prompts, and the positions of the roles of some sites."""
+        clean = token_texts_of_prompts(model, pair.clean, pair.real)
+        single = pair.corrupted is pair.clean
+        corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
+        positions = {
+            str(role.label): role.chosen.int().argmax(dim=1).tolist() for role in roles(groups)
+        }
+        return cls(clean, corrupted, positions)
+
+    def text(
+        self,
+        position: int | str,
+        prompts: Iterable[int] | None = None,
+        shown: Callable[[str], str] = repr,
+    ) -> str:
+        """Return the clean token at a position, and the corrupted one if it differs.
+
+        If prompts differ there, return the two most frequent clean tokens, and "…" for the others.
+        """
+        chosen = range(len(self.clean)) if prompts is None else prompts
+        pairs = Counter(pair for i in chosen if (pair := self._pair(position, i)) is not None)
+        if len(pairs) == 1:
+            ((clean, corrupted),) = pairs
+            return _cut(shown(clean)) + f" / {_cut(shown(corrupted))}" * (clean != corrupted)
+        texts = Counter[str]()
+        for (clean, _), count in pairs.items():
+            texts[clean] += count
+        most = ", ".join(_cut(shown(text)) for text, _ in texts.most_common(_SHOWN_TOKENS))
+        return most + ", …" * (len(texts) > _SHOWN_TOKENS)
+
+    def _pair(self, position: int | str, prompt: int) -> tuple[str, str] | None:
+        """Return the clean and the corrupted token at a position of a prompt, if it has one."""
+        row = self.clean[prompt]
+        if isinstance(position, str):
+            if position not in self.roles:
+                return None
+            column = self.roles[position][prompt]
+        elif position < 0:
+            column = max(i for i, token in enumerate(row) if token is not None) + position + 1
+        else:
+            column = position
+        clean = row[column] if 0 <= column < len(row) else None
+        if clean is None:
+            return None
+        return clean, str(self.corrupted[prompt][column]) if self.corrupted else clean
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TOKEN else f"{text[: _LONGEST_TOKEN - 1]}…"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoredFrame:
+    """Rows with a column `score`, and the settings of their run."""
+
+    _document: ClassVar[Document]
+
+    frame: pd.DataFrame
+    part: str
+    direction: str
+    metric: str
+    clean_value: float
+    corrupted_value: float
+    n_prompts: int
+    model: str
+    tokens: PromptTokens | None = field(default=None, kw_only=True)
+
+    def _setting_reasons(self) -> list[str]:
+        """Return the reasons why settings are invalid; empty if they are valid."""
+        reasons = [
+            f"got {name}={getattr(self, name)!r}; expected a text"
+            for name in ("part", "metric", "model")
+            if not isinstance(getattr(self, name), str)
+        ]
+        if self.direction not in list(BASELINE):  # a list: it may not be hashable
+            reasons.append(f"got direction={self.direction!r}; expected one of {list(BASELINE)}")
+        ends = as_plain(self.clean_value), as_plain(self.corrupted_value)
+        if not all(map(is_number, ends)) or ends[0] == ends[1]:
+            reasons.append(
+                f"the metric is {ends[0]!r} on the clean run and {ends[1]!r} on the corrupted one; "
+                "expected two finite numbers that differ"
+            )
+        if not is_count(self.n_prompts, 1):
+            reasons.append(f"got n_prompts={self.n_prompts!r}; expected 1 or more")
+        if not isinstance(self.tokens, PromptTokens | None):
+            got = type(self.tokens).__name__
+            reasons.append(f"got tokens of type {got}; expected PromptTokens, or None")
+        elif self.tokens is not None and len(self.tokens.clean) != self.n_prompts:
+            got = f"tokens of {len(self.tokens.clean)} prompts"
+            reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected the same number")
+        return reasons
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a copy of the frame."""
+        return self.frame.copy()
+
+    @property
+    def baseline(self) -> float:
+        """The score of the run that is patched into, and of a patch without effect."""
+        return BASELINE[self.direction]
+
+    @property
+    def effect(self) -> "pd.Series[float]":
+        """The change of the score by each patch, from `baseline`."""
+        return pd.Series(self.frame["score"].to_numpy() - self.baseline, name="score")
+
+    def _scores(self, frame: pd.DataFrame) -> Float[np.ndarray, "row"]:
+        """Return the score of each row."""
+        value, span = frame["value"].to_numpy(), self.clean_value - self.corrupted_value
+        if "unpatched" in frame:
+            return self.baseline + (value - frame["unpatched"].to_numpy()) / span
+        return (value - self.corrupted_value) / span
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def top(self, k: int = 20) -> pd.DataFrame:
+        """Return the k rows of largest |effect|, the largest first; ties keep their order.
+
+        With `per_prompt`, the row of each prompt is ranked by itself.
+        """
+        if not is_count(k, 1):
+            raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
+        return self.frame.iloc[self.effect.abs().nlargest(k).index]
+
+    def save(self, path: str | Path) -> None:
+        """Write to a .parquet file, or to a .csv file with a .csv.json next to it."""
+        settings = {name: getattr(self, name) for name in self._settings()}
+        settings["tokens"] = None if self.tokens is None else vars(self.tokens)
+        write_table(path, self.frame, self._document, **settings)
+
+    @classmethod
+    def load(cls: "type[_Results]", path: str | Path) -> "_Results":
+        """Read a file that `save` wrote."""
+        frame, document = read_table(path, cls._document)
+        settings = {name: document[name] for name in cls._settings()}
+        if settings["tokens"] is not None:
+            settings["tokens"] = PromptTokens(**settings["tokens"])
+        return cls(frame, **settings)
+
+    @classmethod
+    def _settings(cls) -> list[str]:
+        return [f.name for f in fields(cls) if f.name != "frame"]
+
+    @abstractmethod
+    def _headline(self) -> str:
+        """Describe these results in one line."""
+
+    def _shown(self, as_text: Callable[..., str]) -> str:
+        """Return the first rows as text, with the tokens at their positions."""
+        top = self.top(_SHOWN_ROWS)
+        if self.tokens is not None:
+            prompts = [[i] for i in top["prompt"]] if "prompt" in top else [None] * len(top)
+            pairs = zip(top["position"], prompts, strict=True)
+            texts = [self.tokens.text(position, prompt) for position, prompt in pairs]
+            top.insert(list(top.columns).index("position") + 1, "token", texts)
+        return as_text(top, index=False) if len(top) else "no rows"
+
+    def __repr__(self) -> str:
+        return f"{self._headline()}\n{self._shown(pd.DataFrame.to_string)}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(self._headline())}</p>\n{self._shown(pd.DataFrame.to_html)}"
 
 
 class _Fields(TableFields):
@@ -62,6 +257,159 @@ class _SweepFields(_Fields):
 class _PathFields(_Fields):
     scale: str
     n_paths: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sweep(ScoredFrame):
+    """The results of a sweep, with its settings.
+
+    Attributes:
+        frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
+            `position` (a number, "all", or a role), `part`, `value` (the metric after the patch),
+            `score`. For several prompts also `value_standard_error` and `score_standard_error`
+            (see `over_prompts.py`), missing if the metric is one number of all prompts; or, with
+            `per_prompt`, a row for each prompt, with `prompt`, counted from 0, and `unpatched`, its
+            metric before the patch. A split attribution has `by_pattern` and `by_value`, which add
+            up to the effect on the score. A frame that is passed needs no `part` and `score`.
+        part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
+        direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
+            ablation of z in the clean run, "zero", "mean", "resample", "bias".
+        metric: the metric's name.
+        clean_value: the metric of the clean run.
+        corrupted_value: the metric of the corrupted run.
+        n_prompts: the number of pairs of prompts; values are means over them, unless `per_prompt`.
+        model: the model's name.
+        method: "patching" if values are measured, or the method of `attribution`.
+        expected_pearson: for an attribution with exact repairs, the expected correlation with
+            patching over attention heads ("attention") and neuron-heads ("neuron"). It is not a
+            bound. None if too few sites were patched to tell.
+        forwards: the cost of these repairs, in flops of forward passes.
+        tokens: the texts of the prompts' tokens, which pictures show at positions, or None.
+
+    Raises:
+        InputError: columns are missing or unknown, a value is not finite, a site occurs twice,
+            positions are numbers and texts, a name stands for two heads, or the clean value equals
+            the corrupted one.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import patching as p
+        >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
+        ...                        "name": ["L0N5", "L0N7"], "position": -1, "value": [2.0, -1.0]})
+        >>> sweep = p.Sweep(values, part="z", direction="denoise", metric="logit_diff(7, 8)",
+        ...                 clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="adder")
+        >>> sweep.to_frame()["score"].tolist(), sweep.top(1)["name"].tolist()
+        ([0.75, 0.0], ['L0N5'])
+    """
+
+    _document = Document("attn_only_lens.Sweep", 4, _SweepFields)
+
+    method: str = MEASURED
+    expected_pearson: dict[HeadKind, float | None] = field(default_factory=dict)
+    forwards: float = 0.0
+
+    def __post_init__(self) -> None:
+        InputError.raise_if(self._setting_reasons(), _PROBLEM)
+        frame = _checked_frame(self.frame, self.part)
+        frame.insert(list(frame).index("value") + 1, "score", self._scores(frame))
+        object.__setattr__(self, "frame", frame)
+
+    @classmethod
+    def of_prompts(
+        cls,
+        model: Any,
+        pair: PromptPair,
+        groups: Sequence[SiteGroup],
+        totals: OverPrompts,
+        part: str,
+        method: str = MEASURED,
+        *,
+        exact: Bool[np.ndarray, "row"] | None = None,
+        by_pattern: Float[np.ndarray, "row"] | None = None,
+        **fields: Any,
+    ) -> "Sweep":
+        """Return the sweep of all prompts.
+
+        `exact` marks patches among estimates; `by_pattern` is what goes through patterns, in units
+        of the metric.
+        """
+        clean_value, corrupted_value = totals.ends
+        require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
+        columns: dict[str, Any] = totals.columns()
+        rows = np.repeat(np.arange(totals.n_rows), len(columns["value"]) // totals.n_rows)
+        if exact is not None:
+            columns["exact"] = exact[rows]
+        if by_pattern is not None:
+            span = clean_value - corrupted_value
+            unpatched = corrupted_value if totals.direction == "denoise" else clean_value
+            columns["by_pattern"] = by_pattern / span
+            columns["by_value"] = (columns["value"] - unpatched - by_pattern) / span
+        return cls(
+            site_rows(groups).iloc[rows].reset_index(drop=True).assign(**columns),
+            method=method,
+            **run_settings(model, pair, groups, totals, part),
+            **fields,
+        )
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows are for single prompts, and there are several prompts."""
+        return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
+
+    def query(self, condition: str) -> "Sweep":
+        """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`.
+
+        Names after an @ are variables of the caller: `name in @names`.
+
+        Raises:
+            InputError: it is not a condition on columns of the frame.
+        """
+        problem = f"no rows can be picked by {condition!r}"
+        try:
+            mask = self.frame.eval(condition, level=1)
+        except (NameError, SyntaxError, TypeError, ValueError) as error:
+            reason = f"{error}; expected a condition on {list(self.frame.columns)}"
+            raise InputError([reason], problem) from error
+        if not (isinstance(mask, pd.Series) and mask.dtype == bool):
+            got = mask.dtype if isinstance(mask, pd.Series) else type(mask).__name__
+            raise InputError([f"it gives {got}; expected True or False for each row"], problem)
+        return replace(self, frame=self.frame[mask])
+
+    def _headline(self) -> str:
+        kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
+        table = self.frame
+        rows = "rows of each prompt" if "prompt" in table else "rows"
+        n_exact = int(table["exact"].sum()) if "exact" in table else 0
+        repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
+        if n_exact and self.expected_pearson:
+            expected = ", ".join(
+                f"{kind} {'unknown' if value is None else format(value, '.3g')}"
+                for kind, value in self.expected_pearson.items()
+            )
+            repaired += f" (expected correlation with patching: {expected})"
+        missing = SPREAD[0] in table and bool(table[SPREAD[0]].isna().any())
+        errors = ", without standard errors: its metric is one number of all prompts" * missing
+        return (
+            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}{repaired}, "
+            f"{self.n_prompts} prompts{errors}; {self.metric} is {self.clean_value:.4g} "
+            f"clean, {self.corrupted_value:.4g} corrupted"
+        )
+
+
+def run_settings(
+    model: Any, pair: PromptPair, groups: Sequence[SiteGroup], totals: OverPrompts, part: str
+) -> dict[str, Any]:
+    """Return the settings that sweeps and paths share."""
+    return {
+        "part": part,
+        "direction": totals.direction,
+        "metric": totals.name,
+        "clean_value": totals.ends[0],
+        "corrupted_value": totals.ends[1],
+        "n_prompts": totals.n_prompts,
+        "model": str(getattr(model.cfg, "model_name", "")),
+        "tokens": PromptTokens.of_groups(model, pair, groups),
+    }
 
 
 def _checked_frame(frame: pd.DataFrame, part: str) -> pd.DataFrame:
@@ -87,7 +435,7 @@ def _checked_frame(frame: pd.DataFrame, part: str) -> pd.DataFrame:
         differ = values != values[first_rows][names.codes]
         if differ.any():
             reasons.append(f"rows of {names[differ.argmax()]} differ in their {column}")
-    again = checked.duplicated(site_columns(checked), keep="last")
+    again = checked.duplicated(_site_columns(checked), keep="last")
     if again.any():
         reasons.append(f"{again.sum()} rows repeat a site, such as {names[again.argmax()]}")
     finite = np.isfinite(checked[[name for name in ("value", "unpatched") if name in checked]])
@@ -97,7 +445,7 @@ def _checked_frame(frame: pd.DataFrame, part: str) -> pd.DataFrame:
     return checked
 
 
-def site_columns(frame: pd.DataFrame) -> list[str]:
+def _site_columns(frame: pd.DataFrame) -> list[str]:
     """Return the columns that identify a row of a sweep."""
     return [name for name in ("name", "position", "prompt") if name in frame]
 
@@ -125,11 +473,10 @@ def _texts(column: _Column) -> pd.Categorical:
     except TypeError as error:  # of lists
         reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
         raise InputError([reason], _PROBLEM) from error
-    InputError.raise_if(
-        [f"{column.name} has rows without a value (null)"] * (-1 in codes), _PROBLEM
-    )
+    reasons = [f"{column.name} has rows without a value (null)"] * (-1 in codes)
     odd = [text for text in texts if not isinstance(text, str)][:1]
-    InputError.raise_if([f"got {column.name} {text!r}; expected text" for text in odd], _PROBLEM)
+    reasons += [f"got {column.name} {text!r}; expected text" for text in odd]
+    InputError.raise_if(reasons, _PROBLEM)
     return pd.Categorical.from_codes(codes, categories=pd.Index(np.asarray(texts, dtype=object)))
 
 
@@ -186,167 +533,7 @@ _COLUMNS: dict[str, Callable[[_Column], Any]] = {
 """Columns of values, most of them optional, and how each is read."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Sweep(ScoredFrame):
-    """The results of a sweep, with its settings.
-
-    Attributes:
-        frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
-            `position` (a number, "all", or a role), `part`, `value` (the metric after the patch),
-            `score`. For several prompts also `value_standard_error` and `score_standard_error`
-            (see `over_prompts.py`), missing if the metric is one number of all prompts; or, with
-            `per_prompt`, a row for each prompt, with `prompt`, counted from 0, and `unpatched`, its
-            metric before the patch. A split attribution has `by_pattern` and `by_value`, which add
-            up to the effect on the score. A frame that is passed needs no `part` and `score`.
-        part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
-        direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
-            ablation of z in the clean run, "zero", "mean", "resample", "bias".
-        metric: the metric's name.
-        clean_value: the metric of the clean run.
-        corrupted_value: the metric of the corrupted run.
-        n_prompts: the number of pairs of prompts; values are means over them, unless `per_prompt`.
-        model: the model's name.
-        method: "patching" if values are measured, or the method of `attribution`.
-        expected_pearson: for an attribution with exact repairs, the expected correlation with
-            patching over all rows of attention heads ("attention") and of neuron-heads ("neuron").
-            It has a margin, but is not a bound. None if too few sites were patched to tell.
-        forwards: for such an attribution, the cost of its patches, in flops of forward passes.
-        tokens: the texts of the prompts' tokens, which pictures show at positions, or None.
-
-    Raises:
-        InputError: columns are missing or unknown, a value is not finite, a site occurs twice,
-            positions are numbers and texts, a name stands for two heads, or the clean value equals
-            the corrupted one.
-
-    Example:
-        >>> import pandas as pd
-        >>> from attn_only_lens import patching as p
-        >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
-        ...                        "name": ["L0N5", "L0N7"], "position": -1, "value": [2.0, -1.0]})
-        >>> sweep = p.Sweep(values, part="z", direction="denoise", metric="logit_diff(7, 8)",
-        ...                 clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="adder")
-        >>> sweep.to_frame()["score"].tolist()
-        [0.75, 0.0]
-        >>> sweep.top(1)["name"].tolist()
-        ['L0N5']
-    """
-
-    _document = Document("attn_only_lens.Sweep", 4, _SweepFields)
-
-    frame: pd.DataFrame
-    part: str
-    direction: str
-    metric: str
-    clean_value: float
-    corrupted_value: float
-    n_prompts: int
-    model: str
-    method: str = MEASURED
-    expected_pearson: dict[HeadKind, float | None] = field(default_factory=dict)
-    forwards: float = 0.0
-    tokens: PromptTokens | None = None
-
-    def __post_init__(self) -> None:
-        reasons = self._setting_reasons()
-        if isinstance(self.tokens, PromptTokens) and len(self.tokens.clean) != self.n_prompts:
-            got = f"tokens of {len(self.tokens.clean)} prompts"
-            reasons.append(f"got {got} and n_prompts={self.n_prompts}; expected the same number")
-        InputError.raise_if(reasons, _PROBLEM)
-        frame = _checked_frame(self.frame, self.part)
-        frame.insert(list(frame).index("value") + 1, "score", self._scores(frame))
-        object.__setattr__(self, "frame", frame)
-
-    @classmethod
-    def of_prompts(
-        cls,
-        model: Any,
-        pair: PromptPair,
-        groups: Sequence[SiteGroup],
-        totals: OverPrompts,
-        part: str,
-        method: str = MEASURED,
-        *,
-        exact: Bool[np.ndarray, "row"] | None = None,
-        by_pattern: Float[np.ndarray, "row"] | None = None,
-        **fields: Any,
-    ) -> "Sweep":
-        """Return the sweep of all prompts.
-
-        `exact` marks patches among estimates; `by_pattern` is what goes through patterns, in units
-        of the metric.
-        """
-        columns: dict[str, Any] = totals.columns()
-        sites = pd.concat([group.rows for group in groups], ignore_index=True)
-        rows = np.repeat(np.arange(totals.n_rows), len(columns["value"]) // totals.n_rows)
-        if exact is not None:
-            columns["exact"] = exact[rows]
-        clean_value, corrupted_value = totals.ends
-        require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
-        if by_pattern is not None:
-            span = clean_value - corrupted_value
-            unpatched = corrupted_value if totals.direction == "denoise" else clean_value
-            columns["by_pattern"] = by_pattern / span
-            columns["by_value"] = (columns["value"] - unpatched - by_pattern) / span
-        return cls(
-            sites.iloc[rows].reset_index(drop=True).assign(**columns),
-            part=part,
-            direction=totals.direction,
-            metric=totals.name,
-            clean_value=clean_value,
-            corrupted_value=corrupted_value,
-            n_prompts=totals.n_prompts,
-            model=str(getattr(model.cfg, "model_name", "")),
-            method=method,
-            tokens=PromptTokens.of_groups(model, pair, groups),
-            **fields,
-        )
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether rows are for single prompts, and there are several prompts."""
-        return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
-
-    def query(self, condition: str) -> "Sweep":
-        """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`.
-
-        Names after an @ are variables of the caller: `name in @names`.
-
-        Raises:
-            InputError: it is not a condition on columns of the frame.
-        """
-        problem = f"no rows can be picked by {condition!r}"
-        try:
-            mask = self.frame.eval(condition, level=1)
-        except (NameError, SyntaxError, TypeError, ValueError) as error:
-            reason = f"{error}; expected a condition on {list(self.frame.columns)}"
-            raise InputError([reason], problem) from error
-        if not (isinstance(mask, pd.Series) and mask.dtype == bool):
-            got = mask.dtype if isinstance(mask, pd.Series) else type(mask).__name__
-            raise InputError([f"it gives {got}; expected True or False for each row"], problem)
-        return replace(self, frame=self.frame[mask])
-
-    def _headline(self) -> str:
-        kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
-        table = self.frame
-        rows = "rows of each prompt" if "prompt" in table else "rows"
-        n_exact = int(table["exact"].sum()) if "exact" in table else 0
-        repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
-        if n_exact and self.expected_pearson:
-            expected = ", ".join(
-                f"{kind} {'unknown' if value is None else format(value, '.3g')}"
-                for kind, value in self.expected_pearson.items()
-            )
-            repaired += f" (expected correlation with patching: {expected})"
-        missing = SPREAD[0] in table and bool(table[SPREAD[0]].isna().any())
-        errors = ", without standard errors: its metric is one number of all prompts" * missing
-        return (
-            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}{repaired}, "
-            f"{self.n_prompts} prompts{errors}; {self.metric} is {self.clean_value:.4g} "
-            f"clean, {self.corrupted_value:.4g} corrupted"
-        )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Paths(ScoredFrame):
     """The results of path patching, with its settings.
 
@@ -384,17 +571,8 @@ class Paths(ScoredFrame):
 
     _document = Document("attn_only_lens.Paths", 2, _PathFields)
 
-    frame: pd.DataFrame
-    part: str
     scale: str
-    direction: str
-    metric: str
-    clean_value: float
-    corrupted_value: float
-    n_prompts: int
     n_paths: int
-    model: str
-    tokens: PromptTokens | None = None
 
     def __post_init__(self) -> None:
         reasons = self._setting_reasons()
@@ -402,7 +580,7 @@ class Paths(ScoredFrame):
             reasons.append(f"got columns {list(self.frame.columns)}; expected {_PATH_COLUMNS}")
         elif bad := int((~np.isfinite(self.frame["value"])).sum()):
             reasons.append(f"{bad} values are not finite")
-        InputError.raise_if(reasons, _NOT_PATHS)
+        InputError.raise_if(reasons, "these are not the results of path patching")
         frame = pd.DataFrame(
             {
                 "sender": pd.Categorical(self.frame["sender"]),
@@ -426,3 +604,102 @@ class Paths(ScoredFrame):
             f" {self.n_prompts} prompts; {self.metric} is {self.clean_value:.4g} clean, "
             f"{self.corrupted_value:.4g} corrupted"
         )
+
+
+def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
+    """Compare the effects (`Sweep.effect`) of two sweeps, site by site, in any order of rows.
+
+    Args:
+        exact: one sweep.
+        approx: another sweep of the same sites, positions, part, direction, metric and prompts.
+        k: how many rows of largest |effect| to compare; ties keep the order of `exact`.
+
+    Returns:
+        One row: `pearson`, `spearman` (ties share their mean rank), `top_k` (the share of the k
+        largest of one that are among the k largest of the other), `k`, `n` (rows).
+
+    Raises:
+        InputError: with every reason: sites that only one has, different parts, directions,
+            metrics or values of the runs, constant scores, k not from 1 to n.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import patching as p
+        >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [2, 5, 7],
+        ...                        "name": ["L0N2", "L0N5", "L0N7"], "position": -1,
+        ...                        "value": [1.0, 2.0, -1.0]})
+        >>> run = {"part": "z", "direction": "denoise", "metric": "logit_diff(7, 8)",
+        ...        "clean_value": 3.0, "corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
+        >>> exact, approx = p.Sweep(values, **run), p.Sweep(values[::-1], **run)
+        >>> p.agreement(exact, approx, k=2).round(6).to_dict("records")
+        [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
+    """
+    problem = "these sweeps cannot be compared"
+    if ("prompt" in exact.frame) != ("prompt" in approx.frame):
+        reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
+        raise InputError([reason], problem)
+    order = _rows_in_order(exact.frame, approx.frame)
+    reasons = _differences(exact, approx) + _site_reasons(exact, approx, order)
+    for label, sweep in (("exact", exact), ("approx", approx)):
+        if not np.ptp(sweep.effect) > 0:
+            reasons.append(f"all scores of {label} are the same: a correlation needs a spread")
+    if not is_count(k, 1, len(exact)):
+        reasons.append(f"got k={k!r}; expected 1 to the {len(exact)} rows")
+    InputError.raise_if(reasons, problem)
+    effects = exact.effect, approx.effect.iloc[order].reset_index(drop=True)
+    top = [effect.abs().nlargest(k).index for effect in effects]
+    row = {
+        "pearson": pearsonr(*effects).statistic,
+        "spearman": spearmanr(*effects).statistic,
+        "top_k": len(top[0].intersection(top[1])) / k,
+        "k": k,
+        "n": len(exact),
+    }
+    return pd.DataFrame([row])
+
+
+def _differences(exact: Sweep, approx: Sweep) -> list[str]:
+    reasons = [
+        f"exact has {name} {getattr(exact, name)!r}, approx has {getattr(approx, name)!r}"
+        for name in ("direction", "metric", "part")
+        if getattr(exact, name) != getattr(approx, name)
+    ]
+    span = abs(exact.clean_value - exact.corrupted_value)
+    for name in ("clean_value", "corrupted_value"):
+        values = getattr(exact, name), getattr(approx, name)
+        if not abs(values[0] - values[1]) <= _SAME_RUN * span:
+            reasons.append(
+                f"{name} is {values[0]:.4g} in exact and {values[1]:.4g} in approx: expected "
+                "the same prompts and model"
+            )
+    return reasons
+
+
+def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
+    """Return a reason if one of the sweeps has sites that the other has not."""
+    only_exact = exact.frame[order < 0]
+    only_approx = approx.frame[~approx.frame.index.isin(order)]
+    if only_exact.empty and only_approx.empty:
+        return []
+    row = (only_approx if only_exact.empty else only_exact).iloc[0]
+    example = f"{row['name']} at {row['position']}"
+    example += f", prompt {row['prompt']}" if "prompt" in row else ""
+    return [
+        f"{len(only_exact)} of {len(exact)} rows are only in exact, and {len(only_approx)} of "
+        f"{len(approx)} only in approx, such as {example}; expected the same names and positions"
+    ]
+
+
+def _rows_in_order(one: pd.DataFrame, second: pd.DataFrame) -> Int[np.ndarray, "row"]:
+    """Return the row of `second` with the site of each row of `one`; -1 if it has none."""
+    keys = _site_columns(one)
+    left, right = one[keys], second[keys].assign(row=np.arange(len(second)))
+    for name in keys:
+        categorical = [
+            isinstance(frame[name].dtype, pd.CategoricalDtype) for frame in (one, second)
+        ]
+        if categorical[0] != categorical[1]:  # positions that are numbers, and roles
+            return np.full(len(one), -1)
+        if categorical[0]:  # compare codes of the same categories
+            right[name] = right[name].cat.set_categories(left[name].cat.categories)
+    return left.merge(right, how="left", on=keys)["row"].fillna(-1).to_numpy(np.int64)

@@ -118,19 +118,25 @@ class SiteGroup:
             return values.flatten(0, 1)
         return values[self.place.to(values.device), self.head.to(values.device)]
 
-    @property
-    def rows(self) -> pd.DataFrame:
-        """The layer, kind, index, name and position of each row."""
-        head, position = self.head.numpy(), self.place.numpy()
-        return pd.DataFrame(
-            {
-                "layer": self.sites.layer,
-                "kind": self.sites.kind,
-                "index": self.sites.index.cpu().numpy()[head],
-                "name": np.array(self.sites.names, dtype=object)[head],
-                "position": np.array([position.label for position in self.positions])[position],
-            }
-        )
+
+def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
+    """Return the layer, kind, index, name and position of each row of some groups."""
+    layers = list(dict.fromkeys(group.sites for group in groups))
+    sizes = [len(sites.names) for sites in layers]
+    first = dict(zip(layers, np.cumsum([0, *sizes]).tolist(), strict=False))
+    head = np.concatenate([group.head.numpy() + first[group.sites] for group in groups])
+    layer = np.repeat(np.arange(len(layers)), sizes)[head]
+    labels = [np.array([p.label for p in group.positions])[group.place.numpy()] for group in groups]
+    names = [name for sites in layers for name in sites.names]
+    return pd.DataFrame(
+        {
+            "layer": np.array([sites.layer for sites in layers])[layer],
+            "kind": np.array([sites.kind for sites in layers], dtype=object)[layer],
+            "index": np.concatenate([sites.index.cpu().numpy() for sites in layers])[head],
+            "name": pd.Categorical.from_codes(head, categories=pd.Index(names)),
+            "position": np.concatenate(labels),
+        }
+    )
 
 
 def position_sets(groups: Iterable[SiteGroup]) -> list[PositionSet]:
