@@ -11,7 +11,7 @@ from path_oracle import PathOracle
 from attn_only_lens import Bilinear, HeadName, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.readers import Readers
-from attn_only_lens.patching import _path_patch, path_runs
+from attn_only_lens.patching import _path_patch
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:
@@ -185,7 +185,7 @@ def test_top_is_patched_exactly(small, monkeypatch):
     options = {"senders": p.all_heads(0), "receivers": p.all_heads(1), "part": "z"}
     options |= {"positions": [1, END], "progress": False}
     every = p.path_patch(model, clean, corrupted, METRIC, **options)
-    monkeypatch.setattr(path_runs, "_NUMBERS", 500)  # blocks of a few paths
+    monkeypatch.setattr(_path_patch, "_NUMBERS", 500)  # blocks of a few paths
     monkeypatch.setattr(_path_patch, "_AT_ONCE", 5)
     cut = p.path_patch(model, clean, corrupted, METRIC, **options)
     key = ["sender", "receiver", "position"]
@@ -210,15 +210,16 @@ def test_resumes(small, tmp_path, monkeypatch):
     monkeypatch.setattr(_path_patch, "_ESTIMATES_AT_ONCE", 5)
     options = {"senders": ["L0H1", "L0N3", "L0N5"], "receivers": ["L1H0", "L1N5", "logits"]}
     options |= {"positions": [1, END], "progress": False, "resume": tmp_path / "paths"}
-    runs, values = [], path_runs.PathRunner.values
+    runs, values = [], _path_patch._PathRunner.values
 
     def count(runner, block, i, j):
         runs.append(len(i))
         return values(runner, block, i, j)
 
-    monkeypatch.setattr(path_runs.PathRunner, "values", count)
-    picked, pick = [], _path_patch._pick
-    monkeypatch.setattr(_path_patch, "_pick", lambda *given: picked.append(1) or pick(*given))
+    monkeypatch.setattr(_path_patch._PathRunner, "values", count)
+    picked, patches = [], _path_patch._PathPatches
+    estimate = patches.estimate
+    monkeypatch.setattr(patches, "estimate", lambda *a, **k: picked.append(1) or estimate(*a, **k))
     for top in (None, 7):
         options["resume"] = tmp_path / f"top {top}"
         expected = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)

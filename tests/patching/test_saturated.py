@@ -34,7 +34,7 @@ def exact_sweeps(form):
 def pearson(exact, found, kind):
     """The correlation of their effects among heads of a kind."""
     here = (exact.frame["kind"] == kind).to_numpy()
-    return np.corrcoef(exact.effects[here], found.effects[here])[0, 1]
+    return np.corrcoef(exact.effect[here], found.effect[here])[0, 1]
 
 
 @pytest.mark.parametrize("form", FORMS)
