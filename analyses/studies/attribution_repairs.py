@@ -81,7 +81,9 @@ def compare(model: Any, prompts: _Prompts, way: tuple[Any, Any]) -> Iterator[dic
         for budget in (0, *BUDGETS):
             repaired = p.attribution(model, *prompts, **how, budget=budget)
             for kind, here in of_kind.items():
-                true, got = (sweep.effect[here].to_numpy().round(DIGITS) for sweep in (exact, repaired))
+                true, got = (
+                    sweep.effect[here].to_numpy().round(DIGITS) for sweep in (exact, repaired)
+                )
                 if np.ptp(true) == 0:  # no patch has an effect
                     continue
                 yield {

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -280,8 +281,8 @@ class SitePatches:
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)
-        values = [prompts.runner.values(batch) for batch in batches_of_groups(groups)]
-        return {"kept": prompts.reduced(self._totals, torch.cat(sum(values, []))).numpy()}
+        values = map(prompts.runner.values, batches_of_groups(groups))
+        return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
         """Return a runner of patches on some prompts, with the edits tested."""
