@@ -3,6 +3,7 @@
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
 from attn_only_lens.circuits._explain import Explanation, explain
+from attn_only_lens.circuits._learn_mask import learn_mask
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
@@ -42,6 +43,7 @@ __all__ = [
     "explain",
     "faithfulness",
     "from_json",
+    "learn_mask",
     "ov_circuit",
     "path_expansion",
     "qk_circuit",

@@ -21,7 +21,7 @@ measures a circuit on others.
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
@@ -51,7 +51,7 @@ from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching._attribution import METHODS, attribution
+from attn_only_lens.patching._attribution import METHODS, Method, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
@@ -79,7 +79,7 @@ class Circuit:
         faithfulness: of the circuit.
         completeness: the faithfulness of all other sites: near 0 if nothing was missed.
         random: the faithfulness of random circuits of the same size.
-        wanted: the faithfulness that was asked for.
+        wanted: the faithfulness that was asked for; None if a number of sites was.
         tried: a row for each measured circuit, in order: the `step` of the search ("magnitude",
             "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
         ablation: of all other sites.
@@ -96,7 +96,7 @@ class Circuit:
     faithfulness: float
     completeness: float
     random: tuple[float, ...]
-    wanted: float
+    wanted: float | None
     tried: pd.DataFrame
     ablation: Ablation
     method: str
@@ -231,16 +231,11 @@ def search_circuit(
         require_resamples(resamples, len(pair.clean), as_metric(metric))
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
-    prompt_options: dict[str, Any] = {"positions": positions, "mask": mask}
-    settings = prompt_options | {"sites": sites, "direction": "noise", "progress": False}
-    settings |= {"per_prompt": bool(resamples)}
+    options: dict[str, Any] = {"positions": positions, "mask": mask}
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
-        if method == MEASURED:
-            ranking = activation_patch(*prompts, **settings)
-        else:
-            settings |= {"method": method, "budget": budget}
-            ranking = attribution(*prompts, **settings)
+        settings = options | {"sites": sites, "per_prompt": bool(resamples)}
+        ranking = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # rows of each site follow each other
@@ -250,41 +245,71 @@ def search_circuit(
         ablate = partial(
             AblatedModel,
             *(*prompts, frame),
-            **prompt_options,
+            **options,
             ablation=ablation,
             on_done=bar.update,
         )
         find = partial(_smallest, ranking, order, faithfulness, method != MEASURED)
         ablated = ablate()
         rows, tried = find(ablated, effects.mean(axis=1))
-        measured, complete, random = ablated.curves([rows], n_random, seed)
-        stability = None
+        circuit = circuit_of(
+            *(ablated, ranking, effects.mean(axis=1), rows, tried),
+            method=method,
+            wanted=faithfulness,
+            ablation=ablation,
+            candidates=sites,
+            positions=positions,
+            draws=(n_random, seed),
+        )
         if resamples:
             bar.set_description_str(f"{label}resamples")
             search_again = partial(find, near=len(rows))
             halves = random_halves(n_prompts, resamples, seed)
             stability = resampled(search_again, ablate, ablated, frame, effects, halves)
+            circuit = replace(circuit, stability=stability)
         bar.total = bar.n  # not known before
         bar.refresh()
-    frame = frame.assign(effect=effects.mean(axis=1)).iloc[rows]
+    return circuit, ablated
+
+
+def rank_sites(
+    prompts: tuple[Any, ...], method: str, budget: Budget, options: Mapping[str, Any]
+) -> Sweep:
+    """Return the effects of taking sites out of the clean run, estimated or measured."""
+    settings: dict[str, Any] = {**options, "direction": "noise", "progress": False}
+    if method == MEASURED:
+        return activation_patch(*prompts, **settings)
+    return attribution(*prompts, **settings, method=cast("Method", method), budget=budget)
+
+
+def circuit_of(
+    ablated: AblatedModel,
+    ranking: Sweep,
+    effects: Float[np.ndarray, "site"],
+    rows: Rows,
+    tried: Sequence[Mapping[str, Any]],
+    *,
+    draws: tuple[int, int] = (3, 0),
+    **settings: Any,
+) -> Circuit:
+    """Measure some sites, and return them as a circuit, the largest |effect| first.
+
+    `draws` are the number of random circuits and their seed; `settings` are fields of the circuit.
+    """
+    measured, complete, random = ablated.curves([rows], *draws)
+    frame = ablated.sites[_SITE].assign(effect=effects).iloc[rows]
     by_effect = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
-    circuit = Circuit(
+    return Circuit(
         frame.loc[by_effect].reset_index(drop=True),
         n_sites=ablated.n_sites,
         n_pos=ablated.n_pos,
         faithfulness=float(measured[0]),
         completeness=float(complete[0]),
         random=tuple(random[:, 0].tolist()),
-        wanted=faithfulness,
-        tried=pd.DataFrame(tried, columns=["step", "n_sites", "faithfulness"]),
-        ablation=ablation,
-        method=method,
+        tried=pd.DataFrame(tried, columns=[*tried[0]]),
         metric=ranking.metric,
-        candidates=sites,
-        positions=positions,
-        stability=stability,
+        **settings,
     )
-    return circuit, ablated
 
 
 def _smallest(
@@ -295,7 +320,7 @@ def _smallest(
     ablated: AblatedModel,
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
-) -> tuple[Rows, list[tuple[_Step, int, float]]]:
+) -> tuple[Rows, list[dict[str, Any]]]:
     """Return the smallest circuit found for some effects of sites, and the circuits tried."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
@@ -323,7 +348,7 @@ class _Search:
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
         self._ablated, self._wanted, self._near = ablated, wanted, near
-        self.tried: list[tuple[_Step, int, float]] = []
+        self.tried: list[dict[str, Any]] = []
 
     def smallest(self, orders: Mapping[_Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
         """Return the smallest circuit found; without pruning, the shortest prefix."""
@@ -455,7 +480,10 @@ class _Search:
         self, steps: Sequence[_Step], circuits: Sequence[Rows]
     ) -> Float[np.ndarray, "circuit"]:
         values = self._ablated.faithfulness(circuits)
-        self.tried += zip(steps, map(len, circuits), values.tolist(), strict=True)
+        self.tried += [
+            {"step": step, "n_sites": len(circuit), "faithfulness": f}
+            for step, circuit, f in zip(steps, circuits, values.tolist(), strict=True)
+        ]
         return values
 
     def _suffices(self, f: float, size: int) -> bool:

@@ -199,7 +199,8 @@ class AblatedModel:
     """A model of which only a circuit is left.
 
     Attributes:
-        n_sites: the number of sites that may be ablated.
+        sites: the sites that may be ablated.
+        n_sites: their number.
         n_pos: tokens of a prompt.
         whole: the metric of the whole model.
         nothing: the metric with every site ablated.
@@ -238,7 +239,7 @@ class AblatedModel:
             pair = pair.of_prompts(some, cut=False)
             roles = tuple(role.of_prompts(some, self.n_pos) for role in roles)
         runs = record_pair(model, pair, metric, groups, "z")
-        self._sites = sites.groupby("name", observed=True)
+        self.sites, self._sites = sites, sites.groupby("name", observed=True)
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
         source = runs.corrupted
         if ablation == "positional_mean":
@@ -301,27 +302,38 @@ class AblatedModel:
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
         """Return what each site adds to a circuit's faithfulness, to first order."""
+        _, slopes = self.slopes(circuit, lambda values: self._replay.metric.mean(values[None])[0])
+        return slopes / (self.whole - self.nothing)
+
+    def slopes(
+        self, circuit: Rows, loss: Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]
+    ) -> tuple[float, Float[np.ndarray, "site"]]:
+        """Return a loss of a circuit, and what each site adds to it, to first order.
+
+        The loss is a function of the metric of each prompt.
+        """
         kept, computed = self._kept([circuit]), dict[str, Tensor]()
         tape = Tape(point.name for point in self._points)
         with torch.enable_grad():
             stream = self._replay.recorded_stream(0, self._first, 1).requires_grad_()
             hooks = [*self._hooks(kept, computed), *tape.hooks]
             logits = self._replay.logits(Variants(0, self._first, stream, hooks))
-            value = self._replay.metric.value(logits.unflatten(0, (-1, self._replay.batch)))[0]
+            (values,) = self._replay.metric.of_prompts(logits[None])
+            value = loss(values)
             gradients = tape.gradients(value)
-        worths = []
+        adds = []
         for point in self._points:
             change = computed[point.name] - point.replacement[:, self._first :]
-            worth = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
-            worth = worth.sum(dim=0, keepdim=True) if point.role is None else worth
-            worths.append(worth.to(to_float64_device(stream).device))
-        sizes = [worth.numel() for worth in worths]
-        flat = torch.cat([worth.flatten() for worth in worths]).cpu().split(sizes)
+            add = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
+            add = add.sum(dim=0, keepdim=True) if point.role is None else add
+            adds.append(add.to(to_float64_device(stream).device))
+        sizes = [add.numel() for add in adds]
+        flat = torch.cat([add.flatten() for add in adds]).cpu().split(sizes)
         by_site = np.zeros(self.n_sites)
         for point, of_point in zip(self._points, flat, strict=True):
             by_head = of_point.view(-1, self.n_pos - self._first, point.replacement.shape[2])
             by_site[point.rows] = point.by_site(by_head.numpy(), self._first)
-        return by_site / (self.whole - self.nothing)
+        return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
         """Return the mean over prompts, with the metric's weights."""
@@ -400,7 +412,7 @@ def _reasons_against_sites(
         reasons += [
             f"got {first.label!r} and {second.label!r}, the same token of prompt "
             f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected "
-            "another token for each role"
+            f"another token for each role: leave {first.label!r} out of positions"
             for first, second in combinations(roles, 2)
             if (first.chosen & second.chosen).any()
         ]

@@ -299,6 +299,54 @@ def test_what_a_site_is_worth_is_the_gradient_of_its_ablation():
         assert worth[row] == pytest.approx(slope, abs=1e-7)  # of differences: step² and rounding
 
 
+def test_slopes_of_a_loss_are_those_of_plain_hooks():
+    """Against differences, for a loss in which every prompt has its own weight."""
+    model = model_of("gelu", LAYOUTS[1])
+    clean = torch.randint(1, 41, (3, POS), generator=torch.Generator().manual_seed(0))
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    right, wrong = [3, 5, 7], [4, 6, 11]
+    names = ["L0H1", "L0N3", "L1H0", "L1N7", "L2N11"]
+    frame = p.attribution(*(model, clean, corrupted, p.logit_diff(right, wrong)), sites=names).frame
+    ablated = AblatedModel(
+        *(model, clean, corrupted, p.logit_diff(right, wrong), frame),
+        ablation="resample",
+        mask=None,
+    )
+    kept, weights = np.array([0, 3, 8, 13, 17]), torch.tensor([0.5, -2.0, 1.5])
+
+    def loss(values):
+        return (weights.to(values) * values**2).sum()
+
+    value, slopes = ablated.slopes(kept, loss)
+    sites = list(zip(frame["name"], frame["position"], strict=True))
+
+    def plain(moved):
+        hooks = []
+        for row, (name, position) in enumerate(sites):
+            head = HeadName.parse(name)
+            at = head.hook("z", model)
+            put = oracle.seen(model, corrupted, at)
+            gone = float(row not in kept) + moved.get(row, 0.0)
+
+            def hook(z, hook, put=put, gone=gone, pos=position, i=head.index):
+                z[:, pos, i] = z[:, pos, i] + gone * (put[:, pos, i] - z[:, pos, i])
+                return z
+
+            hooks.append((at, hook))
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            last = model(clean)[:, -1]
+        rows = torch.arange(3)
+        return float(loss(last[rows, right] - last[rows, wrong]))
+
+    assert value == pytest.approx(plain({}), rel=1e-9)
+    step, largest = 1e-4, abs(slopes).max()
+    assert largest > 1e-4
+    for row in np.argsort(-abs(slopes))[:12]:
+        slope = (plain({row: -step}) - plain({row: step})) / (2 * step)
+        assert slopes[row] == pytest.approx(slope, abs=1e-5 * largest)
+
+
 def test_nothing_less_than_everything_is_faithful_to_the_bit():
     model, (clean, corrupted) = model_of("gelu"), prompts()
     circuit = discover(

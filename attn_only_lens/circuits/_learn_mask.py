@@ -1,0 +1,227 @@
+r"""Circuits of a given size that are learned, to hold on prompts that were not seen.
+
+Every candidate site has a score θ, and the circuit C is the k sites with the highest scores. Scores
+are trained by gradient on
+
+    loss = mean over prompts of |m(C) - m(M)| / max(|m(M) - m(∅)|, half of its mean)
+
+in the notation of `ablation.py`: the error of every prompt, and not of the mean, in which prompts
+that overshoot and prompts that fall short cancel. The forward pass has the circuit itself; the
+slope of θ is what the site would add to the loss, to first order, whether it is in the circuit or
+not (a straight-through estimator: Bengio et al., "Estimating or Propagating Gradients Through
+Stochastic Neurons", 2013). Steps have momentum and are divided by the running size of the slopes of
+all sites together: divided one by one, as in Adam, all sites that help would rise alike, and the
+order would never change. k falls from all candidates to `n_sites` in the first 40 % of the steps.
+Of the circuits after that, by running means of θ, the one with the smallest error on validation
+prompts is returned.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attn_only_lens.arguments import is_count
+from attn_only_lens.circuits._search import Circuit, circuit_of, rank_sites
+from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Rows, reasons_against_draws
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.sites import Sites, all_heads
+from attn_only_lens.errors import InputError
+
+_SHRINKING = 0.4  # of the steps
+_RATE, _LAST_RATE = 0.02, 0.004
+_MOMENTUM, _MEMORY = 0.9, 0.98
+_CHECKS = 16  # of validation prompts
+_VALIDATION = 0.2  # of the prompts
+
+
+@warned_once()
+def learn_mask(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    n_sites: int,
+    *,
+    steps: int = 400,
+    n_candidates: int | None = None,
+    groups: Sequence[Hashable] | None = None,
+    batch_size: int = 24,
+    method: str = "secant",
+    ablation: Ablation = "resample",
+    sites: Sites | None = None,
+    positions: Positions = "each",
+    seed: int = 0,
+    mask: Tensor | None = None,
+    progress: bool | str = False,
+) -> Circuit:
+    """Learn which sites, of a given number, keep the metric of every prompt, also of unseen ones.
+
+    `discover` finds the smallest circuit that keeps the mean over these prompts. This function
+    takes more passes (three for each step), and its circuits are for other prompts too.
+
+    Args:
+        model: converted, or with exposed neuron-heads; without hooks of its own.
+        clean: five prompts or more; see `prompt_pair`.
+        corrupted: prompts that differ from them in what the circuit is about, token for token.
+        metric: `logit_diff(...)` and the like, differentiable, with a number for each prompt.
+        n_sites: the size of the circuit.
+        steps: of training, 20 or more.
+        n_candidates: the sites of largest |effect| in one pass of `method`, from which the circuit
+            is chosen; by default five times `n_sites`.
+        groups: a label for each pair, its noun for instance. A fifth of the groups, drawn at
+            random, is for validation, so that no label is in both parts; by default pairs alone.
+        batch_size: prompts of a step.
+        method: of the ranking; see `attribution`.
+        ablation: of everything outside; see `discover`. Means are those of a step's prompts.
+        sites: candidates, all heads by default. Others are never ablated.
+        positions: "each" separately, "all" together, or by role; see `discover`.
+        seed: of the validation prompts and of batches.
+        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        progress: show a bar over the steps; a text is its label.
+
+    Returns:
+        The circuit, measured on all prompts. Its frame `tried` has a row for each look at the
+        validation prompts: `n_sites`, `faithfulness` and `error` there (see `Evaluation`).
+
+    Raises:
+        InputError: with every reason: invalid settings; too few prompts or groups; prompts, metric,
+            sites or positions that do not fit; ablating everything changes nothing.
+
+    Example:
+        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+        >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+        >>> task = tasks.agreement(model.tokenizer, 10, structure="relative")
+        >>> circuit = circuits.learn_mask(
+        ...     model, task.clean, task.corrupted, task.metric, 20, steps=20, positions=task.roles)
+        >>> len(circuit), "error" in circuit.tried
+        (20, True)
+    """
+    pair = prompt_pair(model, clean, corrupted, mask)
+    counts = {"n_sites": (n_sites, 1), "steps": (steps, 20), "batch_size": (batch_size, 1)}
+    if n_candidates is not None:
+        counts["n_candidates"] = (n_candidates, 1)
+    reasons = [
+        f"got {name}={number!r}; expected a whole number, {least} or more"
+        for name, (number, least) in counts.items()
+        if not is_count(number, least)
+    ]
+    reasons += reasons_against_draws(0, seed)
+    if not as_metric(metric).by_prompt:
+        reasons.append(
+            f"got {as_metric(metric).name}, one number of all prompts; expected a metric of each "
+            "prompt"
+        )
+    labels = list(range(len(pair.clean)) if groups is None else groups)
+    if len(labels) != len(pair.clean):
+        reasons.append(f"got {len(labels)} groups of {len(pair.clean)} pairs; expected as many")
+    elif len(set(labels)) < 5:
+        reasons.append(f"got {len(set(labels))} groups of prompts; expected 5 or more, to validate")
+    InputError.raise_if(reasons, "no mask can be learned")
+    sites = all_heads() if sites is None else sites
+    prompts = model, clean, corrupted, metric
+    options: dict[str, Any] = {"positions": positions, "mask": mask}
+    ranking = rank_sites(prompts, method, 0, options | {"sites": sites})
+    frame, effects = ranking.frame, ranking.effect.to_numpy()
+    most = len(frame) if n_candidates is None else min(n_candidates, len(frame))
+    if n_sites > most:
+        reason = f"got n_sites={n_sites} of {most} candidates; expected fewer"
+        raise InputError([reason], "no mask can be learned")
+    candidates = np.argsort(-abs(effects), kind="stable")[: n_candidates or 5 * n_sites]
+    ablate = partial(AblatedModel, *(*prompts, frame), **options, ablation=ablation)
+    training, validation = _split(labels, seed)
+    batches = [
+        ablate(some=batch.tolist())
+        for batch in np.array_split(training, math.ceil(len(training) / batch_size))
+    ]
+    search = _Training(batches, ablate(some=validation.tolist()), candidates, n_sites)
+    with tqdm(total=steps, desc=progress or None, disable=not progress) as bar:
+        for step in range(steps):
+            search.step(step / steps)
+            if step % max(1, steps // _CHECKS) == steps % max(1, steps // _CHECKS):
+                search.validate()
+            bar.update()
+    search.validate()
+    return circuit_of(
+        ablate(), ranking, effects, search.circuit, search.tried,
+        ablation=ablation, candidates=sites, positions=positions, method="learned mask",
+        wanted=None,
+    )  # fmt: skip
+
+
+def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:
+    """Return prompts for training and for validation, without a label in both, in random order."""
+    generator = np.random.default_rng(seed)
+    names = list(dict.fromkeys(labels))
+    chosen = generator.permutation(len(names))[: max(1, round(_VALIDATION * len(names)))]
+    held_out = {names[i] for i in chosen}
+    is_held_out = np.array([label in held_out for label in labels])
+    return generator.permutation(np.flatnonzero(~is_held_out)), np.flatnonzero(is_held_out)
+
+
+class _Training:
+    """Scores of candidates, and the best circuit on validation prompts."""
+
+    def __init__(
+        self,
+        batches: Sequence[AblatedModel],
+        validation: AblatedModel,
+        candidates: Rows,
+        n_sites: int,
+    ) -> None:
+        self._batches, self._validation = batches, validation
+        self._candidates, self._n_sites, self._size = candidates, n_sites, len(candidates)
+        self._scores = torch.linspace(1.5, -0.5, len(candidates), dtype=torch.float64, device="cpu")
+        self._mean = self._scores.clone()
+        self._slope, self._square = torch.zeros_like(self._scores), 0.0
+        self._n_steps, self._best = 0, math.inf
+        self.circuit: Rows = candidates[:n_sites]
+        self.tried: list[dict[str, Any]] = []
+
+    def step(self, done: float) -> None:
+        """Train on the next batch, when a share of all steps is done."""
+        ablated = self._batches[self._n_steps % len(self._batches)]
+        self._n_steps += 1
+        ratio = self._n_sites / len(self._candidates)
+        self._size = round(len(self._candidates) * ratio ** min(1.0, done / _SHRINKING))
+        highest = self._scores.topk(self._size).indices.numpy()
+        whole = torch.from_numpy(ablated.whole_by_prompt)
+        spans = abs(whole - torch.from_numpy(ablated.nothing_by_prompt))
+        scale = spans.clamp_min(spans.mean() / 2)
+
+        def loss(measured: Tensor) -> Tensor:
+            errors = abs(measured - whole.to(measured)) / scale.to(measured)
+            return errors.mean()
+
+        _, slopes = ablated.slopes(self._candidates[highest], loss)
+        slope = torch.from_numpy(slopes[self._candidates])
+        self._slope += (1 - _MOMENTUM) * (slope - self._slope)
+        self._square += (1 - _MEMORY) * (float((slope**2).mean()) - self._square)
+        # Both means begin at 0, which these factors make up for, as in Adam.
+        size = math.sqrt(self._square / (1 - _MEMORY**self._n_steps))
+        rate = _RATE + (_LAST_RATE - _RATE) * done
+        self._scores -= rate * self._slope / (1 - _MOMENTUM**self._n_steps) / (size or 1.0)
+        self._mean += (1 - _MOMENTUM) * (self._scores - self._mean)
+
+    def validate(self) -> None:
+        """Measure the circuit on the validation prompts, and keep it if it is the best."""
+        circuit = self._candidates[self._mean.topk(self._size).indices.numpy()]
+        ablated = self._validation
+        (measured,) = ablated.by_prompt([circuit])
+        spans = abs(ablated.whole_by_prompt - ablated.nothing_by_prompt)
+        errors = abs(measured - ablated.whole_by_prompt)
+        row = {"step": "training", "n_sites": len(circuit)}
+        row |= {"faithfulness": float(ablated.faithfulness([circuit])[0])}
+        self.tried.append(row | {"error": float((errors / spans).mean())})
+        # Errors as shares of the mean: one prompt of a small span does not decide.
+        error = errors.mean() / spans.mean()
+        if self._size == self._n_sites and error < self._best:
+            self.circuit, self._best = circuit, float(error)

@@ -1,0 +1,90 @@
+"""Learned masks: other prompts against rankings, no label in both."""
+
+import pytest
+
+from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import patching as p
+from attn_only_lens.circuits._learn_mask import _split
+from attn_only_lens.circuits.ablation import AblatedModel
+
+N_SITES = 45
+
+
+def given(task):
+    return task.clean, task.corrupted, task.metric
+
+
+@pytest.fixture(scope="module")
+def english():
+    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+
+
+@pytest.fixture(scope="module")
+def prompts(english):
+    """Prompts to learn from, and others."""
+    return [tasks.agreement(english.tokenizer, 17, seed, structure="relative") for seed in (0, 1)]
+
+
+def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(english, prompts):
+    task, others = prompts
+    learned = circuits.learn_mask(
+        *(english, *given(task), N_SITES), steps=60, positions=task.roles, batch_size=7
+    )
+    assert len(learned) == N_SITES == learned.tried["n_sites"].iloc[-1]
+    assert learned.tried["n_sites"].is_monotonic_decreasing
+    assert learned.tried["n_sites"].iloc[0] > N_SITES
+    ranking = p.attribution(
+        *(english, *given(task)), positions=task.roles, direction="noise", method="secant", budget=0
+    )
+    ablated = AblatedModel(
+        *(english, *given(others), ranking.frame),
+        ablation="resample",
+        mask=None,
+        positions=others.roles,
+    )
+    error = circuits.evaluate(english, learned, *given(others), positions=others.roles).error
+    spans = abs(ablated.whole_by_prompt - ablated.nothing_by_prompt)
+    (left,) = ablated.by_prompt([ablated.ranked(ranking, "magnitude")[:N_SITES]])
+    assert error < 0.9 * (abs(left - ablated.whole_by_prompt) / spans).mean()
+
+
+def test_the_same_seed_gives_the_same_circuit(english, prompts):
+    task = prompts[0]
+    settings = {"steps": 20, "positions": task.roles}
+    one, again, other = (
+        circuits.learn_mask(english, *given(task), N_SITES, seed=seed, **settings)
+        for seed in (0, 0, 1)
+    )
+    assert one.tried.equals(again.tried)
+    assert not one.tried.equals(other.tried)
+    assert set(one.frame["name"]) == set(again.frame["name"])
+
+
+def test_no_group_is_in_training_and_in_validation():
+    labels = ["boy", "girl", "boy", "dog", "cat", "girl", "sun", "cat", "dog", "boy", "sun"]
+    for seed in range(5):
+        training, validation = _split(labels, seed)
+        assert sorted([*training, *validation]) == list(range(len(labels)))
+        assert len(validation) > 0
+        assert not {labels[i] for i in training} & {labels[i] for i in validation}
+    assert len({tuple(_split(labels, seed)[1]) for seed in range(5)}) > 1
+
+
+def test_what_cannot_be_learned_is_refused(english, prompts):
+    task = prompts[0]
+
+    def refused(match, n_sites=N_SITES, metric=task.metric, **settings):
+        with pytest.raises(InputError, match=match):
+            circuits.learn_mask(
+                *(english, task.clean, task.corrupted, metric, n_sites),
+                **{"positions": task.roles, **settings},
+            )
+
+    refused(r"(?s)n_sites=0.*steps=3.*batch_size=0.*n_candidates=1.5", 0, steps=3, batch_size=0,
+            n_candidates=1.5)  # fmt: skip
+    refused("3 groups of 17 pairs", groups=["a", "b", "c"])
+    refused("2 groups of prompts", groups=["a"] * 8 + ["b"] * 9)
+    refused("n_sites=45 of 5 candidates", n_candidates=5)
+    refused("a metric of each prompt", metric=p.custom(lambda logits: logits[:, -1, 3].mean()))
+    refused("seed=-1", seed=-1)
+    refused("method='best'", method="best")
