@@ -150,8 +150,7 @@ def resampled(
 def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) -> pd.DataFrame:
     """Return the sites of any circuit with their inclusion, the most included first."""
     counts, n = flags.sum(axis=0), len(flags)
-    effective = 2 + (n - 2) / _DEPENDENCE
-    bounds = np.array([interval(count / n, effective) for count in range(n + 1)])
+    bounds = np.array([inclusion_interval(count, n) for count in range(n + 1)])
     frame = sites.assign(inclusion=counts / n)
     frame[["inclusion_low", "inclusion_high"]] = bounds[counts]
     kinds = np.where(frame["inclusion"] >= CORE, "core", "contingent")
@@ -160,6 +159,11 @@ def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) ->
     size = frame["effect"].abs()
     order = frame.assign(size=size).sort_values(["inclusion", "size"], ascending=False).index
     return frame.loc[order]
+
+
+def inclusion_interval(count: int, n: int) -> tuple[float, float]:
+    """Return the interval of a site that `count` of n circuits include."""
+    return interval(count / n, 2 + (n - 2) / _DEPENDENCE)
 
 
 def interval(share: float, n: float) -> tuple[float, float]:

@@ -1,10 +1,11 @@
-"""Paired prompts of well-known tasks, checked against a tokenizer, and of templates."""
+"""Paired prompts of well-known tasks, checked against a tokenizer; of templates and of files."""
 
 from attn_only_lens.tasks._agreement import agreement
 from attn_only_lens.tasks._brackets import brackets
 from attn_only_lens.tasks._greater_than import greater_than
 from attn_only_lens.tasks._induction import induction
 from attn_only_lens.tasks._ioi import ioi
+from attn_only_lens.tasks._jsonl import from_jsonl
 from attn_only_lens.tasks._templates import from_templates
 from attn_only_lens.tasks.paired_prompts import PairedPrompts
 
@@ -12,6 +13,7 @@ __all__ = [
     "PairedPrompts",
     "agreement",
     "brackets",
+    "from_jsonl",
     "from_templates",
     "greater_than",
     "induction",

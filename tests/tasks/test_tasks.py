@@ -1,5 +1,6 @@
 """Prompts of tasks: what they say, where their parts are, and which are left out."""
 
+import json
 import random
 import re
 from collections import Counter
@@ -222,6 +223,58 @@ def test_templates_that_make_no_pairs(case):
     with pytest.raises(InputError) as caught:
         tasks.from_templates(task_tokenizer(), 2, templates, words)
     assert reason in str(caught.value)
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def row_of(one, other, answer=" are", wrong=" is"):
+    prompts = f"The {one} near the car", f"The {other} near the car"
+    return dict(zip(tasks._jsonl.KEYS, (*prompts, answer, wrong), strict=True))
+
+
+def test_pairs_of_a_file(tmp_path):
+    """Every fitting line once, in an order that the seed decides, with roles by word."""
+    fitting = [row_of("keys", "key"), row_of("key", "keys", " is", " are"), row_of("cars", "door")]
+    longer = row_of("garden door", "key", " is", " are")
+    path = write_rows(tmp_path / "agreement.jsonl", [*fitting, longer, fitting[0]])
+    made = [
+        tasks.from_jsonl(task_tokenizer(), 3, path, seed, roles={"subject": 1}) for seed in range(9)
+    ]
+    for pairs in made:
+        assert set(pairs.clean) == {row["clean_prefix"] for row in fitting}
+        assert pairs.roles["subject"] == (-4,) * 3
+        assert pairs.roles["end"] == (-1,) * 3
+        for clean, corrupted in zip(pairs.clean, pairs.corrupted, strict=True):
+            (row,) = [row for row in fitting if row["clean_prefix"] == clean]
+            assert row["patch_prefix"] == corrupted
+    assert len({pairs.clean for pairs in made}) > 1
+    assert made[0].task == "agreement"
+    some = tasks.from_jsonl(
+        task_tokenizer(), 1, path, keep=lambda row: "cars" in row["clean_prefix"]
+    )
+    assert some.clean == ("The cars near the car",)
+
+
+def test_files_that_make_no_pairs(tmp_path):
+    def refused(match, rows=(), **settings):
+        path = write_rows(tmp_path / "bad.jsonl", rows)
+        with pytest.raises(InputError, match=match):
+            tasks.from_jsonl(task_tokenizer(), 1, path, **settings)
+
+    lacking = {key: "The key" for key in tasks._jsonl.KEYS[:3]}
+    refused(r"(?s)line 1: got a list.*line 2: expected a text for patch_answer", [[7], lacking])
+    refused("and 2 more lines", [7] * 7)
+    refused("has 5 words; expected more, for subject", [row_of("a", "b")], roles={"subject": 5})
+    refused(r"(?s)role 'end'.*word -1 for the role 'end'", roles={"end": -1})
+    refused("n=1; 0 of 1", [row_of("garden door", "key")])
+    refused("seed=-1", [row_of("keys", "key")], seed=-1)
+    (tmp_path / "text.jsonl").write_text("The key", encoding="utf-8")
+    for name, match in {"text.jsonl": "not JSON", "none.jsonl": "No such file"}.items():
+        with pytest.raises(InputError, match=match):
+            tasks.from_jsonl(task_tokenizer(), 1, tmp_path / name)
 
 
 def test_what_makes_no_prompts():
