@@ -11,6 +11,7 @@ several tasks are then measured on the others' prompts.
 import time
 import warnings
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def coverage(frame: pd.DataFrame) -> str:
         (f"more than {RARE}", frame[frame["probability"] > RARE]),
         *(
             (f"{low} to {high}", frame[frame["probability"].between(low, high, inclusive="right")])
-            for low, high in zip(STEPS, STEPS[1:], strict=False)
+            for low, high in pairwise(STEPS)
         ),
     ]:
         width = (some["inclusion_high"] - some["inclusion_low"]).mean()
