@@ -235,6 +235,7 @@ class AblatedModel:
         pair = prompt_pair(model, clean, corrupted, mask)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
         roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
+        roles = tuple(role for role in roles if (sites["position"] == role.label).any()) or roles
         if some is not None:
             pair = pair.of_prompts(some, cut=False)
             roles = tuple(role.of_prompts(some, self.n_pos) for role in roles)

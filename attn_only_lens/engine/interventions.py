@@ -293,6 +293,11 @@ def _places(model: Any, names: Sites, positions: Any) -> list[_Place]:
     split = split_positions(names)
     if split is None:
         return [_Place(sites, default) for sites in resolve_sites(model, names)]
+    if named := [f"{head}@{position}" for head, position in split if isinstance(position, str)]:
+        raise InputError(
+            [f"got {named[0]!r}; expected a number after @: a text that grows has no roles"],
+            "these heads cannot be edited",
+        )
     if positions is not None and all(position is not None for _, position in split):
         raise InputError(
             [f"got positions={positions!r} and names with positions; expected one of the two"],

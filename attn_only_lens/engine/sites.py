@@ -23,6 +23,7 @@ PARTS: tuple[str, ...] = get_args(Part)
 SHARED_PARTS: tuple[Part, ...] = ("value", "k")
 """The parts that several attention heads share in models with grouped queries."""
 _POSITION = re.compile(r"0|-?[1-9]\d*")
+_ROLE = re.compile(r"[^\W\d][^@]*")
 _POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 _PROBLEM = "these heads cannot be selected"
 
@@ -165,20 +166,30 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     return tuple(map(LayerSites.of, groups.values()))
 
 
-def split_positions(sites: Sites) -> list[tuple[str, int | None]] | None:
-    """Split names such as `L3N7@13` or `L3N7@-1` into head and position; None if none has one."""
+def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:
+    """Split names such as `L3N7@13` or `L3N7@subject` into head and position, a number or a role.
+
+    Return None if no name has a position.
+    """
     chosen = as_plain(sites)
     names = [chosen] if isinstance(chosen, str | HeadName) else chosen
     if not isinstance(names, list | tuple) or not any("@" in str(name) for name in names):
         return None
-    parsed: list[tuple[str, int | None]] = []
+    parsed: list[tuple[str, int | str | None]] = []
     reasons: list[str] = []
     for name in map(str, names):
         head, sign, position = name.partition("@")
-        if sign and not _POSITION.fullmatch(position):
-            reasons.append(f"got {name!r}; expected a position after @, such as 'L3N7@13'")
+        if not sign:
+            parsed.append((head, None))
+        elif _POSITION.fullmatch(position):
+            parsed.append((head, int(position)))
+        elif _ROLE.fullmatch(position):
+            parsed.append((head, position))
         else:
-            parsed.append((head, int(position) if sign else None))
+            reasons.append(
+                f"got {name!r}; expected a position after @, such as 'L3N7@13', or a role, such as "
+                "'L3N7@subject'"
+            )
     InputError.raise_if(reasons, _PROBLEM)
     return parsed
 

@@ -7,7 +7,7 @@ loses little. The chunks depend only on the size of the model, the prompts and t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,7 +202,7 @@ def _products(
 def _placed_groups(
     model: Any,
     pair: PromptPair,
-    split: Sequence[tuple[str, int | None]],
+    split: Sequence[tuple[str, int | str | None]],
     positions: Positions,
 ) -> tuple[SiteGroup, ...]:
     """Group names, some of which have a position, such as L0N5@1."""
@@ -226,10 +226,25 @@ def _placed_groups(
 
 
 def _resolve_placed(
-    pair: PromptPair, split: Sequence[tuple[str, int | None]], positions: Positions
-) -> tuple[list[PositionSet], dict[int, PositionSet]]:
+    pair: PromptPair, split: Sequence[tuple[str, int | str | None]], positions: Positions
+) -> tuple[list[PositionSet], dict[int | str, PositionSet]]:
     """Return the positions of names without their own, and those that names ask for."""
     free = {name for name, position in split if position is None}
+    asked = dict.fromkeys(position for _, position in split if position is not None)
+    if isinstance(positions, Mapping):
+        by_role = {str(role.label): role for role in resolve_positions(pair, positions)}
+        if unknown := [str(position) for position in asked if position not in by_role]:
+            reason = (
+                f"got a site at {unknown[0]}; expected a role of positions: {', '.join(by_role)}"
+            )
+            raise InputError([reason], _PROBLEM)
+        return [*by_role.values()] * bool(free), {role: by_role[str(role)] for role in asked}
+    if named := [position for position in asked if isinstance(position, str)]:
+        reason = (
+            f"got a site at the role {named[0]!r}; expected its position in each prompt: pass "
+            f"positions={{{named[0]!r}: …}}"
+        )
+        raise InputError([reason], _PROBLEM)
     if not free and not (isinstance(positions, str) and positions == "each"):
         first = f"{split[0][0]}@{split[0][1]}"
         raise InputError(
@@ -237,7 +252,6 @@ def _resolve_placed(
             _PROBLEM,
         )
     everywhere = list(resolve_positions(pair, positions)) if free else []
-    asked = dict.fromkeys(position for _, position in split if position is not None)
     if asked and any(isinstance(position_set.label, str) for position_set in everywhere):
         raise InputError(
             [
@@ -246,10 +260,10 @@ def _resolve_placed(
             ],
             _PROBLEM,
         )
-    placed, reasons = dict[int, PositionSet](), list[str]()
+    placed, reasons = dict[int | str, PositionSet](), list[str]()
     for position in asked:
         try:
-            (placed[position],) = resolve_positions(pair, position)
+            (placed[position],) = resolve_positions(pair, int(position))
         except InputError as error:
             reasons += error.reasons
     InputError.raise_if(reasons, _PROBLEM)
@@ -257,11 +271,12 @@ def _resolve_placed(
 
 
 def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionSet]) -> None:
-    # -1 may be position 4, which may be a site of another head.
+    # -1 may be position 4, which may be a site of another head. Roles may lie at the same tokens.
     first = [
-        next(i for i, other_set in enumerate(sets) if torch.equal(other_set.chosen, some.chosen))
-        for some in sets
-    ]
+        i if isinstance(some.label, str)
+        else next(j for j, earlier in enumerate(sets) if torch.equal(earlier.chosen, some.chosen))
+        for i, some in enumerate(sets)
+    ]  # fmt: skip
     counts = Counter((name, first[i]) for name, i in rows)
     twice = [f"{name}@{sets[i].label}" for (name, i), n in counts.items() if n > 1]
     InputError.raise_if(

@@ -162,3 +162,34 @@ def test_refusals(model):
     everywhere = p.attribution(*given, sites=SITES, positions="all", mask=mask, progress=False)
     with pytest.raises(InputError, match="sites without a role"):
         faithfulness(*given, everywhere, mask=mask, positions=ROLES)
+
+
+def test_names_say_their_role(model):
+    """`L0N3@subject` is the row of L0N3 at the role, in sweeps, circuits and elsewhere."""
+    (clean, corrupted, mask), _ = prompts(ROLES)
+    given, where = (model, clean, corrupted, METRIC), {"positions": ROLES, "mask": mask}
+    how = {"progress": False, **where}
+    every = p.activation_patch(*given, sites=["L0N3", "L0H1", "L1H0"], **how).frame
+    names = ["L0N3@subject", "L1H0@end", "L0H1"]
+    some = p.activation_patch(*given, sites=names, **how).frame
+    key = ["name", "position"]
+    asked = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
+    assert set(some[key].itertuples(index=False, name=None)) == asked
+    both = some.merge(every, on=key, how="left")
+    assert abs(both["score_x"] - both["score_y"]).max() < EXACT
+    circuit = discover(*given, sites=names, faithfulness=0.5, **where)
+    assert circuit.n_sites == len(asked)
+    assert set(circuit.frame[key].itertuples(index=False, name=None)) <= asked
+    for bad, match in {
+        "L0N3@object": "a site at object; expected a role of positions: subject, verb, end",
+        "L0N3@2": "a site at 2; expected a role",
+        "L0N3@-": "or a role, such as",
+    }.items():
+        with pytest.raises(InputError, match=match):
+            p.activation_patch(*given, sites=[bad], **how)
+    with pytest.raises(InputError, match="L0N3@end more than once"):
+        p.activation_patch(*given, sites=["L0N3", "L0N3@end"], **how)
+    with pytest.raises(InputError, match="at the role 'end'; expected its position in each prompt"):
+        p.activation_patch(*given, sites=["L0N3@end"], mask=mask, progress=False)
+    with pytest.raises(InputError, match="has no roles"), p.ablated(model, ["L0N3@end"]):
+        pass
