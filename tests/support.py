@@ -410,7 +410,7 @@ OF_NO_MODEL = {
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Explanation"),
-    *("Faithfulness",),
+    *("Faithfulness", "transfer_heatmap"),
     *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.

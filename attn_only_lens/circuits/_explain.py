@@ -132,6 +132,7 @@ class Explanation:
             exact=self.patches["noise"],
             notes=notes,
             examples=examples,
+            stability=circuit.stability,
             state={"names": names},
         )
 
@@ -181,6 +182,7 @@ def explain(
     faithfulness: float = 0.9,
     most_nodes: int = 60,
     n_patched: int = 20,
+    resamples: int = 0,
     progress: bool = False,
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
@@ -193,6 +195,8 @@ def explain(
         faithfulness: the share of the difference that the circuit must keep, within 1 - this of 1.
         most_nodes: of the circuit's sites, how many the graph shows: those of the largest shares.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
+        resamples: as of `discover`, 2 or more: the page then shows which nodes are in the circuits
+            of other prompts as well; 0 for none.
         progress: whether to show a bar for the search.
 
     Returns:
@@ -219,7 +223,12 @@ def explain(
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
         whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
         circuit = discover(
-            *prompts, faithfulness=faithfulness, method="secant", budget=0, progress=progress
+            *prompts,
+            faithfulness=faithfulness,
+            method="secant",
+            budget=0,
+            resamples=resamples,
+            progress=progress,
         )
         shares = whole.to_frame().set_index(["name", "position"])["score"]
         keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))

@@ -11,6 +11,7 @@ from attn_only_lens.viz.graph_view import circuit_view
 from attn_only_lens.viz.neurons import neuron_page
 from attn_only_lens.viz.page import Page, write_html, write_svg
 from attn_only_lens.viz.sweeps import sweep_bars, sweep_heatmap
+from attn_only_lens.viz.transfer import transfer_heatmap
 
 __all__ = [
     "NodeDetails",
@@ -23,6 +24,7 @@ __all__ = [
     "neuron_page",
     "sweep_bars",
     "sweep_heatmap",
+    "transfer_heatmap",
     "write_html",
     "write_svg",
 ]

@@ -15,7 +15,7 @@ import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS
 from attn_only_lens.viz.checks import refuse
-from attn_only_lens.viz.circuit_data import NODE_COLUMNS, NodeDetails, circuit_reasons
+from attn_only_lens.viz.circuit_data import NODE_COLUMNS, OPTIONAL, NodeDetails, circuit_reasons
 from attn_only_lens.viz.circuit_picture import FEWEST, MOST, circuit_picture, first_view
 from attn_only_lens.viz.coordinates import rows_of
 from attn_only_lens.viz.page import (
@@ -48,8 +48,9 @@ def circuit_page(
             "rest", "offset", "metric": those of `CircuitGraph`), `layer` and `position` (missing
             where a node has none), `name`, `value`, `attribution` (missing where there is none:
             such a node is as strong as its strongest edge); and, if wanted, `exact`, the node's
-            exact effect (missing where it is not known), and `status` ("kept", "lost", "gained")
-            where two circuits are compared. A metric without a position stands above the token
+            exact effect (missing where it is not known), `status` ("kept", "lost", "gained")
+            where two circuits are compared, and where prompts were resampled `inclusion`, from 0
+            to 1, and `stability` ("core", "contingent", "noise"; missing elsewhere). A metric without a position stands above the token
             whose nodes it reads.
         edges: `source` and `target` (ids), `kind` ("value", which is shown first, or "q" and "k" of
             the query side), `weight`; and `status`, if wanted.
@@ -125,7 +126,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
         elif kind == "embed" and pd.notna(t):
             labels[i] = axis[int(t)]
     drawing = {
-        "nodes": _columns(nodes, NODE_COLUMNS, "status", "exact")
+        "nodes": _columns(nodes, NODE_COLUMNS, *OPTIONAL)
         | {
             "label": labels,
             "row": row,

@@ -22,6 +22,8 @@ from attn_only_lens.viz.page import short_numbers
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
 EXTRAS = ("bias", "rest", "offset")
 """Kinds of nodes that no token has, and that are shown on demand."""
+OPTIONAL = ("status", "exact", "inclusion", "inclusion_low", "inclusion_high", "stability")
+STABILITIES = ("core", "contingent", "noise")
 STATUSES = {"kept": "=", "lost": "×", "gained": "+"}
 _STATE: Mapping[str, Any] = {"pinned": list, "names": dict, "groups": list, "kinds": list}
 _META = ("tokens", "metric", "value", "model")
@@ -106,8 +108,9 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
     twice = nodes.loc[nodes["id"].duplicated(), "id"]
     reasons += [f"{len(twice)} ids are there twice, such as {value!r}" for value in twice[:1]]
     reasons += _word_reasons(nodes, "kind", NODE_KINDS, "nodes")
-    exact = ["exact"] if "exact" in nodes else []
-    for column in ("layer", "position", "value", "attribution", *exact):
+    more = [column for column in OPTIONAL if column.startswith(("exact", "inclu"))]
+    more = [column for column in more if column in nodes]
+    for column in ("layer", "position", "value", "attribution", *more):
         numbers = _numbers(nodes, column, "nodes", reasons)
         infinite = int(np.isinf(numbers).sum())
         reasons += [f"{infinite} nodes have an infinite {column}"] * bool(infinite)
@@ -121,6 +124,9 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
                 "none"
                 for value in outside[:1]
             ]
+        if column.startswith("inclusion") and ((numbers < 0) | (numbers > 1)).any():
+            reasons.append(f"nodes have an {column} outside [0, 1]")
+    reasons += _word_reasons(nodes, "stability", STABILITIES, "nodes")
     return reasons + _word_reasons(nodes, "status", tuple(STATUSES), "nodes")
 
 
@@ -238,8 +244,8 @@ def _numbers(
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Sequence[str], what: str
 ) -> list[str]:
-    """Return a reason if a column holds another word; a status may be missing."""
-    allowed = (*expected, None) if column == "status" else expected
+    """Return a reason if a column holds another word; optional ones may be missing."""
+    allowed = (*expected, None) if column in OPTIONAL else expected
     known = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in known if word not in allowed]
     return [

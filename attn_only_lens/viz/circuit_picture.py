@@ -136,6 +136,7 @@ def _node(data: _Data, i: int, placed: Layout, largest: float, colours: Mapping[
     nodes = data["nodes"]
     kind, width, attribution = nodes["kind"][i], nodes["width"][i], nodes["attribution"][i]
     status = nodes["status"][i] if "status" in nodes else None
+    stability = nodes["stability"][i] if "stability" in nodes else None
     size = 0.0 if attribution is None else min(1.0, abs(attribution) / largest) ** 0.5
     end = colours["negative" if (attribution or 0) < 0 else "positive"]
     fill = "" if status else f' style="fill:{_mixed(colours["zero"], end, size)}"'
@@ -143,7 +144,7 @@ def _node(data: _Data, i: int, placed: Layout, largest: float, colours: Mapping[
     mark = f"{STATUSES[status]} " if status else sign
     strong = "strong" if size > 0.77 and not status else ""
     return (
-        f'<g class="node {kind} {status or ""}" '
+        f'<g class="node {kind} {status or ""} {stability or ""}" '
         f'transform="translate({placed.x[i]:.1f},{placed.y[i]:.1f})">'
         f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '
         f'rx="{_CORNERS.get(kind, 0)}"{fill}/>'
@@ -170,6 +171,8 @@ def _legend(data: _Data, y: float) -> str:
         marks = " · ".join(f"{mark} {word}" for word, mark in STATUSES.items())
     else:
         marks = "+ raises the metric (blue) · − lowers it (red)"
+    if "stability" in data["nodes"]:
+        marks += " · outline: solid core, dashed contingent"
     dashes = {"q": "long dashes", "k": "dots", "gate": "dashes and dots"}
     kinds = "".join(f", {kind} {dashes[kind]}" for kind in _kinds(data) if kind in dashes)
     return _text(8, y, f"{marks} · edges: arrow positive, bar negative{kinds}", "row")

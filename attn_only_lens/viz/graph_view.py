@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
+from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts, single_prompts
@@ -62,6 +63,7 @@ def circuit_view(
     top_tokens: int = 10,
     exact: Sweep | None = None,
     examples: pd.DataFrame | None = None,
+    stability: Stability | None = None,
     notes: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
 ) -> Page:
@@ -80,6 +82,8 @@ def circuit_view(
             `activation_patch(model, prompts, None, metric, direction="zero",
             sites=list(graph.heads["name"].unique()))` sets each to zero.
         examples: of neurons, by `neurons.top_examples`.
+        stability: of the circuit whose sites are the nodes, `discover(…, resamples=20).stability`.
+            Core nodes have a solid outline, contingent ones a dashed one.
         notes: further texts that the page shows, first.
         state: pins, names and groups, as `circuit_page` takes them. Of a difference, edges of all
             kinds are shown, since they add up together.
@@ -90,6 +94,7 @@ def circuit_view(
     Raises:
         InputError: the graph belongs to another model or other prompts, or only one of the two is
         given. InputError: a sweep of another metric or other prompts, or of no single positions.
+        InputError: a stability of other sites.
         InputError: the model's norms or embedding are not known, so that there are no top tokens.
         InputError: prompts that do not fit the model.
 
@@ -113,6 +118,7 @@ def circuit_view(
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
+    inclusion = _inclusion(graph, stability)
     notes = [*notes, *_notes_about(graph, prompt)]
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
@@ -127,6 +133,9 @@ def circuit_view(
     nodes = drawn.nodes
     if exact is not None:
         nodes = nodes.assign(exact=_exact_effects(nodes, exact))
+    if stability is not None:
+        nodes = nodes.join(inclusion, on="id")
+        notes.append(f"Stability: {stability!r}.")
     columns = [name for name in nodes if name != "error"]
     meta = {
         "tokens": list(graph.tokens[prompt]),
@@ -265,6 +274,24 @@ def _exact_effects(nodes: pd.DataFrame, exact: Sweep) -> "pd.Series[float]":
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
     effects = effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
     return nodes["id"].map(effects)
+
+
+def _inclusion(graph: CircuitGraph, stability: Stability | None) -> pd.DataFrame:
+    """Return the inclusion of the graph's nodes that resampled circuits include, by id."""
+    if stability is None:
+        return pd.DataFrame()
+    if not isinstance(stability, Stability):
+        got = type(stability).__name__
+        refuse(f"got a {got} as stability; expected that of discover(…, resamples=20)")
+    sites = stability.sites
+    frame = sites[["inclusion", "inclusion_low", "inclusion_high"]].assign(stability=sites["class"])
+    frame.index = sites["name"].astype(str) + "@" + sites["position"].astype(str)
+    everywhere = graph.heads["name"].to_numpy() + "@all"
+    ids = graph.heads["id"].where(graph.heads["id"].isin(frame.index), everywhere)
+    here = frame.reindex(ids).set_axis(graph.heads["id"])
+    if not here["inclusion"].notna().any():
+        refuse("got the stability of a circuit that has none of the graph's nodes")
+    return here
 
 
 def _example_reasons(examples: pd.DataFrame | None) -> list[str]:

@@ -77,7 +77,7 @@
       const { label, width } = name === undefined ? { label: nodes.label[i], width: nodes.width[i] } : named(name);
       return { key: id, label, name: name ?? nodes.label[i], row: nodes.row[i], column: nodes.column[i], width,
                overhangs: nodes.kind[i] === "metric", members: [i], attribution: nodes.attribution[i],
-               kind: nodes.kind[i], status: nodes.status ? nodes.status[i] : null };
+               kind: nodes.kind[i], status: nodes.status ? nodes.status[i] : null, stability: nodes.stability?.[i] };
     });
     state.groups.forEach((entry, g) => {
       const members = entry.members.map((id) => index.get(id));
@@ -86,7 +86,7 @@
       const { label, width } = named(entry.name);
       items.push({ ...items[head], key: "group " + g, label, name: entry.name, width: width + 6, members, group: entry,
                    attribution: members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0),
-                   status: null, kind: "group" });
+                   status: null, stability: null, kind: "group" });
     });
   };
   const position = (i) => (nodes.position[i] === null ? "" : tokens[nodes.position[i]]);
@@ -186,7 +186,7 @@
         });
     });
     groups.order()
-      .attr("class", (i) => `node ${items[i].kind} ${items[i].status || ""}`)
+      .attr("class", (i) => `node ${items[i].kind} ${items[i].status || ""} ${items[i].stability || ""}`)
       .attr("data-id", (i) => items[i].key)
       .classed("pinned", (i) => items[i].members.some((m) => pinned.has(nodes.id[m])))
       .classed("chosen", (i) => i === chosen)
@@ -202,7 +202,13 @@
       .attr("class", (i) => (!items[i].status && mix(items[i].attribution, scale.node).strong ? "strong" : ""));
     groups.select("title").text((i) => (items[i].group
       ? items[i].members.map((m) => nodes.id[m]).join(", ")
-      : `${nodes.id[i]}  ${position(i)}\nattribution ${number(items[i].attribution)}`));
+      : `${nodes.id[i]}  ${position(i)}\nattribution ${number(items[i].attribution)}`
+        + (items[i].stability ? `\ninclusion ${inclusion(i)}` : "")));
+  };
+  const share = (value) => `${Math.round(100 * value)} %`;
+  const inclusion = (i) => {
+    const { inclusion: at, inclusion_low: low, inclusion_high: high } = nodes;
+    return share(at[i]) + (low && high ? ` (${share(low[i])} to ${share(high[i])})` : "") + ` of resampled circuits, ${nodes.stability[i]}`;
   };
   const labelOf = (i) => (items[i].status ? STATUS[items[i].status] + " " : sign(items[i].attribution))
     + items[i].label;
@@ -549,6 +555,7 @@
                    [{ attention: "length of z", neuron: "z" }[nodes.kind[i]] || "value", nodes.value[i]], ["attribution", nodes.attribution[i]]];
     if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
+    if (item.stability) facts.push(["inclusion", inclusion(i)]);
     box.append(heading, table(facts.map((cells) => ({
       cells, numbers: true, title: cells[0] === "exact effect" ? data.exact : "" }))));
     if (nodes.exact && nodes.exact[i] !== null) box.append(make("p", data.exact, "note"));
@@ -641,6 +648,9 @@
     }
     if (is("attention")) parts.push(sample("attention head", chip("attention", "", "none", "")));
     if (is("neuron")) parts.push(sample("neuron", chip("neuron", "", "none", "")));
+    const STABILITY = { core: "core: in 90 % of resampled circuits or more", contingent: "contingent: in fewer", noise: "in 10 % or fewer" };
+    for (const [word, text] of Object.entries(STABILITY))
+      if (nodes.stability?.includes(word)) parts.push(sample(text, chip("neuron", word, "none", "")));
     const plain = edges.status ? "" : "positive", less = edges.status ? "" : "negative";
     parts.push(sample("positive edge", stroke(plain, "+")), sample("negative edge", stroke(less, "-")));
     for (const kind of ["q", "k", "gate"].filter((kind) => edges.kind.includes(kind)))

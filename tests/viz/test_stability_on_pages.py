@@ -1,0 +1,98 @@
+"""Outlines of nodes: how often circuits of other prompts include them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from browser import needs_browser
+from page_of_circuit import click, read_back
+
+from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks, viz
+
+N = 8
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A circuit of resampled prompts, and its graph by role."""
+    model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    task = tasks.agreement(model.tokenizer, N, structure="relative")
+    given = model, task.clean, task.corrupted, task.metric
+    circuit = circuits.discover(*given, positions=task.roles, resamples=6)
+    graph = circuits.attribution_graph(
+        model,
+        task.clean,
+        task.metric,
+        corrupted=task.corrupted,
+        sites=circuit,
+        positions=task.roles,
+    )
+    return circuit, graph
+
+
+def test_the_page_has_the_inclusion_of_each_site(found):
+    circuit, graph = found
+    nodes = read_back(viz.circuit_view(graph, stability=circuit.stability))["nodes"]
+    on_page = dict(zip(nodes["id"], zip(nodes["inclusion"], nodes["stability"], strict=True)))
+    assert {word for _, word in on_page.values()} >= {"core", "contingent", None}
+    for site in circuit.stability.sites.to_dict("records"):
+        key = f"{site['name']}@{site['position']}"
+        if key in on_page:
+            assert on_page[key] == (pytest.approx(site["inclusion"], rel=1e-4), site["class"])
+    assert on_page["metric"] == (None, None)
+    assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # the control
+
+
+def test_the_picture_has_the_outlines(found):
+    circuit, graph = found
+    picture = viz.circuit_view(graph, stability=circuit.stability).picture
+    assert set(re.findall(r'class="node \w+  (\w+)"', picture)) >= {"core", "contingent"}
+    assert "solid core, dashed contingent" in picture
+    assert "solid core" not in viz.circuit_view(graph).picture
+
+
+def test_another_circuits_stability_is_refused(found):
+    circuit, graph = found
+    sites = circuit.stability.sites
+    for wrong, said in (
+        (circuit, "got a Circuit as stability"),
+        (
+            replace(
+                circuit.stability, sites=sites.assign(position=sites["position"].astype(str) + "s")
+            ),
+            "none of the graph's nodes",
+        ),
+    ):
+        with pytest.raises(InputError, match=said):
+            viz.circuit_view(graph, stability=wrong)
+
+
+def test_an_explanation_of_resampled_prompts_shows_it():
+    model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    task = tasks.agreement(model.tokenizer, 4, structure="simple")
+    given = model, task.clean, task.corrupted, task.metric
+    page = circuits.explain(*given, resamples=2, n_patched=2).view()
+    assert "core" in read_back(page)["nodes"]["stability"]
+    assert "circuits of half of the prompts" in page
+
+
+@needs_browser
+def test_core_is_solid_and_contingent_is_dashed(opened, found):
+    circuit, graph = found
+    page = opened(viz.circuit_view(graph, stability=circuit.stability))
+    drawn = page.js(
+        "return [...document.querySelectorAll('#stage .node')].map(n => [n.dataset.id, "
+        "getComputedStyle(n.querySelector('.box')).strokeDasharray])"
+    )
+    sites = circuit.stability.sites
+    ids = sites["name"].astype(str) + "@" + sites["position"].astype(str)
+    classes = dict(zip(ids, sites["class"], strict=True))
+    seen = {(classes[key], dashes == "none") for key, dashes in drawn if key in classes}
+    assert seen >= {("core", True), ("contingent", False)}
+    assert ("contingent", True) not in seen
+    some = next(key for key, _ in drawn if classes.get(key) == "contingent")
+    click(page, some)
+    panel = page.js("return document.getElementById('panel').textContent")
+    assert "of resampled circuits, contingent" in panel
+    legend = page.js("return document.getElementById('legend').textContent")
+    assert "core: in 90 %" in legend
