@@ -50,8 +50,8 @@ def circuit_page(
             such a node is as strong as its strongest edge); and, if wanted, `exact`, the node's
             exact effect (missing where it is not known), `status` ("kept", "lost", "gained")
             where two circuits are compared, and where prompts were resampled `inclusion`, from 0
-            to 1, and `stability` ("core", "contingent", "noise"; missing elsewhere). A metric without a position stands above the token
-            whose nodes it reads.
+            to 1, and `stability` ("core", "contingent", "noise"; missing elsewhere).
+            A metric without a position stands above the token whose nodes it reads.
         edges: `source` and `target` (ids), `kind` ("value", which is shown first, or "q" and "k" of
             the query side), `weight`; and `status`, if wanted.
         meta: `tokens` (the texts of the prompt's), `metric` (its name), `value` (the metric's),

@@ -33,13 +33,14 @@ def found():
 def test_the_page_has_the_inclusion_of_each_site(found):
     circuit, graph = found
     nodes = read_back(viz.circuit_view(graph, stability=circuit.stability))["nodes"]
-    on_page = dict(zip(nodes["id"], zip(nodes["inclusion"], nodes["stability"], strict=True)))
+    columns = nodes["id"], nodes["inclusion"], nodes["stability"]
+    on_page = {key: rest for key, *rest in zip(*columns, strict=True)}
     assert {word for _, word in on_page.values()} >= {"core", "contingent", None}
     for site in circuit.stability.sites.to_dict("records"):
         key = f"{site['name']}@{site['position']}"
         if key in on_page:
-            assert on_page[key] == (pytest.approx(site["inclusion"], rel=1e-4), site["class"])
-    assert on_page["metric"] == (None, None)
+            assert on_page[key] == [pytest.approx(site["inclusion"], rel=1e-4), site["class"]]
+    assert on_page["metric"] == [None, None]
     assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # the control
 
 

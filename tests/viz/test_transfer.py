@@ -1,4 +1,4 @@
-"""The heatmap of circuits on tasks: rows and columns where they belong, numbers that can be read."""
+"""The heatmap of circuits on tasks: rows and columns where they belong, readable numbers."""
 
 import numpy as np
 import pandas as pd
