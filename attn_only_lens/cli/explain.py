@@ -36,6 +36,13 @@ _Texts = Annotated[
 _Faithfulness = Annotated[
     float, typer.Option(help="the share of the difference that the circuit must keep")
 ]
+_Resamples = Annotated[
+    int,
+    typer.Option(
+        help="search this many random halves of the prompts again, 20 for instance, and show which "
+        "sites are in nearly all of these circuits (four prompts or more)"
+    ),
+]
 
 
 @command(
@@ -56,6 +63,7 @@ def explain(
     tokens: options.TokenNumbers = False,
     faithfulness: _Faithfulness = 0.9,
     top: options.Top = 20,
+    resamples: _Resamples = 0,
     texts: _Texts = None,
     chat: options.Chat = False,
     hooked: options.Hooked = False,
@@ -81,12 +89,15 @@ def explain(
                 *(loaded, prompts, other_prompts, measure),
                 faithfulness=faithfulness,
                 n_patched=top,
+                resamples=resamples,
             )
         table = why.table().head(top)
         circuit = why.circuit
         title = f"{why.title}; everything else keeps {circuit.completeness:.0%}"
         rows = [["" if x != x else x for x in row] for row in table.itertuples(index=False)]
         print_table(title, ["site", "does", *table.columns[2:]], rows, number=".2f")
+        if circuit.stability is not None:
+            typer.echo(f"Stability: {circuit.stability!r}")
         examples = None
         if texts is not None:
             examples = top_examples(loaded, why.neurons, texts, k=5, progress="examples")

@@ -156,3 +156,24 @@ def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
     circuits.to_json(graph, tmp_path / "g.json")
     assert json.loads((tmp_path / "g.json").read_text("utf-8"))["graph"]["corrupted"] == []
     assert circuits.from_json(tmp_path / "g.json").additive_kinds == ("value",)
+
+
+def test_resampled_prompts_say_how_stable_each_site_is(model):
+    nouns = ["key", "car", "door", "dog"]
+    clean, corrupted = ([f"The {x}{s} near the cabinet" for x in nouns] for s in ("s", ""))
+    why = circuits.explain(model, clean, corrupted, METRIC, n_patched=3, resamples=4)
+    stability = why.circuit.stability
+    page = str(why.view())
+    assert f"a core of {stability.n_core} sites in a union of {stability.n_union}" in page
+    inclusion = json.loads(page.split('id="circuit">')[1].split("</script>")[0])["nodes"]
+    shares = dict(zip(inclusion["id"], inclusion["inclusion"], strict=True))
+    sites = stability.sites.assign(
+        id=lambda x: x["name"].astype(str) + "@" + x["position"].astype(str)
+    )
+    expected = sites.set_index("id")["inclusion"].to_dict()
+    heads = list(why.graph.heads["id"])
+    assert [shares[node] for node in heads] == [
+        pytest.approx(expected[node], rel=1e-4) if node in expected else None for node in heads
+    ]
+    assert shares["metric"] is None
+    assert stability.n_core > 0
