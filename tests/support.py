@@ -9,6 +9,7 @@ other, and `test_support.py` holds them against what there is now.
 """
 
 import csv
+import json
 import re
 import sys
 import tempfile
@@ -212,6 +213,23 @@ def _found(kit, how):
     return circuits.faithfulness(kit.exposed, *pair, METRIC, kit.attributed(), n_random=2)
 
 
+def _learned(kit):
+    pair, metric = (tokens(1, batch=5), tokens(2, batch=5)), p.logit_diff(7, 8)
+    return circuits.learn_mask(kit.exposed, *pair, metric, 7, steps=20)
+
+
+def _transfer(kit):
+    some = {"found": _found(kit, "discover")}
+    return circuits.transfer(kit.exposed, some, {"there": (tokens(3), tokens(5), METRIC)})
+
+
+def _read_pairs(kit):
+    path, keys = kit.out("pairs.jsonl"), ("clean", "corrupted", "answer", "wrong")
+    row = ("The keys near", "The key near", " are", " is")
+    path.write_text(json.dumps(dict(zip(keys, row, strict=True))), encoding="utf-8")
+    return tasks.from_jsonl(task_tokenizer(), 1, path, keys=keys)
+
+
 def _exported(kit, write, *read, **options):
     path = kit.out("graph.json")
     write(kit.graph, path, **options)
@@ -302,6 +320,7 @@ TASKS = {
     "from_templates": lambda kit: kit.patched_by_role(
         tasks.from_templates(kit.model.tokenizer, 2, ["w3 {thing} w2", "{thing} w5"], THINGS)
     ),
+    "from_jsonl": lambda kit: len(_read_pairs(kit)),
     "induction": lambda kit: kit.patched_by_role(tasks.induction(kit.model.tokenizer, 3, length=5)),
 }
 CIRCUITS = {
@@ -315,6 +334,7 @@ CIRCUITS = {
         circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
     ),
     "evaluate": lambda kit: _found(kit, "evaluate").whole,
+    "learn_mask": lambda kit: len(_learned(kit)),
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(
         circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
@@ -330,6 +350,7 @@ CIRCUITS = {
     "to_neuronpedia": lambda kit: _exported(kit, circuits.to_neuronpedia, slug="added"),
     "token_paths": lambda kit: len(circuits.token_paths(kit.exposed, k=5, progress=False)),
     "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
+    "transfer": lambda kit: _transfer(kit).size,
     "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
         0
     ],
@@ -345,6 +366,7 @@ VIZ = {
     ),
     "sweep_bars": lambda kit: viz.sweep_bars(kit.sweep()).data,
     "sweep_heatmap": lambda kit: viz.sweep_heatmap(kit.sweep()).data,
+    "transfer_heatmap": lambda kit: viz.transfer_heatmap(_transfer(kit)).data,
     "write_html": lambda kit: viz.write_html(
         viz.sweep_bars(kit.sweep()), kit.out("x.html")
     ).exists(),
@@ -410,7 +432,7 @@ OF_NO_MODEL = {
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Explanation"),
-    *("Faithfulness", "transfer_heatmap"),
+    *("Faithfulness", "Stability"),
     *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.
