@@ -1,0 +1,252 @@
+"""Circuits of subject-verb agreement on SmolLM2, judged on nouns that they were not found on.
+
+    python -m analyses.studies.agreement_circuit --smollm2 FOLDER --sva FOLDER
+
+FOLDER of `--sva` holds `nounpp_train.json` and `nounpp_test.json` of Marks et al., "Sparse Feature
+Circuits" (2024), from the repository TransluceAI/circuits. It has no licence, so nothing of it is
+kept here. 100 pairs choose the sites; 40 pairs with six other nouns judge them. Attention heads at
+all positions are kept, except in the rows of "all sites".
+"""
+
+import time
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from analyses.tools.benching import markdown
+from analyses.tools.options import Out, SmolLM2
+from analyses.tools.study_files import keep
+from attn_only_lens import circuits, expose_neuron_heads, load, tasks
+from attn_only_lens import patching as p
+from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.attributed_run import attribute_run
+from attn_only_lens.engine.prompts import prompt_pair
+
+N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
+SIZES, LEARNED = (25, 50, 100, 200, 400), (50, 100, 200)
+STEPS, PASSES = 300, 3  # of `learn_mask`: a forward pass, and a backward pass of twice its cost
+COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
+"""Passes of all prompts, backward passes counted twice."""
+
+
+def noun(text: str) -> str:
+    """Return the subject in the singular."""
+    word = text.split()[1]
+    return {"men": "man", "women": "woman"}.get(word, word.removesuffix("s"))
+
+
+def read(
+    tokenizer: Any, folder: Path, seed: int = 0
+) -> tuple[tasks.PairedPrompts, tasks.PairedPrompts]:
+    """Return pairs to find circuits on, and pairs with other nouns."""
+    lines = folder.joinpath("nounpp_train.json"), folder.joinpath("nounpp_test.json")
+    text = "".join(path.read_text(encoding="utf-8").rstrip("\n") + "\n" for path in lines)
+    joined = Path("nounpp.jsonl")
+    joined.write_text(text, encoding="utf-8")
+
+    def fits(row: Any, nouns: set[str] | None = None) -> bool:
+        prompts = [row["clean_prefix"], row["patch_prefix"]]
+        counts = {len(x) for x in tokenizer(prompts, add_special_tokens=False)["input_ids"]}
+        return counts == {LENGTH} and (nouns is None or noun(prompts[0]) in nouns)
+
+    every = tasks.from_jsonl(tokenizer, N_TRAINING, joined, keep=fits)
+    nouns = sorted({noun(clean) for clean in every.clean})
+    Random(seed).shuffle(nouns)
+    held_out = set(nouns[:HELD_OUT_NOUNS])
+    sets = []
+    for n, some in ((N_TRAINING, set(nouns) - held_out), (N_HELD_OUT, held_out)):
+        sets.append(tasks.from_jsonl(tokenizer, n, joined, seed, keep=partial(fits, nouns=some)))
+    joined.unlink()
+    return sets[0], sets[1]
+
+
+def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarray:
+    """Return gradients of runs with patterns and norms held, times the change of z (RelP)."""
+    total = np.zeros(len(frame))
+    pair = prompt_pair(model, task.clean, task.corrupted)
+    for first in tqdm(range(0, len(task), 10), desc="RelP"):
+        some = range(first, min(first + 10, len(task)))
+        here, metric = pair.of_prompts(some, cut=False), _metric(task, some)
+        clean = attribute_run(model, here, metric, patterns=False)
+        other = attribute_run(
+            model, prompt_pair(model, here.corrupted, here.clean), metric, patterns=False
+        )
+        for index, sublayer in enumerate(clean.linear.sublayers):
+            change = clean.z[index] - other.z[index]
+            effects = (clean.gradients[index] * change).sum(dim=(0, -1)).cpu().numpy()
+            writes = sublayer.writes
+            rows = (frame["layer"] == writes.layer) & (frame["kind"] == writes.kind)
+            at = frame[rows]
+            total[rows] += effects[at["position"].to_numpy(int), at["index"].to_numpy(int)]
+    return total / len(task)
+
+
+def _metric(task: tasks.PairedPrompts, some: range) -> p.Metric:
+    right, wrong = ([column[i][0] for i in some] for column in (task.answers, task.wrong))
+    return p.logit_diff(right, wrong)
+
+
+def judged(ablated: AblatedModel, rows: np.ndarray) -> dict[str, float]:
+    """Return the faithfulness, completeness and mean error of a circuit."""
+    faithful, complete, _ = ablated.curves([rows])
+    (left,) = ablated.by_prompt([rows])
+    spans = abs(ablated.whole_by_prompt - ablated.nothing_by_prompt)
+    errors = abs(left - ablated.whole_by_prompt) / spans
+    return {
+        "faithfulness": float(faithful[0]),
+        "completeness": float(complete[0]),
+        "error": float(errors.mean()),
+        "median error": float(np.median(errors)),
+    }
+
+
+def arms(
+    model: Any, training: tasks.PairedPrompts, held_out: tasks.PairedPrompts, *, smoke: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each circuit: how it was chosen, its size, and what it keeps."""
+    prompts = model, training.clean, training.corrupted, training.metric
+    groups = [noun(clean) for clean in training.clean]
+    for kind, sites in (("neurons", p.neuron_heads()), ("all sites", p.all_heads())):
+        rankings = {
+            method: p.attribution(
+                *prompts, sites=sites, method=method, direction="noise", budget=0, progress=False
+            )
+            for method in ("gradient", "secant", "integrated")
+        }
+        frame = rankings["secant"].frame
+        both = {
+            name: AblatedModel(
+                *(model, task.clean, task.corrupted, task.metric, frame),
+                ablation="resample",
+                mask=None,
+            )
+            for name, task in (("training", training), ("held-out", held_out))
+        }
+        effects = {name: ranking.effect.to_numpy() for name, ranking in rankings.items()}
+        effects["RelP"] = -relp(model, training, frame)
+        for name, effect in effects.items():
+            for order in ("magnitude", "signed"):
+                ranked = both["training"].ranked(rankings["secant"], order, effect)
+                for size in SIZES[:2] if smoke else SIZES:
+                    for prompts_of, ablated in both.items():
+                        yield {"sites": kind, "arm": f"{name}, {order}", "size": size} | {
+                            "prompts": prompts_of, "passes": COST[name],
+                            **judged(ablated, ranked[:size]),
+                        }  # fmt: skip
+        for size in LEARNED[-1:] if smoke else LEARNED:
+            steps, batch_size = (20 if smoke else STEPS), 24
+            started = time.perf_counter()
+            learned = circuits.learn_mask(
+                *(*prompts, size), steps=steps, groups=groups, sites=sites, batch_size=batch_size,
+                progress=f"mask of {size} {kind}",
+            )  # fmt: skip
+            seconds, key = time.perf_counter() - started, ["name", "position"]
+            chosen = frame[key].merge(learned.frame[key].assign(found=True), how="left")
+            rows = np.flatnonzero(chosen["found"].notna())
+            passes = PASSES * steps * batch_size / len(training)
+            for prompts_of, ablated in both.items():
+                yield {"sites": kind, "arm": "learned mask", "size": size} | {
+                    "prompts": prompts_of, "passes": passes, "seconds": seconds,
+                    **judged(ablated, rows),
+                }  # fmt: skip
+
+
+def table(frame: pd.DataFrame, sites: str) -> str:
+    """Return errors on held-out nouns by arm and size, each with faithfulness and completeness."""
+    rows = frame[(frame["sites"] == sites) & (frame["prompts"] == "held-out")]
+    sizes = sorted(rows["size"].unique())
+    lines = []
+    for arm, of_arm in rows.groupby("arm", sort=False):
+        cells = dict(zip(of_arm["size"], of_arm.to_dict("records"), strict=True))
+        texts = [
+            "{error:.2f} ({faithfulness:.2f}, {completeness:.2f})".format(**cells[size])
+            if size in cells
+            else ""
+            for size in sizes
+        ]
+        lines.append([str(arm), f"{of_arm['passes'].iloc[0]:.0f}", *texts])
+    return markdown(["arm", "passes", *(f"{size} sites" for size in sizes)], lines)
+
+
+def figure(frame: pd.DataFrame) -> Figure:
+    """The error on held-out nouns, by size."""
+    picture = Figure(figsize=(9, 4), layout="constrained")
+    kinds = list(frame["sites"].unique())
+    panels = picture.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for panel, sites in zip(panels, kinds, strict=True):
+        rows = frame[(frame["sites"] == sites) & (frame["prompts"] == "held-out")]
+        for arm, of_arm in rows.groupby("arm", sort=False):
+            style = "-" if "learned" in str(arm) else ":" if "signed" in str(arm) else "--"
+            panel.plot(of_arm["size"], of_arm["error"].clip(0, 1.2), style, marker=".", label=arm)
+        panel.axhline(0.15, color="grey", linewidth=0.5)
+        panel.set(title=sites, xscale="log", xlabel="sites")
+    panels[0].set_ylabel("error on other nouns (1.2 and more at the top)")
+    panels[-1].legend(fontsize="x-small")
+    return picture
+
+
+def main(
+    sva: Annotated[Path, typer.Option("--sva", help="folder of the agreement sets")],
+    smollm2: SmolLM2 = None,
+    out: Out = Path("out/agreement_circuit"),
+    smoke: Annotated[bool, typer.Option("--smoke", help="few sizes, and few steps")] = False,
+) -> None:
+    """Find circuits on some nouns, and judge them on others."""
+    started = time.perf_counter()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = expose_neuron_heads(load(smollm2)).model
+    training, held_out = read(model.tokenizer, sva)
+    frame = pd.DataFrame(arms(model, training, held_out, smoke=smoke))
+    page = PAGE
+    for word, sites in (("NEURONS", "neurons"), ("EVERYTHING", "all sites")):
+        page = page.replace(word, table(frame, sites))
+    learned = frame[(frame["arm"] == "learned mask") & (frame["prompts"] == "held-out")]
+    best = learned[(learned["sites"] == "neurons")].sort_values("error").iloc[0]
+    page = page.replace("SECONDS", f"{learned['seconds'].max():.0f}")
+    page = page.replace("BEST", f"{best['error']:.2f} with {best['size']} neurons")
+    page = page.replace("NOUNS", ", ".join(sorted({noun(clean) for clean in held_out.clean})))
+    keep(__file__, out, page, frame, figure(frame), started=started, smoke=smoke)
+
+
+PAGE = """# Circuits of agreement that hold for other nouns
+
+SmolLM2-135M, "The athlete near the senators" / "The athletes near the senators": 100 pairs to find
+sites, 40 pairs with other subjects (NOUNS) to judge them. Made by
+`python -m analyses.studies.agreement_circuit --smollm2 FOLDER --sva FOLDER`; every row is in
+`agreement_circuit.csv`. The pairs are those of Marks et al. 2024, which have no licence and are not
+kept here.
+
+Each cell is the error on other nouns, and in brackets faithfulness and completeness. The error is
+the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. Everything outside the circuit is resampled.
+"passes" is the cost in passes of all 100 pairs, with backward passes counted twice. The learned
+mask chooses among five times as many candidates, and stops by two of the training nouns. The arms
+do not have the same budget: more passes would not change a ranking (but that by integrated
+gradients).
+
+## Neurons at positions, attention heads kept
+
+NEURONS
+
+The aim was .15 with 200 neurons, and a completeness within .1; the learned mask reached BEST.
+Learning a mask took SECONDS s at most.
+
+## Heads and neurons at positions
+
+EVERYTHING
+
+![error by size](agreement_circuit.svg)
+"""
+
+if __name__ == "__main__":
+    typer.run(main)
