@@ -30,6 +30,7 @@ from attn_only_lens import circuits, expose_neuron_heads, load, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.circuits.attributed_run import attribute_run
+from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.engine.prompts import prompt_pair
 
 N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
@@ -91,7 +92,7 @@ def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarr
     return total / len(task)
 
 
-def _metric(task: tasks.PairedPrompts, some: range) -> p.Metric:
+def _metric(task: tasks.PairedPrompts, some: range) -> Metric:
     right, wrong = ([column[i][0] for i in some] for column in (task.answers, task.wrong))
     return p.logit_diff(right, wrong)
 
