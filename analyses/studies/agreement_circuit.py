@@ -26,7 +26,7 @@ from tqdm import tqdm
 from analyses.tools.benching import markdown
 from analyses.tools.options import Out, SmolLM2
 from analyses.tools.study_files import keep
-from attn_only_lens import circuits, expose_neuron_heads, load, tasks
+from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.circuits.attributed_run import attribute_run
@@ -34,7 +34,7 @@ from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.engine.prompts import prompt_pair
 
 N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
-SIZES, LEARNED = (25, 50, 100, 200, 400), (50, 100, 200)
+SIZES, LEARNED = (25, 50, 100, 200, 400), (100, 200)
 STEPS, PASSES = 300, 3  # of `learn_mask`: a forward pass, and a backward pass of twice its cost
 COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
 """Passes of all prompts, backward passes counted twice."""
@@ -77,7 +77,10 @@ def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarr
     pair = prompt_pair(model, task.clean, task.corrupted)
     for first in tqdm(range(0, len(task), 10), desc="RelP"):
         some = range(first, min(first + 10, len(task)))
-        here, metric = pair.of_prompts(some, cut=False), _metric(task, some)
+        here, metric = (
+            prompt_pair(model, pair.clean[some], pair.corrupted[some]),
+            _metric(task, some),
+        )
         clean = attribute_run(model, here, metric, patterns=False)
         other = attribute_run(
             model, prompt_pair(model, here.corrupted, here.clean), metric, patterns=False
@@ -162,6 +165,64 @@ def arms(
                 }  # fmt: skip
 
 
+def small_english(*, smoke: bool) -> Iterator[dict[str, Any]]:
+    """Yield the same for five tasks of Small English, by role, on other prompts of the task."""
+    model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    make = {
+        "agreement": partial(tasks.agreement, model.tokenizer, structure="relative"),
+        "gender": partial(tasks.agreement, model.tokenizer, feature="gender"),
+        "brackets": partial(tasks.brackets, model.tokenizer),
+        "indirect object": partial(tasks.ioi, model.tokenizer),
+        "induction": partial(tasks.induction, model.tokenizer, length=5),
+    }
+    for name, task_of in make.items():
+        training, held_out = (task_of(n=8 if smoke else N_HELD_OUT, seed=seed) for seed in (0, 1))
+        prompts = model, training.clean, training.corrupted, training.metric
+        ranking = p.attribution(
+            *prompts, positions=training.roles, method="secant", direction="noise", budget=0,
+            progress=False,
+        )  # fmt: skip
+        here, there = (
+            AblatedModel(
+                *(model, task.clean, task.corrupted, task.metric, ranking.frame),
+                ablation="resample", mask=None, positions=task.roles,
+            )
+            for task in (training, held_out)
+        )  # fmt: skip
+        found = circuits.discover(*prompts, positions=training.roles, n_random=0)
+        chosen = {"secant, magnitude": here.ranked(ranking, "magnitude")[: len(found)]}
+        chosen["secant, signed"] = here.ranked(ranking, "signed")[: len(found)]
+        learned = circuits.learn_mask(
+            *prompts, len(found), steps=20 if smoke else 100, positions=training.roles
+        )
+        for arm, circuit in (("discover", found), ("learned mask", learned)):
+            key = ["name", "position"]
+            kept = ranking.frame[key].merge(circuit.frame[key].assign(found=True), how="left")
+            chosen[arm] = np.flatnonzero(kept["found"].notna())
+        for arm, rows in chosen.items():
+            for prompts_of, ablated in (("training", here), ("held-out", there)):
+                yield {"sites": f"Small English, {name}", "arm": arm, "size": len(rows)} | {
+                    "prompts": prompts_of, **judged(ablated, rows),
+                }  # fmt: skip
+
+
+def small_table(frame: pd.DataFrame) -> str:
+    """Return errors on other prompts of Small English's tasks, by arm."""
+    rows = frame[(frame["prompts"] == "held-out") & frame["sites"].str.startswith("Small")]
+    arms_ = list(rows["arm"].unique())
+    lines = []
+    for sites, of_task in rows.groupby("sites", sort=False):
+        by_arm = of_task.set_index("arm")
+        texts = [
+            f"{by_arm.loc[arm, 'error']:.2f} ({by_arm.loc[arm, 'faithfulness']:.2f}, "
+            f"{by_arm.loc[arm, 'completeness']:.2f})"
+            for arm in arms_
+        ]
+        task = str(sites).removeprefix("Small English, ")
+        lines.append([task, str(by_arm["size"].iloc[0]), *texts])
+    return markdown(["task", "sites", *arms_], lines)
+
+
 def table(frame: pd.DataFrame, sites: str) -> str:
     """Return errors on held-out nouns by arm and size, each with faithfulness and completeness."""
     rows = frame[(frame["sites"] == sites) & (frame["prompts"] == "held-out")]
@@ -182,7 +243,7 @@ def table(frame: pd.DataFrame, sites: str) -> str:
 def figure(frame: pd.DataFrame) -> Figure:
     """The error on held-out nouns, by size."""
     picture = Figure(figsize=(9, 4), layout="constrained")
-    kinds = list(frame["sites"].unique())
+    kinds = [sites for sites in frame["sites"].unique() if not sites.startswith("Small")]
     panels = picture.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     for panel, sites in zip(panels, kinds, strict=True):
         rows = frame[(frame["sites"] == sites) & (frame["prompts"] == "held-out")]
@@ -208,10 +269,12 @@ def main(
     torch.manual_seed(0)
     model = expose_neuron_heads(load(smollm2)).model
     training, held_out = read(model.tokenizer, sva)
-    frame = pd.DataFrame(arms(model, training, held_out, smoke=smoke))
+    rows = [*arms(model, training, held_out, smoke=smoke), *small_english(smoke=smoke)]
+    frame = pd.DataFrame(rows)
     page = PAGE
     for word, sites in (("NEURONS", "neurons"), ("EVERYTHING", "all sites")):
         page = page.replace(word, table(frame, sites))
+    page = page.replace("SMALL", small_table(frame))
     learned = frame[(frame["arm"] == "learned mask") & (frame["prompts"] == "held-out")]
     best = learned[(learned["sites"] == "neurons")].sort_values("error").iloc[0]
     page = page.replace("SECONDS", f"{learned['seconds'].max():.0f}")
@@ -245,6 +308,13 @@ Learning a mask took SECONDS s at most.
 ## Heads and neurons at positions
 
 EVERYTHING
+
+## Five tasks of Small English
+
+Heads and neurons by role, 40 pairs to find sites and 40 other pairs of the task to judge them, at
+the size of the circuit that `discover` finds for .9.
+
+SMALL
 
 ![error by size](agreement_circuit.svg)
 """

@@ -9,11 +9,11 @@ in the notation of `ablation.py`: the error of every prompt, and not of the mean
 that overshoot and prompts that fall short cancel. The forward pass has the circuit itself; the
 slope of θ is what the site would add to the loss, to first order, whether it is in the circuit or
 not (a straight-through estimator: Bengio et al., "Estimating or Propagating Gradients Through
-Stochastic Neurons", 2013). Steps have momentum and are divided by the running size of the slopes of
-all sites together: divided one by one, as in Adam, all sites that help would rise alike, and the
-order would never change. k falls from all candidates to `n_sites` in the first 40 % of the steps.
-Of the circuits after that, by running means of θ, the one with the smallest error on validation
-prompts is returned.
+Stochastic Neurons", 2013). Steps have momentum, and are divided by the geometric mean of the
+running sizes of the site's slope and of all slopes: with the site's alone, as in Adam, all sites
+that help would rise alike, and the order would not change. k falls from all candidates to `n_sites`
+in the first 40 % of the steps. Of the circuits after that, by running means of θ, the one with the
+smallest error on validation prompts is returned.
 """
 
 import math
@@ -37,7 +37,7 @@ from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 
 _SHRINKING = 0.4  # of the steps
-_RATE, _LAST_RATE = 0.02, 0.004
+_RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
 _CHECKS = 16  # of validation prompts
 _VALIDATION = 0.2  # of the prompts
@@ -55,7 +55,7 @@ def learn_mask(
     n_candidates: int | None = None,
     groups: Sequence[Hashable] | None = None,
     batch_size: int = 24,
-    method: str = "secant",
+    method: str = "integrated",
     ablation: Ablation = "resample",
     sites: Sites | None = None,
     positions: Positions = "each",
@@ -181,7 +181,7 @@ class _Training:
         self._candidates, self._n_sites, self._size = candidates, n_sites, len(candidates)
         self._scores = torch.linspace(1.5, -0.5, len(candidates), dtype=torch.float64, device="cpu")
         self._mean = self._scores.clone()
-        self._slope, self._square = torch.zeros_like(self._scores), 0.0
+        self._slope, self._square = (torch.zeros_like(self._scores) for _ in range(2))
         self._n_steps, self._best = 0, math.inf
         self.circuit: Rows = candidates[:n_sites]
         self.tried: list[dict[str, Any]] = []
@@ -204,11 +204,13 @@ class _Training:
         _, slopes = ablated.slopes(self._candidates[highest], loss)
         slope = torch.from_numpy(slopes[self._candidates])
         self._slope += (1 - _MOMENTUM) * (slope - self._slope)
-        self._square += (1 - _MEMORY) * (float((slope**2).mean()) - self._square)
+        self._square += (1 - _MEMORY) * (slope**2 - self._square)
         # Both means begin at 0, which these factors make up for, as in Adam.
-        size = math.sqrt(self._square / (1 - _MEMORY**self._n_steps))
+        sizes = (self._square / (1 - _MEMORY**self._n_steps)).sqrt()
+        divisor = (sizes * (sizes**2).mean().sqrt()).sqrt()
         rate = _RATE + (_LAST_RATE - _RATE) * done
-        self._scores -= rate * self._slope / (1 - _MOMENTUM**self._n_steps) / (size or 1.0)
+        step = self._slope / (1 - _MOMENTUM**self._n_steps) / divisor.clamp_min(1e-30)
+        self._scores -= rate * step
         self._mean += (1 - _MOMENTUM) * (self._scores - self._mean)
 
     def validate(self) -> None:

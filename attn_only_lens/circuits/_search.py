@@ -39,6 +39,7 @@ from attn_only_lens.circuits.ablation import (
     reasons_against_draws,
 )
 from attn_only_lens.circuits.stability import (
+    INCLUSION,
     Stability,
     random_halves,
     require_resamples,
@@ -73,7 +74,9 @@ class Circuit:
 
     Attributes:
         frame: a row for each site, the highest ranked first: `layer`, `kind`, `index`, `name`,
-            `position`, and its `effect` in the ranking.
+            `position`, and its `effect` in the ranking; if prompts were resampled, also its
+            `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`), missing
+            if no half of the prompts has it.
         n_sites: how many sites were ranked.
         n_pos: tokens of a prompt.
         faithfulness: of the circuit.
@@ -266,7 +269,9 @@ def search_circuit(
             search_again = partial(find, near=len(rows))
             halves = random_halves(n_prompts, resamples, seed)
             stability = resampled(search_again, ablate, ablated, frame, effects, halves)
-            circuit = replace(circuit, stability=stability)
+            inclusion = stability.sites[[*_KEY, *INCLUSION]]
+            with_shares = circuit.frame.merge(inclusion, on=_KEY, how="left")
+            circuit = replace(circuit, frame=with_shares, stability=stability)
         bar.total = bar.n  # not known before
         bar.refresh()
     return circuit, ablated

@@ -31,6 +31,7 @@ from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
 
 CORE, NOISE = 0.9, 0.1
+INCLUSION = ("inclusion", "inclusion_low", "inclusion_high", "class")
 _DEPENDENCE = 8.0
 _Half: TypeAlias = npt.NDArray[np.int64]
 

@@ -43,7 +43,12 @@ def test_halves_are_disjoint_and_all_of_a_size():
 def test_the_circuit_itself_does_not_change(model, task, circuit):
     given = model, task.clean, task.corrupted, task.metric
     alone = circuits.discover(*given, positions=task.roles)
-    pd.testing.assert_frame_equal(alone.frame, circuit.frame, rtol=1e-4)
+    pd.testing.assert_frame_equal(alone.frame, circuit.frame[[*alone.frame]], rtol=1e-4)
+    shares = circuit.stability.sites.set_index(["name", "position"])["inclusion"]
+    for _, row in circuit.frame.iterrows():
+        assert row["inclusion"] == shares.get((row["name"], row["position"]))
+    columns = {"inclusion", "inclusion_low", "inclusion_high", "class"}
+    assert set(circuit.frame) - set(alone.frame) == columns
     assert alone.stability is None
     with pytest.raises(InputError, match="resamples=20"):
         alone.core()
