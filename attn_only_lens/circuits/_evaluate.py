@@ -9,7 +9,7 @@ import pandas as pd
 from torch import Tensor
 
 from attn_only_lens.circuits._search import Circuit
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablation_in_chunks import ablated_model
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
@@ -55,6 +55,7 @@ def evaluate(
     *,
     positions: Roles | None = None,
     mask: Tensor | None = None,
+    prompts_at_once: int | None = None,
 ) -> Evaluation:
     """Measure a circuit on other prompts, with everything outside it ablated as before.
 
@@ -67,6 +68,7 @@ def evaluate(
         metric: for these prompts, such as another answer's.
         positions: for a circuit by role, where each role is in these prompts: `task.roles`.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        prompts_at_once: pairs whose activations are held at once; see `discover`.
 
     Returns:
         Faithfulness and completeness there: shares of the effect of all sites on these prompts.
@@ -112,11 +114,12 @@ def evaluate(
     if missing := len(circuit) - len(rows):
         reason = f"{missing} sites of the circuit do not exist for these prompts and this model"
         raise InputError([reason], _PROBLEM)
-    ablated = AblatedModel(
+    ablated = ablated_model(
         *(model, clean, corrupted, metric, sites),
         ablation=circuit.ablation,
         mask=mask,
         positions=here,
+        prompts_at_once=prompts_at_once,
     )
     measured, complete, _ = ablated.curves([rows])
     (left,) = ablated.by_prompt([rows])

@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.arguments import is_count
 from attn_only_lens.circuits._search import Circuit, circuit_of, rank_sites
 from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Rows, reasons_against_draws
+from attn_only_lens.circuits.ablation_in_chunks import ablated_model
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Positions
@@ -151,10 +152,14 @@ def learn_mask(
             bar.update()
     search.validate()
     return circuit_of(
-        ablate(), ranking, effects, search.circuit, search.tried,
-        ablation=ablation, candidates=sites, positions=positions, method="learned mask",
+        ablated_model(*prompts, frame, **options, ablation=ablation),
+        *(ranking, effects, search.circuit, search.tried),
+        method="learned mask",
         wanted=None,
-    )  # fmt: skip
+        ablation=ablation,
+        candidates=sites,
+        positions=positions,
+    )
 
 
 def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:

@@ -38,6 +38,7 @@ from attn_only_lens.circuits.ablation import (
     Rows,
     reasons_against_draws,
 )
+from attn_only_lens.circuits.ablation_in_chunks import ablated_model
 from attn_only_lens.circuits.stability import (
     INCLUSION,
     Stability,
@@ -157,6 +158,7 @@ def discover(
     resamples: int = 0,
     seed: int = 0,
     mask: Tensor | None = None,
+    prompts_at_once: int | None = None,
     progress: bool | str = False,
 ) -> Circuit:
     """Find a small circuit whose faithfulness is within 1 - `faithfulness` of 1.
@@ -187,6 +189,9 @@ def discover(
             the faithfulness on the prompts of the other half (`stability.py`).
         seed: of random circuits and halves.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        prompts_at_once: pairs whose activations are held at once; by default as many as fit a fifth
+            of the memory. With fewer than all, each measurement records the runs again. Ablations
+            to a mean, and custom metrics, hold all.
         progress: show a bar over the circuits that are run; a text is its label.
 
     Returns:
@@ -225,6 +230,7 @@ def search_circuit(
     n_random: int = 3,
     resamples: int = 0,
     mask: Tensor | None = None,
+    prompts_at_once: int | None = None,
     progress: bool | str = False,
 ) -> tuple[Circuit, AblatedModel]:
     """Return the circuit that `discover` finds, and the ablated model in which it was found."""
@@ -235,6 +241,7 @@ def search_circuit(
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
     options: dict[str, Any] = {"positions": positions, "mask": mask}
+    options["prompts_at_once"] = prompts_at_once
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
@@ -246,7 +253,7 @@ def search_circuit(
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
         ablate = partial(
-            AblatedModel,
+            ablated_model,
             *(*prompts, frame),
             **options,
             ablation=ablation,

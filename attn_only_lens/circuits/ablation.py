@@ -28,6 +28,7 @@ code (which ranks by signed scores for CPR, by |scores| for CMD, and counts edge
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -256,12 +257,18 @@ class AblatedModel:
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
         (nothing,) = self.by_prompt([np.empty(0, dtype=np.int64)])
         self.nothing, self.nothing_by_prompt = float(self._mean(nothing)), nothing
-        if not abs(self.whole - self.nothing) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
+
+    @cached_property
+    def span(self) -> float:
+        """The metric of the whole model, less that with every site ablated."""
+        span = self.whole - self.nothing
+        if not abs(span) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
                 f"the metric is {self.whole} with all sites and {self.nothing} with none of them; "
                 "expected sites, an ablation and a metric that tell the two apart"
             )
             raise InputError([reason], _PROBLEM)
+        return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Return the rows of a ranking, the highest ranked first; of equals the first.
@@ -271,14 +278,14 @@ class AblatedModel:
         # The two spans may differ in sign: of two prompts, and of all sites and none.
         span = ranking.clean_value - ranking.corrupted_value
         # What helps raises the score when put in, and lowers it when taken out.
-        helps = np.sign(span * (self.whole - self.nothing)) * (1 if ranking.baseline == 0 else -1)
+        helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
         effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return the faithfulness of circuits, each the rows of its sites."""
         values = self._mean(self.by_prompt(circuits))
-        return (values - self.nothing) / (self.whole - self.nothing)
+        return (values - self.nothing) / self.span
 
     def losses(self, names: Sequence[str], on_done: Callable[[int], object]) -> _Floats:
         """Return how much of the metric is lost when one head is ablated, at all its positions."""
@@ -286,7 +293,7 @@ class AblatedModel:
         rows = self._sites.indices
         every = np.arange(self.n_sites)
         left = self.faithfulness([np.delete(every, rows[name]) for name in names])
-        return (1 - left) * (self.whole - self.nothing)
+        return (1 - left) * self.span
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
@@ -303,8 +310,11 @@ class AblatedModel:
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
         """Return what each site adds to a circuit's faithfulness, to first order."""
-        _, slopes = self.slopes(circuit, lambda values: self._replay.metric.mean(values[None])[0])
-        return slopes / (self.whole - self.nothing)
+        return self.mean_slopes(circuit) / self.span
+
+    def mean_slopes(self, circuit: Rows) -> Float[np.ndarray, "site"]:
+        """Return what each site adds to the mean metric of a circuit, to first order."""
+        return self.slopes(circuit, lambda values: self._replay.metric.mean(values[None])[0])[1]
 
     def slopes(
         self, circuit: Rows, loss: Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]

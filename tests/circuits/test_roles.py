@@ -5,6 +5,7 @@ The truth is of every prompt alone, without padding, with a plain hook for each 
 
 import bridges
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from common import mlp_hook, tokens
@@ -13,6 +14,7 @@ from attn_only_lens import HeadName, InputError
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablation_in_chunks import ablated_model
 
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)
@@ -193,3 +195,40 @@ def test_names_say_their_role(model):
         p.activation_patch(*given, sites=["L0N3@end"], mask=mask, progress=False)
     with pytest.raises(InputError, match="has no roles"), p.ablated(model, ["L0N3@end"]):
         pass
+
+
+@pytest.mark.parametrize("metric", [METRIC, p.loss(), p.kl()], ids=lambda one: one.name)
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_chunks_of_prompts_give_what_all_give_at_once(model, metric, at_once):
+    """Also where prompts have different weights, and chunks different first changes."""
+    (clean, corrupted, mask), _ = prompts(ROLES)
+    if metric is not METRIC:  # these compare with the clean run
+        clean, corrupted = corrupted, clean
+    given, where = (model, clean, corrupted, metric), {"positions": ROLES, "mask": mask}
+    sites = p.attribution(
+        *given, sites=SITES, method="integrated", budget=0, progress=False, **where
+    ).frame
+    whole = AblatedModel(*given, sites, ablation="resample", **where)
+    chunks = ablated_model(*given, sites, ablation="resample", prompts_at_once=at_once, **where)
+    assert not isinstance(whole, type(chunks))
+    assert (chunks.whole, chunks.nothing) == pytest.approx((whole.whole, whole.nothing), rel=EXACT)
+    some = [np.array([0, 3, 7]), np.array([], dtype=int), np.arange(len(sites))]
+    np.testing.assert_allclose(chunks.by_prompt(some), whole.by_prompt(some), atol=EXACT)
+    np.testing.assert_allclose(chunks.faithfulness(some), whole.faithfulness(some), atol=EXACT)
+    np.testing.assert_allclose(chunks.worth(some[0]), whole.worth(some[0]), atol=EXACT)
+    assert abs(whole.worth(some[0])).max() > 1e-3
+    held = ablated_model(*given, sites, ablation="mean", prompts_at_once=at_once, **where)
+    assert type(held) is AblatedModel  # a mean is over all prompts
+
+
+def test_circuits_of_chunks_are_those_of_all_prompts(model):
+    (clean, corrupted, mask), _ = prompts(ROLES)
+    given = model, clean, corrupted, METRIC
+    how = {"sites": SITES, "positions": ROLES, "mask": mask, "faithfulness": 0.5}
+    one, other = (discover(*given, **how, prompts_at_once=n) for n in (None, 1))
+    pd.testing.assert_frame_equal(one.frame, other.frame, rtol=1e-6)
+    assert one.faithfulness == pytest.approx(other.faithfulness, rel=1e-6)
+    where = {"positions": ROLES, "mask": mask}
+    results = [evaluate(*given[:1], one, *given[1:], **where, prompts_at_once=n) for n in (None, 2)]
+    for name in ("faithfulness", "completeness", "error", "standard_error"):
+        assert getattr(results[0], name) == pytest.approx(getattr(results[1], name), rel=1e-6)
