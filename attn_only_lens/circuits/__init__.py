@@ -4,6 +4,7 @@ from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
 from attn_only_lens.circuits._explain import Explanation, explain
 from attn_only_lens.circuits._learn_mask import learn_mask
+from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
@@ -32,6 +33,7 @@ __all__ = [
     "Evaluation",
     "Explanation",
     "Faithfulness",
+    "NodeGroups",
     "PathExpansion",
     "Stability",
     "TokenCircuit",
@@ -43,6 +45,7 @@ __all__ = [
     "explain",
     "faithfulness",
     "from_json",
+    "group_nodes",
     "learn_mask",
     "ov_circuit",
     "path_expansion",

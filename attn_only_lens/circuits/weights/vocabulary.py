@@ -203,6 +203,11 @@ class DirectEffects:
             tokens |= zip(rows, tops, strict=True)
         return [tokens[row] for row in range(len(neurons))]
 
+    @torch.no_grad()
+    def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
+        """Return the tokens that rows in the stream raise most, and lower most."""
+        return list(self._unembed(self._final.after(written.float()), k))
+
     def _unembed(self, outputs: Float[Tensor, "row d_model"], k: int) -> Iterator[TokenScores]:
         """Yield tokens by the unembedding as the model applies it, without its bias."""
         unembed, dtype = self._model.unembed, next(self._model.unembed.parameters()).dtype

@@ -1,0 +1,356 @@
+"""Groups of nodes of an attribution graph that do the same ("supernodes").
+
+Nodes of one kind at one position may form a group. Two of them are similar by the mean of
+
+    cos(edges out), cos(edges in)    of edges by neighbour and kind; an edge that is missing is 0
+    max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
+                                     stream; read: the gate's direction, of neurons alone
+
+and groups are clusters of average linkage. As a whole, a group has one number t for each prompt:
+its members' z are set to corrupted + t · (clean - corrupted), with the t that fits best, by least
+squares, what they write when only the graph's nodes are left. The faithfulness with each group
+replaced like this says whether a group acts as one variable.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+from torch import Tensor
+
+from attn_only_lens.arguments import is_number
+from attn_only_lens.circuits.ablation import AblatedModel, Rows
+from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.positions import Roles
+from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.replay import Variants
+from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.engine.tokens import token_text, token_texts
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import HeadName
+from attn_only_lens.patching.site_groups import site_groups, site_rows
+from attn_only_lens.precision import full_precision
+
+_PROBLEM = "these nodes cannot be grouped"
+_LONGEST = 12  # characters of a token in a name
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NodeGroups:
+    """Nodes of a graph that do the same. Made by `group_nodes`.
+
+    Attributes:
+        frame: a row for each group, the largest effect first: `name`, `members` (ids); `effect`, by
+            how much the metric falls when all members are patched at once with the corrupted run;
+            `sum_of_effects` of its members, each patched alone; `attribution`, the sum of theirs.
+        nodes: a row for each head and neuron of the graph: `id`, `group` (the number of its row in
+            `frame`, -1 for none), and `effect` when it is patched alone.
+        faithfulness: of the graph's nodes, with all other heads and neurons ablated.
+        group_faithfulness: the same, with each group replaced as a whole, by one number a prompt.
+    """
+
+    frame: pd.DataFrame
+    nodes: pd.DataFrame
+    faithfulness: float
+    group_faithfulness: float
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def __repr__(self) -> str:
+        inside = int((self.nodes["group"] >= 0).sum())
+        return (
+            f"{len(self)} groups of {inside} of {len(self.nodes)} nodes; faithfulness "
+            f"{self.faithfulness:.2f} of the nodes, {self.group_faithfulness:.2f} with each group "
+            "replaced as a whole"
+        )
+
+
+@warned_once()
+@full_precision()
+def group_nodes(
+    graph: CircuitGraph,
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    *,
+    similarity: float = 0.5,
+    positions: Roles | None = None,
+    examples: pd.DataFrame | None = None,
+    mask: Tensor | None = None,
+) -> NodeGroups:
+    """Group the nodes of a graph that read, write and act alike, and measure each group.
+
+    Args:
+        graph: of the difference between the two prompts, by `attribution_graph`.
+        model: the graph's model.
+        clean: its clean prompts.
+        corrupted: its corrupted prompts.
+        metric: its metric.
+        similarity: from 0 to 1: the least average similarity of a group's members.
+        positions: for a graph by role, where each role is: `task.roles`.
+        examples: of neurons, by `neurons.top_examples`: groups of neurons are then also named after
+            the token where most of their members are largest.
+        mask: as given to `attribution_graph`.
+
+    Returns:
+        The groups, named after the tokens that their members together write most.
+
+    Raises:
+        InputError: with every reason: a graph of one run; a similarity beyond 0 to 1; another
+            model, metric or prompts than the graph's.
+
+    Example:
+        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+        >>> pair = "The keys near the cabinet", "The key near the cabinet"
+        >>> metric = p.logit_diff(" are", " is")
+        >>> graph = circuits.attribution_graph(model, pair[0], metric, corrupted=pair[1], top=40)
+        >>> groups = circuits.group_nodes(graph, model, *pair, metric)
+        >>> len(groups) > 2, abs(groups.faithfulness - groups.group_faithfulness) < 0.05
+        (True, True)
+    """
+    _require(graph, similarity, examples)
+    pair = prompt_pair(model, clean, corrupted, mask)
+    _require_same_prompts(graph, model, pair, metric, positions)
+    sites = site_rows(site_groups(model, pair, None, positions or "each", "z"))
+    ids = sites["name"].astype(str) + "@" + sites["position"].astype(str)
+    heads = graph.heads.reset_index(drop=True)
+    rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
+    unknown = heads["id"][rows < 0]
+    InputError.raise_if([f"got the node {x}; the model has none" for x in unknown[:5]], _PROBLEM)
+    options: dict[str, Any] = {"mask": mask, "positions": positions}
+    grouped = _GroupedModel(
+        *(model, clean, corrupted, metric, sites), ablation="resample", **options
+    )
+    of_nodes = grouped.written(rows)
+    members = _clusters(graph, heads, _similar_weights(model, heads, of_nodes), similarity)
+    every = np.arange(len(sites))
+    patched = [[row] for row in rows] + [rows[group] for group in members]
+    left = grouped.faithfulness([np.delete(every, some) for some in patched])
+    effects = (1 - left) * (grouped.whole - grouped.nothing)
+    single, joint = effects[: len(rows)], effects[len(rows) :]
+    names = _names(model, heads, of_nodes, members, examples)
+    frame = pd.DataFrame(
+        {
+            "name": names,
+            "members": [tuple(heads["id"][group]) for group in members],
+            "effect": joint,
+            "sum_of_effects": [single[group].sum() for group in members],
+            "attribution": [heads["attribution"][group].sum() for group in members],
+        }
+    )
+    order = frame["effect"].abs().argsort(kind="stable")[::-1].to_numpy()
+    number = np.full(len(heads), -1)
+    for new, old in enumerate(order):
+        number[members[old]] = new
+    return NodeGroups(
+        frame.iloc[order].reset_index(drop=True),
+        pd.DataFrame({"id": heads["id"], "group": number, "effect": single}),
+        faithfulness=float(grouped.faithfulness([rows])[0]),
+        group_faithfulness=grouped.as_one(rows, [rows[group] for group in members]),
+    )
+
+
+def _require(graph: object, similarity: object, examples: object) -> None:
+    reasons = []
+    if not isinstance(graph, CircuitGraph):
+        reasons.append(f"got a {type(graph).__name__}; expected the graph of attribution_graph")
+    elif not graph.corrupted:
+        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
+    elif graph.heads.empty:
+        reasons.append("got a graph without heads and neurons")
+    if not is_number(similarity, 0, 1):
+        reasons.append(f"got similarity={similarity!r}; expected a number from 0 to 1")
+    if examples is not None and not (
+        isinstance(examples, pd.DataFrame)
+        and {"name", "rank", "value", "tokens", "position"} <= set(examples)
+    ):
+        reasons.append("got other examples; expected those of neurons.top_examples")
+    InputError.raise_if(reasons, _PROBLEM)
+
+
+def _require_same_prompts(
+    graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
+) -> None:
+    """Refuse prompts, roles or a metric that are not the graph's."""
+    reasons = []
+    by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
+    if by_role != isinstance(positions, Mapping):
+        expected = "the task's roles" if by_role else "none: nodes have numbers"
+        reasons.append(f"got positions={positions!r}; expected {expected}")
+    if not by_role:
+        here = [
+            tuple(tuple(token_texts(model, row)) for row in tokens.tolist())
+            for tokens in (pair.clean, pair.corrupted)
+        ]
+        if here != [graph.tokens, graph.corrupted]:
+            reasons.append("got prompts other than the graph's")
+    if (name := getattr(metric, "name", graph.metric)) != graph.metric:
+        reasons.append(f"got the metric {name}; the graph is of {graph.metric}")
+    InputError.raise_if(reasons, _PROBLEM)
+
+
+def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
+    """Return cosines; those of a vector of 0 are 0."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    units = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+    return np.asarray(units @ units.T)
+
+
+def _similar_weights(
+    model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
+) -> Float[np.ndarray, "node node"]:
+    """Return the larger of the similarities of what nodes write and, of neurons, read."""
+    write, read = written.cpu().double(), torch.zeros(written.shape, dtype=torch.float64)
+    matrices = HeadMatrices.of(model, fold_norms=True)
+    for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
+        sites = LayerSites.of(map(HeadName.parse, some["name"]))
+        directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
+        # A neuron that is smaller in the clean run reads, and writes, the opposite.
+        signs = (write[some.index] * directions).sum(1, keepdim=True).sign()
+        read[some.index] = matrices.read_matrices(sites, "q").A[:, :, 0].cpu().double() * signs
+    return np.maximum(_cosines(write.numpy()), _cosines(read.numpy()))
+
+
+def _clusters(
+    graph: CircuitGraph,
+    heads: pd.DataFrame,
+    weights: Float[np.ndarray, "node node"],
+    similarity: float,
+) -> list[Rows]:
+    """Return the rows of the members of each group."""
+    similar = [weights]
+    for end, other in (("source", "target"), ("target", "source")):
+        edges = graph.edges[graph.edges[end].isin(heads["id"])]
+        table = edges.pivot_table("weight", end, [other, "kind"], fill_value=0.0, observed=True)
+        similar.append(_cosines(table.reindex(heads["id"], fill_value=0.0).to_numpy(dtype=float)))
+    distance = np.clip(1 - np.mean(similar, axis=0), 0, None)
+    groups = list[Rows]()
+    for rows in heads.groupby(["kind", "position"], observed=True).indices.values():
+        if len(rows) < 2:
+            continue
+        apart = distance[np.ix_(rows, rows)]
+        tree = linkage(squareform(apart, checks=False), "average")
+        of_each = fcluster(tree, 1 - similarity, "distance")
+        clusters = [rows[of_each == label] for label in np.unique(of_each)]
+        groups += [cluster for cluster in clusters if len(cluster) > 1]
+    return groups
+
+
+def _names(
+    model: Any,
+    heads: pd.DataFrame,
+    written: Float[Tensor, "node d_model"],
+    members: Sequence[Rows],
+    examples: pd.DataFrame | None,
+) -> list[str]:
+    """Name groups after what their members write together, and where most are largest."""
+    if not members:
+        return []
+    sums = torch.stack([written[group].sum(0) for group in members])
+    names = []
+    for group, top in zip(members, DirectEffects(model).tokens_of(sums, 2), strict=True):
+        kind = "heads" if heads["kind"][group[0]] == "attention" else "neurons"
+        tokens = [_short(token_text(model, token)) for token, amount in top if amount > 0]
+        name = f"{len(group)} {kind} → {', '.join(tokens)}" if tokens else f"{len(group)} {kind}"
+        if at := _most_common_peak(set(heads["name"][group]), examples):
+            name = name.replace(kind, f"{kind} at “{at}”", 1)
+        names.append(name)
+    return names
+
+
+def _most_common_peak(names: set[str], examples: pd.DataFrame | None) -> str:
+    """Return the token at which most neurons of a group are largest in size; of equals the first."""
+    if examples is None:
+        return ""
+    first = examples[(examples["rank"] == 1) & examples["name"].isin(names)]
+    if first.empty:
+        return ""
+    first = first.loc[first["value"].abs().groupby(first["name"], observed=True).idxmax()]
+    columns = zip(first["tokens"], first["position"], strict=True)
+    return str(pd.Series([_short(texts[at]) for texts, at in columns]).mode().iloc[0])
+
+
+def _short(token: str) -> str:
+    return token.strip()[:_LONGEST] or repr(token)
+
+
+class _GroupedModel(AblatedModel):
+    """A model of which the nodes of a graph are left, alone or in groups."""
+
+    def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
+        super().__init__(model, *prompts, **options)
+        self._matrices = HeadMatrices.of(model, fold_norms=True)
+
+    def _z(self, kept: Rows) -> dict[str, Tensor]:
+        """Return z at each hook point when only some sites are left, from the first change on."""
+        computed = dict[str, Tensor]()
+        self._run(self._hooks(self._kept([kept]), computed))
+        return computed
+
+    @torch.no_grad()
+    def _run(self, hooks: Any) -> Float[Tensor, "1 prompt"]:
+        stream = self._replay.recorded_stream(0, self._first, 1)
+        return self._replay.values(Variants(0, self._first, stream, hooks))
+
+    def _changes(self, z: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return how z differs from the corrupted run's."""
+        first = self._first
+        return {x.name: z[x.name] - x.replacement[:, first:].to(z[x.name]) for x in self._points}
+
+    def _place(self, row: int) -> tuple[str, slice, Tensor]:
+        """Return a site's hook point, its heads, and where it is: [batch or 1, pos]."""
+        (point,) = [x for x in self._points if row in x.rows]
+        (at,) = np.flatnonzero(point.rows == row)
+        assert point.position is not None
+        role = np.arange(self.n_pos)[None] if point.role is None else point.role
+        heads = slice(point.index[at] * point.width, (point.index[at] + 1) * point.width)
+        return point.name, heads, torch.from_numpy(role[:, self._first :] == point.position[at])
+
+    def _writes(
+        self, row: int, changes: Mapping[str, Tensor]
+    ) -> Float[Tensor, "prompt d_model"]:
+        """Return what a site adds to the stream in each prompt, beyond the corrupted run."""
+        name, heads, here = self._place(row)
+        change = changes[name][:, :, heads]
+        z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
+        head = HeadName.parse(str(self.sites["name"][row]))
+        return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
+
+    def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
+        """Return what sites add to the stream in the clean run beyond the corrupted one."""
+        changes = self._changes(self._z(np.arange(self.n_sites)))
+        return torch.stack([self._writes(row, changes).mean(0) for row in rows.tolist()])
+
+    def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
+        """Return the faithfulness of a circuit with the members of each group set by one number."""
+        whole = self._changes(self._z(np.arange(self.n_sites)))
+        here = self._changes(self._z(circuit))
+        new = {point.name: point.replacement.clone() for point in self._points}
+        for group in groups:
+            pairs = [(self._writes(r, whole), self._writes(r, here)) for r in group.tolist()]
+            size = torch.stack([(a * a).sum(1) for a, _ in pairs]).sum(0)
+            both = torch.stack([(a * b).sum(1) for a, b in pairs]).sum(0)
+            t = torch.where(size > 0, both / size.clamp(min=1e-30), 1.0)
+            for row in group.tolist():
+                name, heads, place = self._place(row)
+                share = t[:, None, None, None].to(whole[name]) * place[..., None, None]
+                new[name][:, self._first :, heads] += share * whole[name][:, :, heads]
+        alone = np.setdiff1d(circuit, np.concatenate(groups)) if groups else circuit
+        points = [replace(point, replacement=new[point.name]) for point in self._points]
+        kept = self._kept([alone])
+        values = self._run([point.hook(kept, self._first, None) for point in points])
+        mean = float(self._mean(values.cpu().double().numpy())[0])
+        return (mean - self.nothing) / (self.whole - self.nothing)
