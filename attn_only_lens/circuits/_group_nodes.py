@@ -42,6 +42,7 @@ from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these nodes cannot be grouped"
+_STEP = 0.05  # of similarity
 _LONGEST = 12  # characters of a token in a name
 
 
@@ -57,12 +58,14 @@ class NodeGroups:
             `frame`, -1 for none), and `effect` when it is patched alone.
         faithfulness: of the graph's nodes, with all other heads and neurons ablated.
         group_faithfulness: the same, with each group replaced as a whole, by one number a prompt.
+        similarity: the least average similarity of a group's members.
     """
 
     frame: pd.DataFrame
     nodes: pd.DataFrame
     faithfulness: float
     group_faithfulness: float
+    similarity: float
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -85,7 +88,8 @@ def group_nodes(
     corrupted: Prompts,
     metric: AnyMetric,
     *,
-    similarity: float = 0.5,
+    similarity: float = 0.6,
+    tolerance: float = 0.05,
     positions: Roles | None = None,
     examples: pd.DataFrame | None = None,
     mask: Tensor | None = None,
@@ -98,7 +102,9 @@ def group_nodes(
         clean: its clean prompts.
         corrupted: its corrupted prompts.
         metric: its metric.
-        similarity: from 0 to 1: the least average similarity of a group's members.
+        similarity: from 0 to 1: the least average similarity of a group's members. It is raised in
+            steps of 0.05, into smaller groups, until the faithfulness fits.
+        tolerance: by how much the faithfulness may change when each group is replaced as a whole.
         positions: for a graph by role, where each role is: `task.roles`.
         examples: of neurons, by `neurons.top_examples`: groups of neurons are then also named after
             the token where most of their members are largest.
@@ -121,7 +127,7 @@ def group_nodes(
         >>> len(groups) > 2, abs(groups.faithfulness - groups.group_faithfulness) < 0.05
         (True, True)
     """
-    _require(graph, similarity, examples)
+    _require(graph, {"similarity": similarity, "tolerance": tolerance}, examples)
     pair = prompt_pair(model, clean, corrupted, mask)
     _require_same_prompts(graph, model, pair, metric, positions)
     sites = site_rows(site_groups(model, pair, None, positions or "each", "z"))
@@ -135,7 +141,13 @@ def group_nodes(
         *(model, clean, corrupted, metric, sites), ablation="resample", **options
     )
     of_nodes = grouped.written(rows)
-    members = _clusters(graph, heads, _similar_weights(model, heads, of_nodes), similarity)
+    distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
+    faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
+    for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):  # the last: no groups
+        members = _clusters(heads, distance, least)
+        changed = grouped.as_one(rows, [rows[group] for group in members])
+        if abs(changed - faithfulness) <= tolerance:
+            break
     every = np.arange(len(sites))
     patched = [[row] for row in rows] + [rows[group] for group in members]
     left = grouped.faithfulness([np.delete(every, some) for some in patched])
@@ -158,12 +170,13 @@ def group_nodes(
     return NodeGroups(
         frame.iloc[order].reset_index(drop=True),
         pd.DataFrame({"id": heads["id"], "group": number, "effect": single}),
-        faithfulness=float(grouped.faithfulness([rows])[0]),
-        group_faithfulness=grouped.as_one(rows, [rows[group] for group in members]),
+        faithfulness=faithfulness,
+        group_faithfulness=changed,
+        similarity=round(float(least), 2),
     )
 
 
-def _require(graph: object, similarity: object, examples: object) -> None:
+def _require(graph: object, shares: Mapping[str, object], examples: object) -> None:
     reasons = []
     if not isinstance(graph, CircuitGraph):
         reasons.append(f"got a {type(graph).__name__}; expected the graph of attribution_graph")
@@ -171,8 +184,11 @@ def _require(graph: object, similarity: object, examples: object) -> None:
         reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
     elif graph.heads.empty:
         reasons.append("got a graph without heads and neurons")
-    if not is_number(similarity, 0, 1):
-        reasons.append(f"got similarity={similarity!r}; expected a number from 0 to 1")
+    reasons += [
+        f"got {name}={share!r}; expected a number from 0 to 1"
+        for name, share in shares.items()
+        if not is_number(share, 0, 1)
+    ]
     if examples is not None and not (
         isinstance(examples, pd.DataFrame)
         and {"name", "rank", "value", "tokens", "position"} <= set(examples)
@@ -224,19 +240,22 @@ def _similar_weights(
     return np.maximum(_cosines(write.numpy()), _cosines(read.numpy()))
 
 
-def _clusters(
-    graph: CircuitGraph,
-    heads: pd.DataFrame,
-    weights: Float[np.ndarray, "node node"],
-    similarity: float,
-) -> list[Rows]:
-    """Return the rows of the members of each group."""
+def _distances(
+    graph: CircuitGraph, heads: pd.DataFrame, weights: Float[np.ndarray, "node node"]
+) -> Float[np.ndarray, "node node"]:
+    """Return 1 - the mean of the three similarities."""
     similar = [weights]
     for end, other in (("source", "target"), ("target", "source")):
         edges = graph.edges[graph.edges[end].isin(heads["id"])]
         table = edges.pivot_table("weight", end, [other, "kind"], fill_value=0.0, observed=True)
         similar.append(_cosines(table.reindex(heads["id"], fill_value=0.0).to_numpy(dtype=float)))
-    distance = np.clip(1 - np.mean(similar, axis=0), 0, None)
+    return np.clip(1 - np.mean(similar, axis=0), 0, None)
+
+
+def _clusters(
+    heads: pd.DataFrame, distance: Float[np.ndarray, "node node"], similarity: float
+) -> list[Rows]:
+    """Return the rows of the members of each group."""
     groups = list[Rows]()
     for rows in heads.groupby(["kind", "position"], observed=True).indices.values():
         if len(rows) < 2:

@@ -56,11 +56,13 @@ def circuit_page(
             the query side), `weight`; and `status`, if wanted.
         meta: `tokens` (the texts of the prompt's), `metric` (its name), `value` (the metric's),
             `model` (its name); `exact`, what the column of that name means, if there is one; and
-            `notes`, texts that the page shows, if wanted.
+            `notes`, texts that the page shows, if wanted; and `groups`, the `members`, `effect` and
+            `sum_of_effects` of groups that were measured.
         details: by id, or by name for all positions of a node; where both are there, each field of
             the id's counts that is given.
         state: what the page is to begin with, as its button "Save" writes it to JSON: pinned nodes,
-            their names, groups of them, how much is shown.
+            their names, groups of them (drawn as one node unless `folded` is False), how much is
+            shown.
 
     Returns:
         The page, numbers in it to five significant figures, and its first view as `picture`.
@@ -91,6 +93,7 @@ def circuit_page(
     data = _drawing(nodes.reset_index(drop=True), edges, meta)
     data["details"] = {key: _plain(item) for key, item in details.items()}
     data["notes"], data["state"] = list(meta.get("notes", ())), state
+    data["groups"] = list(meta.get("groups", ()))
     data["exact"] = meta.get("exact", "")
     title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"
     picture = circuit_picture(_named(data, state), title)

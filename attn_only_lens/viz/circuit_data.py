@@ -228,6 +228,7 @@ def _is_group(group: Any) -> bool:
         and isinstance(group.get("name"), str)
         and isinstance(group.get("members"), list)
         and bool(group["members"])
+        and isinstance(group.get("folded", True), bool)
     )
 
 

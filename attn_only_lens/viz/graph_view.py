@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.axes import SELF
+from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
@@ -64,6 +65,7 @@ def circuit_view(
     exact: Sweep | None = None,
     examples: pd.DataFrame | None = None,
     stability: Stability | None = None,
+    groups: NodeGroups | None = None,
     notes: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
 ) -> Page:
@@ -84,6 +86,9 @@ def circuit_view(
         examples: of neurons, by `neurons.top_examples`.
         stability: of the circuit whose sites are the nodes, `discover(…, resamples=20).stability`.
             Core nodes have a solid outline, contingent ones a dashed one.
+        groups: of the graph's nodes, by `circuits.group_nodes`. The page begins with each drawn as
+            one node, with its measured effect; its panel unfolds it. Groups of `state` come first:
+            their nodes leave these.
         notes: further texts that the page shows, first.
         state: pins, names and groups, as `circuit_page` takes them. Of a difference, edges of all
             kinds are shown, since they add up together.
@@ -94,7 +99,7 @@ def circuit_view(
     Raises:
         InputError: the graph belongs to another model or other prompts, or only one of the two is
         given. InputError: a sweep of another metric or other prompts, or of no single positions.
-        InputError: a stability of other sites.
+        InputError: a stability of other sites; groups of other nodes.
         InputError: the model's norms or embedding are not known, so that there are no top tokens.
         InputError: prompts that do not fit the model.
 
@@ -119,6 +124,7 @@ def circuit_view(
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
     inclusion = _inclusion(graph, stability)
+    measured, state = _groups(graph, groups, state)
     notes = [*notes, *_notes_about(graph, prompt)]
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
@@ -133,6 +139,8 @@ def circuit_view(
     nodes = drawn.nodes
     if exact is not None:
         nodes = nodes.assign(exact=_exact_effects(nodes, exact))
+    if groups is not None:
+        notes.append(f"Groups: {groups!r}.")
     if stability is not None:
         nodes = nodes.join(inclusion, on="id")
         notes.append(f"Stability: {stability!r}.")
@@ -144,6 +152,7 @@ def circuit_view(
         "model": graph.model or "model",
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
+        "groups": measured,
     }
     if graph.corrupted:
         state = {"kinds": list(EDGE_KINDS), **(state or {})}
@@ -292,6 +301,34 @@ def _inclusion(graph: CircuitGraph, stability: Stability | None) -> pd.DataFrame
     if not here["inclusion"].notna().any():
         refuse("got the stability of a circuit that has none of the graph's nodes")
     return here
+
+
+def _groups(
+    graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
+) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
+    """Return what was measured of groups, and the state with those that it leaves nodes for."""
+    if groups is None:
+        return [], state
+    if not isinstance(groups, NodeGroups):
+        refuse(f"got a {type(groups).__name__} as groups; expected those of circuits.group_nodes")
+    if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
+        refuse(f"got groups of another graph: the node {unknown[0]} is of one of the two alone")
+    state = state or {}
+    own = list(state.get("groups", ()))
+    taken = {node for group in own for node in group.get("members", ())}
+    frame = groups.frame
+    left = [[node for node in members if node not in taken] for members in frame["members"]]
+    new = [
+        {"name": name, "members": members}
+        for name, members in zip(frame["name"], left, strict=True)
+        if len(members) > 1
+    ]
+    columns = frame["members"], frame["effect"], frame["sum_of_effects"]
+    measured = [
+        {"members": members, "effect": float(f"{joint:.5g}"), "sum_of_effects": float(f"{x:.5g}")}
+        for members, joint, x in zip(*columns, strict=True)
+    ]
+    return measured, {**state, "groups": [*own, *new]}
 
 
 def _example_reasons(examples: pd.DataFrame | None) -> list[str]:

@@ -39,7 +39,7 @@
       .filter(([id, name]) => index.has(id) && typeof name === "string"));
     const taken = new Set(); // no node is in two groups
     state.groups = (Array.isArray(saved.groups) ? saved.groups : [])
-      .map((entry) => ({ name: String(entry.name),
+      .map((entry) => ({ name: String(entry.name), folded: entry.folded !== false,
                         members: list(entry.members).filter((id) => !taken.has(id) && taken.add(id)) }))
       .filter((entry) => entry.members.length);
     state.theme = saved.theme === "dark" || saved.theme === "light" ? saved.theme : null;
@@ -62,7 +62,7 @@
   };
 
   // --- Nodes as they are drawn: those of the graph, and groups of them -------------------------
-  let items = [], home = [];
+  let items = [], home = [], groupOf = []; // of each node: the item that stands for it, and its group
   const LONGEST = 40, pen = make("canvas").getContext("2d"); // characters of a name; some are wide
   pen.font = "11px monospace";
   const named = (name) => {
@@ -72,6 +72,7 @@
   };
   const rebuild = () => {
     home = nodes.id.map((_, i) => i);
+    groupOf = nodes.id.map(() => null);
     items = nodes.id.map((id, i) => {
       const name = lookup(state.names, id);
       const { label, width } = name === undefined ? { label: nodes.label[i], width: nodes.width[i] } : named(name);
@@ -82,7 +83,10 @@
     state.groups.forEach((entry, g) => {
       const members = entry.members.map((id) => index.get(id));
       const head = members.reduce((a, b) => (strength.node[b] > strength.node[a] ? b : a));
-      for (const i of members) home[i] = N + g;
+      for (const i of members) {
+        groupOf[i] = N + g;
+        if (entry.folded) home[i] = N + g; // of one that is unfolded, the members are drawn
+      }
       const { label, width } = named(entry.name);
       items.push({ ...items[head], key: "group " + g, label, name: entry.name, width: width + 6, members, group: entry,
                    attribution: members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0),
@@ -190,12 +194,13 @@
       .attr("data-id", (i) => items[i].key)
       .classed("pinned", (i) => items[i].members.some((m) => pinned.has(nodes.id[m])))
       .classed("chosen", (i) => i === chosen)
+      .classed("member", (i) => i < N && groupOf[i] !== null)
       .attr("transform", (i) => `translate(${scene.at.get(i).x.toFixed(1)},${scene.at.get(i).y.toFixed(1)})`);
     const box = (selection, more) => selection
       .attr("x", (i) => -items[i].width / 2 - more).attr("width", (i) => items[i].width + 2 * more)
       .attr("y", -layout.BOX / 2 - more).attr("height", layout.BOX + 2 * more)
       .attr("rx", (i) => (corner[items[i].kind] ?? 0) + more);
-    box(groups.select(".outer"), 2.5).style("display", (i) => (items[i].group ? "" : "none"));
+    box(groups.select(".outer"), 2.5).style("display", (i) => (items[i].group || groupOf[i] !== null ? "" : "none"));
     box(groups.select(".box"), 0)
       .style("fill", (i) => (items[i].status ? null : mix(items[i].attribution, scale.node).fill));
     groups.select("text").text(labelOf)
@@ -324,11 +329,13 @@
     }
     light(chosen);
     search();
+    folding();
   };
   const light = (i) => {
-    const near = new Set(i === null ? [] : [i]);
+    const own = new Set(i === null ? [] : items[i].group?.folded === false ? items[i].members : [i]);
+    const near = new Set(own);
     lines.selectAll("path").classed("near", (entry) => {
-      const touches = i !== null && (entry.source === i || entry.target === i);
+      const touches = own.has(entry.source) || own.has(entry.target);
       if (touches) near.add(entry.source).add(entry.target);
       return touches;
     }).filter(".near").raise();
@@ -432,10 +439,19 @@
   const group = () => {
     const members = groupable();
     if (members.length < 2) return;
-    state.groups.push({ name: `group ${state.groups.length + 1}`, members });
+    state.groups.push({ name: `group ${state.groups.length + 1}`, members, folded: true });
     rebuild();
     choose(N + state.groups.length - 1);
     at("name").select();
+  };
+  const fold = (i, folded) => {
+    items[i].group.folded = folded;
+    rebuild();
+    choose(i);
+  };
+  const measuredOf = (entry) => { // of the same members, under whatever name
+    const members = new Set(entry.members);
+    return data.groups.find((one) => one.members.length === members.size && one.members.every((id) => members.has(id)));
   };
   const ungroup = (i) => {
     state.groups = state.groups.filter((entry) => entry !== items[i].group);
@@ -538,13 +554,19 @@
     const actions = make("div", "", "actions"), pinning = button(on ? "Unpin" : "Pin", () => pin(i));
     pinning.id = "pin";
     pinning.title = "Key: p. Or click with shift";
+    const parts = item.group ?? items[groupOf[i]]?.group;
     actions.append(pinning, ...(item.group ? [button("Ungroup", () => ungroup(i))] : []));
+    if (parts) actions.append(button(parts.folded ? "Unfold" : `Fold ${item.group ? "" : parts.name}`, () => fold(groupOf[item.members[0]], !parts.folded)));
     box.append(name, actions);
     if (item.group) {
-      box.append(table([{ cells: ["Σ attribution of members", +item.attribution.toPrecision(5)] }]));
+      const facts = [["Σ attribution of members", +item.attribution.toPrecision(5)]], measured = measuredOf(item.group);
+      if (measured) facts.unshift(["exact effect, patched together", measured.effect], ["Σ exact effects, one by one", measured.sum_of_effects]);
+      box.append(table(facts.map((cells) => ({ cells }))));
+      if (measured) box.append(make("p", "Exact effects: by how much the metric falls when z is that of the corrupted run. "
+        + "If the first is larger, members stand in for each other.", "note"));
       const part = section("members", `Members (${item.members.length})`,
                            "Edges of one kind into a group, or out of it, are added up.");
-      part.append(table(item.members.map((m) => ({ cells: [nameOf(m), nodes.attribution[m]] }))));
+      part.append(table(item.members.map((m) => ({ cells: [nameOf(m), nodes.attribution[m]], go: item.group.folded ? undefined : m }))));
       box.append(part, linked("Reads", "reads", edges.target, edges.source),
                  linked("Writes", "writes", edges.source, edges.target));
       return box;
@@ -755,6 +777,15 @@
   at("out").addEventListener("click", () => step(1 / 1.3));
   at("fit").addEventListener("click", fit);
   at("extras-label").hidden = !nodes.kind.some((kind) => EXTRAS.includes(kind));
+  const folding = () => {
+    at("fold-label").hidden = !state.groups.length;
+    at("fold").checked = state.groups.some((entry) => entry.folded);
+  };
+  at("fold").addEventListener("change", () => {
+    for (const entry of state.groups) entry.folded = at("fold").checked;
+    rebuild();
+    choose(null);
+  });
   const begin = () => {
     chosen = null;
     rebuild();
@@ -763,6 +794,7 @@
       if (box) check(box, () => state.kinds.includes(kind), (on) => { state.kinds = on ? [...others(), kind] : others(); });
     }
     check(at("extras"), () => state.extras, (on) => { state.extras = on; });
+    folding();
     check(at("only-pinned"), () => state.only_pinned, (on) => { state.only_pinned = on; });
     update(false);
     recolour();
