@@ -213,6 +213,13 @@ def _found(kit, how):
     return circuits.faithfulness(kit.exposed, *pair, METRIC, kit.attributed(), n_random=2)
 
 
+def _grouped(kit):
+    prompts = tokens(batch=1), tokens(1, batch=1), METRIC
+    clean, corrupted, metric = prompts
+    graph = circuits.attribution_graph(kit.exposed, clean, metric, corrupted=corrupted, top=9)
+    return circuits.group_nodes(graph, kit.exposed, *prompts)
+
+
 def _learned(kit):
     pair, metric = (tokens(1, batch=5), tokens(2, batch=5)), p.logit_diff(7, 8)
     return circuits.learn_mask(kit.exposed, *pair, metric, 7, steps=20)
@@ -334,6 +341,7 @@ CIRCUITS = {
         circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
     ),
     "evaluate": lambda kit: _found(kit, "evaluate").whole,
+    "group_nodes": lambda kit: len(_grouped(kit).nodes),
     "learn_mask": lambda kit: len(_learned(kit)),
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(
@@ -432,7 +440,7 @@ OF_NO_MODEL = {
     # What functions give back.
     *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
     *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Explanation"),
-    *("Faithfulness", "Stability"),
+    *("Faithfulness", "NodeGroups", "Stability"),
     *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
     # Of the shipped models, which are of the kinds that there are.

@@ -3,8 +3,8 @@
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
 from attn_only_lens.circuits._explain import Explanation, explain
-from attn_only_lens.circuits._learn_mask import learn_mask
 from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
+from attn_only_lens.circuits._learn_mask import learn_mask
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources

@@ -151,7 +151,7 @@ def group_nodes(
     every = np.arange(len(sites))
     patched = [[row] for row in rows] + [rows[group] for group in members]
     left = grouped.faithfulness([np.delete(every, some) for some in patched])
-    effects = (1 - left) * (grouped.whole - grouped.nothing)
+    effects = (1 - left) * grouped.span
     single, joint = effects[: len(rows)], effects[len(rows) :]
     names = _names(model, heads, of_nodes, members, examples)
     frame = pd.DataFrame(
@@ -235,8 +235,9 @@ def _similar_weights(
         sites = LayerSites.of(map(HeadName.parse, some["name"]))
         directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
         # A neuron that is smaller in the clean run reads, and writes, the opposite.
-        signs = (write[some.index] * directions).sum(1, keepdim=True).sign()
-        read[some.index] = matrices.read_matrices(sites, "q").A[:, :, 0].cpu().double() * signs
+        rows = torch.from_numpy(some.index.to_numpy(copy=True))
+        signs = (write[rows] * directions).sum(1, keepdim=True).sign()
+        read[rows] = matrices.read_matrices(sites, "q").A[:, :, 0].cpu().double() * signs
     return np.maximum(_cosines(write.numpy()), _cosines(read.numpy()))
 
 
@@ -257,7 +258,8 @@ def _clusters(
 ) -> list[Rows]:
     """Return the rows of the members of each group."""
     groups = list[Rows]()
-    for rows in heads.groupby(["kind", "position"], observed=True).indices.values():
+    for some in heads.groupby(["kind", "position"], observed=True).indices.values():
+        rows = np.asarray(some, dtype=np.int64)
         if len(rows) < 2:
             continue
         apart = distance[np.ix_(rows, rows)]
@@ -291,7 +293,7 @@ def _names(
 
 
 def _most_common_peak(names: set[str], examples: pd.DataFrame | None) -> str:
-    """Return the token at which most neurons of a group are largest in size; of equals the first."""
+    """Return the token at which most neurons of a group are largest; of equals the first."""
     if examples is None:
         return ""
     first = examples[(examples["rank"] == 1) & examples["name"].isin(names)]
@@ -338,9 +340,7 @@ class _GroupedModel(AblatedModel):
         heads = slice(point.index[at] * point.width, (point.index[at] + 1) * point.width)
         return point.name, heads, torch.from_numpy(role[:, self._first :] == point.position[at])
 
-    def _writes(
-        self, row: int, changes: Mapping[str, Tensor]
-    ) -> Float[Tensor, "prompt d_model"]:
+    def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
         """Return what a site adds to the stream in each prompt, beyond the corrupted run."""
         name, heads, here = self._place(row)
         change = changes[name][:, :, heads]
@@ -372,4 +372,4 @@ class _GroupedModel(AblatedModel):
         kept = self._kept([alone])
         values = self._run([point.hook(kept, self._first, None) for point in points])
         mean = float(self._mean(values.cpu().double().numpy())[0])
-        return (mean - self.nothing) / (self.whole - self.nothing)
+        return (mean - self.nothing) / self.span

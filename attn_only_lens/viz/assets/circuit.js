@@ -330,6 +330,7 @@
     light(chosen);
     search();
     folding();
+    legend();
   };
   const light = (i) => {
     const own = new Set(i === null ? [] : items[i].group?.folded === false ? items[i].members : [i]);
@@ -673,6 +674,10 @@
     const STABILITY = { core: "core: in 90 % of resampled circuits or more", contingent: "contingent: in fewer", noise: "in 10 % or fewer" };
     for (const [word, text] of Object.entries(STABILITY))
       if (nodes.stability?.includes(word)) parts.push(sample(text, chip("neuron", word, "none", "")));
+    if (state.groups.length) parts.push(sample("group", (box) => {
+      chip("group", "", "none", "")(box);
+      box.select("g").append("rect").attr("class", "outer").attr("x", -15).attr("y", -8).attr("width", 30).attr("height", 16).attr("rx", 10);
+    }));
     const plain = edges.status ? "" : "positive", less = edges.status ? "" : "negative";
     parts.push(sample("positive edge", stroke(plain, "+")), sample("negative edge", stroke(less, "-")));
     for (const kind of ["q", "k", "gate"].filter((kind) => edges.kind.includes(kind)))

@@ -1,0 +1,167 @@
+"""Groups of nodes: joint effects against plain hooks, faithfulness as one, what is refused."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.spatial.distance import squareform
+
+from attn_only_lens import (
+    HeadName,
+    InputError,
+    circuits,
+    expose_neuron_heads,
+    pretrained,
+    tasks,
+    viz,
+)
+from attn_only_lens import patching as p
+from attn_only_lens.circuits._group_nodes import _clusters, _cosines
+from attn_only_lens.heads import host_of
+
+PAIRS = {
+    "agreement": ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
+    "indirect object": None,  # from the task
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+
+
+def prompts_of(model, name):
+    if name == "agreement":
+        clean, corrupted, right, wrong = PAIRS[name]
+        return clean, corrupted, p.logit_diff(right, wrong)
+    task = tasks.ioi(model.tokenizer, 1)
+    return task.clean, task.corrupted, task.metric
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def case(request, model):
+    clean, corrupted, metric = prompts_of(model, request.param)
+    graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=40)
+    return (
+        graph,
+        (clean, corrupted, metric),
+        circuits.group_nodes(graph, model, clean, corrupted, metric),
+    )
+
+
+def hooked(model, tokens, source, changed, metric):
+    """The metric with z of some nodes taken from a cache, by a plain hook for each."""
+    hooks = []
+    for node in changed:
+        name, _, position = node.partition("@")
+        head = HeadName.parse(name)
+        at = host_of(model).hook_name(head.layer, head.kind, "z")
+
+        def put(z, hook, at=at, i=head.index, pos=int(position)):
+            z = z.clone()
+            z[:, pos, i] = source[at][:, pos, i]
+            return z
+
+        hooks.append((at, put))
+    with torch.no_grad():
+        logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+    return metric(logits)
+
+
+def test_joint_effects_are_those_of_one_patch(model, case):
+    _, (clean, corrupted, metric), groups = case
+    tokens, others = (
+        model.to_tokens(list([x] if isinstance(x, str) else x)) for x in (clean, corrupted)
+    )
+    with torch.no_grad():
+        _, cache = model.run_with_cache(others)
+    bound = metric.bound(model, p.prompt_pair(model, clean, corrupted), None)
+
+    def value(logits):
+        return bound.of(logits)
+
+    whole = value(model(tokens))
+    single = groups.nodes.set_index("id")["effect"]
+    for _, group in groups.frame.iterrows():
+        joint = whole - hooked(model, tokens, cache, group["members"], value)
+        assert group["effect"] == pytest.approx(joint, abs=2e-4)
+        alone = sum(
+            whole - hooked(model, tokens, cache, [node], value) for node in group["members"]
+        )
+        assert group["sum_of_effects"] == pytest.approx(alone, abs=2e-3)
+        assert group["sum_of_effects"] == pytest.approx(single[list(group["members"])].sum())
+    assert (abs(groups.frame["effect"] - groups.frame["sum_of_effects"]) > 1e-3).any()
+
+
+def test_groups_as_a_whole_are_as_faithful_as_their_members(case):
+    graph, _, groups = case
+    assert len(groups) >= 2
+    assert abs(groups.faithfulness - groups.group_faithfulness) <= 0.05
+    members = [node for group in groups.frame["members"] for node in group]
+    assert len(members) == len(set(members))
+    assert set(members) <= set(graph.heads["id"])
+    kinds = graph.heads.set_index("id")[["kind", "position"]]
+    for group in groups.frame["members"]:
+        assert len(group) > 1
+        assert len(kinds.loc[list(group)].drop_duplicates()) == 1
+
+
+def test_no_tolerance_makes_no_groups_that_change_it(model, case):
+    """The control: with a tolerance of 0 nearly nothing may be put together."""
+    graph, prompts, groups = case
+    strict = circuits.group_nodes(graph, model, *prompts, tolerance=0.0)
+    assert strict.similarity >= groups.similarity
+    assert abs(strict.faithfulness - strict.group_faithfulness) <= 1e-6
+    loose = circuits.group_nodes(graph, model, *prompts, similarity=0.0, tolerance=1.0)
+    assert len(loose.frame["members"].explode()) > len(groups.frame["members"].explode())
+
+
+def test_clusters_are_of_average_linkage():
+    """Three alike, one apart, worked out by hand; kinds and positions are never mixed."""
+    vectors = np.array([[1, 0], [1, 0.1], [1, -0.1], [0, 1], [1, 0], [1, 0]], dtype=float)
+    heads = pd.DataFrame(
+        {"kind": ["neuron"] * 4 + ["attention", "neuron"], "position": [2, 2, 2, 2, 2, 3]}
+    )
+    distance = 1 - _cosines(vectors)
+    assert squareform(distance, checks=False).min() >= -1e-12
+    (group,) = _clusters(heads, distance, 0.9)
+    assert group.tolist() == [0, 1, 2]
+    assert [x.tolist() for x in _clusters(heads, distance, 0.0)] == [[0, 1, 2, 3]]
+    assert _clusters(heads, distance, 1.01) == []
+
+
+def test_groups_of_a_page_begin_folded(model, case):
+    graph, (clean, *_), groups = case
+    page = str(viz.circuit_view(graph, model, clean, groups=groups))
+    state = json.loads(page.split('id="state">')[1].split("</script>")[0])
+    assert [group["members"] for group in state["groups"]] == [
+        list(members) for members in groups.frame["members"]
+    ]
+    first = groups.frame["members"][0]
+    mine = {"groups": [{"name": "mine", "members": [first[0]]}]}
+    page = str(viz.circuit_view(graph, model, clean, groups=groups, state=mine))
+    state = json.loads(page.split('id="state">')[1].split("</script>")[0])
+    assert state["groups"][0]["name"] == "mine"
+    assert all(first[0] not in group["members"] for group in state["groups"][1:])
+
+
+def test_what_cannot_be_grouped_is_refused(model, case):
+    graph, (clean, corrupted, metric), groups = case
+    of_one = circuits.attribution_graph(model, clean, metric, top=5)
+
+    def refused(match, graph=graph, clean=clean, corrupted=corrupted, metric=metric, **settings):
+        with pytest.raises(InputError, match=match):
+            circuits.group_nodes(graph, model, clean, corrupted, metric, **settings)
+
+    refused("a graph of one run", graph=of_one)
+    refused("a list; expected the graph", graph=[])
+    refused(r"(?s)similarity=2.*tolerance='x'", similarity=2, tolerance="x")
+    refused("prompts other than the graph's", clean=corrupted, corrupted=clean)
+    refused("the graph is of", metric=p.loss())
+    refused("expected none: nodes have numbers", positions={"end": -1})
+    refused("other examples", examples=[])
+    for bad, match in ((of_one, "a CircuitGraph as groups"), (groups, "groups of another graph")):
+        with pytest.raises(InputError, match=match):
+            viz.circuit_view(of_one, groups=bad)
