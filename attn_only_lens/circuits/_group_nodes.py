@@ -229,7 +229,10 @@ def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
     """Return the larger of the similarities of what nodes write and, of neurons, read."""
-    write, read = written.cpu().double(), torch.zeros(written.shape, dtype=torch.float64)
+    write, read = (
+        written.cpu().double(),
+        torch.zeros(written.shape, dtype=torch.float64, device="cpu"),
+    )
     matrices = HeadMatrices.of(model, fold_norms=True)
     for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
         sites = LayerSites.of(map(HeadName.parse, some["name"]))

@@ -382,7 +382,14 @@ OF_NO_SUCH_MODEL = {
     # Of models without neuron-heads, of tokens or files.
     *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow"),
     *("load", "token_texts", "compare", "prompt_pair", "agreement", "brackets", "greater_than"),
-    *("ioi", "comparison_circuit", "comparison_report", *support.EXPANSION, *support.COMMANDS),
+    *(
+        "ioi",
+        "from_jsonl",
+        "comparison_circuit",
+        "comparison_report",
+        *support.EXPANSION,
+        *support.COMMANDS,
+    ),
     *("Grown.save_pretrained", "Grown.shrink", "read"),
     "read_provenance",
     # Of activations that its forward pass shows, which is the user's, or of names.

@@ -255,7 +255,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     assert "var(--" not in svg
     given = json.loads(state)
     assert given["pinned"] == members
-    assert given["groups"] == [{"name": "group 1", "members": members}]
+    assert given["groups"] == [{"name": "group 1", "members": members, "folded": True}]
     assert given["names"] == {"L2N5@5": "</script> \u2028 & name"}
     for saved in (html, page(state=given)):
         again = opened(saved)
