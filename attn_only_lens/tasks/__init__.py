@@ -2,11 +2,10 @@
 
 from attn_only_lens.tasks._agreement import agreement
 from attn_only_lens.tasks._brackets import brackets
+from attn_only_lens.tasks._custom import from_jsonl, from_templates
 from attn_only_lens.tasks._greater_than import greater_than
 from attn_only_lens.tasks._induction import induction
 from attn_only_lens.tasks._ioi import ioi
-from attn_only_lens.tasks._jsonl import from_jsonl
-from attn_only_lens.tasks._templates import from_templates
 from attn_only_lens.tasks.paired_prompts import PairedPrompts
 
 __all__ = [

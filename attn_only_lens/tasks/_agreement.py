@@ -16,7 +16,6 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from attn_only_lens.arguments import option_reasons
-from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, draw, fill
 from attn_only_lens.tasks.words import ADJECTIVES, DEGREES, FRIENDS, MEN, PEOPLE, THINGS, WOMEN
 
@@ -59,8 +58,7 @@ def agreement(
         other number, or a name of the other gender.
 
     Raises:
-        InputError: with every reason: an option, or fewer than n pairs that fit the tokenizer, with
-            what was dropped and why.
+        InputError: an unknown option; fewer than n pairs that fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -76,9 +74,8 @@ def agreement(
     if structure is not None:
         reasons += option_reasons("structure", structure, get_args(Structure))
         reasons += ["got a structure with feature='gender', which has one"] * (feature == "gender")
-    InputError.raise_if(reasons, "no such prompts")
     pairs = _gender(seed) if feature == "gender" else _number(seed, structure or "prepositional")
-    return collect("agreement", tokenizer, n, seed, pairs)
+    return collect("agreement", tokenizer, n, seed, pairs, reasons)
 
 
 def _number(seed: int, structure: str) -> Iterator[Pair]:
@@ -89,19 +86,18 @@ def _number(seed: int, structure: str) -> Iterator[Pair]:
             subject, attractor = attractor, subject
         if structure == "relative":  # things like nobody
             attractor = random.choice([person for person in PEOPLE if person != subject])
-        plural, other_plural = random.random() < 0.5, random.random() < 0.5
-        words = {
-            "preposition": random.choice(_PREPOSITIONS),
-            "verb": random.choice(_VERBS)[other_plural],
-        }
-        template = _STRUCTURES[structure]
-        for role, word in words.items():
-            template = template.replace(f"{{{role}}}", word)
+        plural, attractor_plural = random.random() < 0.5, random.random() < 0.5
+        preposition, verb = random.choice(_PREPOSITIONS), random.choice(_VERBS)[attractor_plural]
+        attractor += "s" * attractor_plural
         verbs = random.choice(_NUMBER)
-        forms = (subject, f"{subject}s")
-        between = {"attractor": f"{attractor}s" if other_plural else attractor}
         clean, corrupted = (
-            fill(template, between | {"subject": forms[number]}) for number in (plural, not plural)
+            fill(
+                _STRUCTURES[structure],
+                {"subject": subject + "s" * number, "attractor": attractor},
+                preposition=preposition,
+                verb=verb,
+            )
+            for number in (plural, not plural)
         )
         yield Pair(clean, corrupted, (verbs[plural],), (verbs[not plural],))
 
@@ -110,9 +106,7 @@ def _gender(seed: int) -> Iterator[Pair]:
     pronouns = " he", " she"
     people = [(name, woman, False) for name in MEN for woman in WOMEN]
     people += [(person, name, True) for name, person, _ in people]
-    for (name, second_name, woman), *words in draw(seed, people, DEGREES, ADJECTIVES, FRIENDS):
-        template = _GENDER
-        for role, word in zip(("degree", "adjective", "noun"), words, strict=True):
-            template = template.replace(f"{{{role}}}", word)
-        clean, corrupted = (fill(template, {"subject": name_}) for name_ in (name, second_name))
+    for (*names, woman), *chosen in draw(seed, people, DEGREES, ADJECTIVES, FRIENDS):
+        words = dict(zip(("degree", "adjective", "noun"), chosen, strict=True))
+        clean, corrupted = (fill(_GENDER, {"subject": name}, **words) for name in names)
         yield Pair(clean, corrupted, (pronouns[woman],), (pronouns[not woman],))

@@ -13,7 +13,6 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from attn_only_lens.arguments import option_reasons
-from attn_only_lens.errors import InputError
 from attn_only_lens.tasks._agreement import _PREPOSITIONS
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
 from attn_only_lens.tasks.words import THINGS
@@ -44,8 +43,7 @@ def brackets(
         its right answer is the wrong one of the clean prompt.
 
     Raises:
-        InputError: with every reason: an option, or fewer than n pairs that fit the tokenizer, with
-            what was dropped and why.
+        InputError: an unknown option; fewer than n pairs that fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -55,10 +53,8 @@ def brackets(
         >>> pairs.corrupted[0]
         'The bridge "the green one "the old one" above the lamp'
     """
-    InputError.raise_if(
-        option_reasons("structure", structure, get_args(Structure)), "no such prompts"
-    )
-    return collect("brackets", tokenizer, n, seed, _pairs(seed, structure))
+    reasons = option_reasons("structure", structure, get_args(Structure))
+    return collect("brackets", tokenizer, n, seed, _pairs(seed, structure), reasons)
 
 
 def _pairs(seed: int, structure: str) -> Iterator[Pair]:

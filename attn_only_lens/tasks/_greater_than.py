@@ -11,20 +11,20 @@ from typing import Any
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import (
+    PROBLEM,
     Pair,
     PairedPrompts,
     collect,
     draw,
     fill,
     token_ids,
-    tokenizer_reasons,
 )
 from attn_only_lens.tasks.words import EVENTS
 
-_PROBLEM = "these prompts cannot be made"
 _TEMPLATE = "The {noun} lasted from the year {century}{year} to the year "
 _CENTURIES = [str(century) for century in range(11, 18)]
 _YEARS = range(2, 99)
+_ENDINGS = [f"{year:02}" for year in range(100)]
 
 
 def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
@@ -43,8 +43,7 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
         later years minus that of all other years.
 
     Raises:
-        InputError: a tokenizer that does not split years in two; fewer than n pairs that fit it,
-            with what was dropped and why.
+        InputError: the tokenizer does not split years in two; fewer than n pairs that fit it.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -56,38 +55,34 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
         >>> len(pairs.answers[0]), len(pairs.wrong[0])
         (37, 63)
     """
-    InputError.raise_if(tokenizer_reasons(tokenizer), _PROBLEM)
-    tokens = _tokens_of_years(tokenizer)
-    if isinstance(tokens, str):
-        reason = (
-            f"it makes no token of {tokens} where this is the end of a year; expected a tokenizer "
-            "that splits years in two, as that of GPT-2 does: century and year"
-        )
-        raise InputError([reason], _PROBLEM)
-    return collect("greater_than", tokenizer, n, seed, _pairs(tokens, seed))
+    return collect("greater_than", tokenizer, n, seed, _pairs(tokenizer, seed))
 
 
-def _tokens_of_years(tokenizer: Any) -> tuple[int, ...] | str:
-    """Return the tokens of 00 to 99 at the end of a year; a year that has none."""
-    tokens_ = dict[str, int]()
-    every = [f"{year:02}" for year in range(100)]
-    starts = token_ids(tokenizer, [f"year {century}" for century in every[10:]])
-    for century, start in zip(every[10:], starts, strict=True):
-        # Years of note, such as 1776, are tokens by themselves: of them another century tells.
-        left = [year for year in every if year not in tokens_]
+def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens of 00 to 99 at the end of a year."""
+    year_tokens = dict[str, int]()
+    starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
+    for century, start in zip(_ENDINGS[10:], starts, strict=True):
+        # Years of note, such as 1776, are single tokens: another century has the ending's token.
+        left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):
             if tokens[:-1] == start and tokens[-1] != tokenizer.unk_token_id:
-                tokens_[year] = tokens[-1]
-    lacking = [year for year in every if year not in tokens_]
-    return lacking[0] if lacking else tuple(tokens_[year] for year in every)
+                year_tokens[year] = tokens[-1]
+    if lacking := [year for year in _ENDINGS if year not in year_tokens]:
+        reason = (
+            f"it makes no token of {lacking[0]} where this is the end of a year; expected a "
+            "tokenizer that splits years in two, as that of GPT-2 does: century and year"
+        )
+        raise InputError([reason], PROBLEM)
+    return tuple(year_tokens[year] for year in _ENDINGS)
 
 
-def _pairs(tokens: tuple[int, ...], seed: int) -> Iterator[Pair]:
-    every = [f"{year:02}" for year in range(100)]
+def _pairs(tokenizer: Any, seed: int) -> Iterator[Pair]:
+    tokens = _tokens_of_years(tokenizer)
     for noun, century, year in draw(seed, EVENTS, _CENTURIES, _YEARS):
         words = {"noun": noun, "century": century}
         clean, corrupted = (
-            fill(_TEMPLATE + century, words | {"year": prefix}) for prefix in (every[year], "01")
+            fill(_TEMPLATE + century, words | {"year": ending}) for ending in (_ENDINGS[year], "01")
         )
         yield Pair(clean, corrupted, tokens[year + 1 :], tokens[: year + 1])

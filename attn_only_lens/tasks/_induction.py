@@ -12,16 +12,16 @@ from typing import Any
 from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import (
+    PROBLEM,
     Filled,
     Pair,
     PairedPrompts,
     collect,
     token_ids,
-    tokenizer_reasons,
 )
 
 _POOL = 4096  # tokens of the vocabulary that are looked at
-_PROBLEM = "these prompts cannot be made"
+_ROLES = {"first": 1, "repeated": 2}
 
 
 def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
@@ -37,12 +37,11 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
         length: tokens of a prompt, without a BOS.
 
     Returns:
-        The pairs: different ones. Words are tokens of the vocabulary that can follow one another in
-        a text, with spaces between if there are enough; all different but for the last.
+        The pairs: different ones. The words of a prompt are different tokens of the vocabulary (but
+        for the last) that can follow one another, with spaces between them if there are enough.
 
     Raises:
-        InputError: with every reason: a length below 3, a vocabulary of too few such words, fewer
-            than n pairs that fit the tokenizer, with what was dropped and why.
+        InputError: a length below 3; too few such words; fewer than n pairs that fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -53,43 +52,34 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
         ' journey Then argument Jacob Then'
     """
     reasons = [f"got length={length!r}; expected 3 or more"] * (not is_count(length, 3))
-    reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
-    reasons += tokenizer_reasons(tokenizer)
-    InputError.raise_if(reasons, _PROBLEM)
-    words = _words(tokenizer, Random(int(seed)), length)
+    return collect("induction", tokenizer, n, seed, _pairs(tokenizer, seed, length), reasons)
+
+
+def _pairs(tokenizer: Any, seed: int, length: int) -> Iterator[Pair]:
+    words, random = _words(tokenizer, Random(int(seed)), length), Random(int(seed))
     if len(words) < length + 1:
         reason = (
             f"{len(words)} of the tokenizer's words can follow one another; expected {length + 1} "
             f"for prompts of {length} tokens: take a smaller length"
         )
-        raise InputError([reason], _PROBLEM)
-    return collect("induction", tokenizer, n, seed, _pairs(tokenizer, words, seed, length))
-
-
-def _pairs(tokenizer: Any, words: list[int], seed: int, length: int) -> Iterator[Pair]:
-    random = Random(int(seed))
+        raise InputError([reason], PROBLEM)
     while True:
-        *start, repeated, replacement = random.sample(words, length + 1)
-        start_at = random.randrange(length - 2)
-        start = start[: length - 2]
+        *others, repeated, replacement = random.sample(words, length + 1)
+        first = random.randrange(length - 2)
+        others = others[: length - 2]
         rows = [
-            [*start[: start_at + 1], word, *start[start_at + 1 :]]
+            [*others[: first + 1], word, *others[first + 1 :], others[first]]
             for word in (repeated, replacement)
         ]
         sides = []
         for row in rows:
-            row.append(start[start_at])
-            ends = {role: len(_text(tokenizer, row[: start_at + n])) for role, n in _ROLES.items()}
+            ends = {role: len(_text(tokenizer, row[: first + k])) for role, k in _ROLES.items()}
             sides.append(Filled(_text(tokenizer, row), ends))
-        text = sides[0].text
-        answers = [
-            _text(tokenizer, [*rows[0], word]).removeprefix(text)
+        right, wrong = (
+            _text(tokenizer, [*rows[0], word]).removeprefix(sides[0].text)
             for word in (repeated, replacement)
-        ]
-        yield Pair(sides[0], sides[1], (answers[0],), (answers[1],))
-
-
-_ROLES = {"first": 1, "repeated": 2}
+        )
+        yield Pair(sides[0], sides[1], (right,), (wrong,))
 
 
 def _text(tokenizer: Any, tokens: list[int]) -> str:

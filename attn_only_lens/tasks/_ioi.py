@@ -10,7 +10,6 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from attn_only_lens.arguments import option_reasons
-from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill, token_ids
 from attn_only_lens.tasks.words import NAMES, OBJECTS, PLACES
 
@@ -52,8 +51,7 @@ def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc"
         The pairs: different ones, in random order.
 
     Raises:
-        InputError: with every reason: an option, or fewer than n pairs that fit the tokenizer, with
-            what was dropped and why.
+        InputError: an unknown option; fewer than n pairs that fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -65,25 +63,22 @@ def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc"
         >>> {role: at[0] for role, at in pairs.roles.items()}
         {'IO': -13, 'S1': -11, 'S2': -4, 'end': -1}
     """
-    InputError.raise_if(
-        option_reasons("corruption", corruption, get_args(Corruption)), "no such prompts"
-    )
-    return collect("ioi", tokenizer, n, seed, _pairs(tokenizer, seed, corruption))
+    reasons = option_reasons("corruption", corruption, get_args(Corruption))
+    return collect("ioi", tokenizer, n, seed, _pairs(tokenizer, seed, corruption), reasons)
 
 
 def _pairs(tokenizer: Any, seed: int, corruption: str) -> Iterator[Pair]:
     random, names = Random(int(seed)), _known(tokenizer)
     while True:
         template = random.choice(_TEMPLATES).replace("{names}", random.choice(_FIRST))
-        words = {"{place}": random.choice(PLACES), "{object}": random.choice(OBJECTS)}
-        for index, word in words.items():
-            template = template.replace(index, word)
+        words = {"place": random.choice(PLACES), "object": random.choice(OBJECTS)}
         io, subject, *others = random.sample(names, 5)
-        clean = fill(template, {"IO": io, "S1": subject, "S2": subject})
-        swapped = dict(zip(("IO", "S1", "S2"), others, strict=True))
-        if corruption == "swap":
-            swapped = {"IO": io, "S1": subject, "S2": io}
-        yield Pair(clean, fill(template, swapped), (f" {io}",), (f" {subject}",))
+        changed = (io, subject, io) if corruption == "swap" else others
+        clean, corrupted = (
+            fill(template, dict(zip(("IO", "S1", "S2"), three, strict=True)), **words)
+            for three in ((io, subject, subject), changed)
+        )
+        yield Pair(clean, corrupted, (f" {io}",), (f" {subject}",))
 
 
 def _known(tokenizer: Any) -> tuple[str, ...]:

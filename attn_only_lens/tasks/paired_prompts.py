@@ -16,20 +16,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import prod
 from random import Random
 from string import Formatter
-from typing import Any
+from typing import Any, TypeAlias
 
-from attn_only_lens.arguments import is_count
+import numpy as np
+
+from attn_only_lens.arguments import is_count, positive_reasons
 from attn_only_lens.engine.metrics import Metric, logit_diff, probability_diff
 from attn_only_lens.errors import InputError
 
 END = "end"
 """The role of the last token, which every task has."""
 
+PROBLEM = "these prompts cannot be made"
 _MOST_DRAWN = 20_000
-_PROBLEM = "these prompts cannot be made"
 _NO_PAIRS = "these are no pairs of prompts"
+_Checked: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -66,22 +70,15 @@ class PairedPrompts:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        columns = (self.clean, self.corrupted, self.answers, self.wrong, *self.roles.values())
-        if any(isinstance(column, str) or not isinstance(column, Sequence) for column in columns):
-            raise InputError(
-                ["got what is no list; expected prompts, answers and positions of every pair"],
-                _NO_PAIRS,
-            )
-        counts = {
-            "corrupted": len(self.corrupted),
-            "answers": len(self.answers),
-            "wrong": len(self.wrong),
-            **{f"positions of {role}": len(item) for role, item in self.roles.items()},
-        }
+        columns = {name: getattr(self, name) for name in ("clean", "corrupted", "answers", "wrong")}
+        columns |= {f"positions of {role}": column for role, column in self.roles.items()}
+        if any(isinstance(x, str) or not isinstance(x, Sequence) for x in columns.values()):
+            reason = "got what is no list; expected prompts, answers and positions of every pair"
+            raise InputError([reason], _NO_PAIRS)
         reasons = [
-            f"got {count} {what} of {len(self)} clean prompts; expected as many"
-            for what, count in counts.items()
-            if count != len(self)
+            f"got {len(column)} {name} of {len(self)} clean prompts; expected as many"
+            for name, column in columns.items()
+            if len(column) != len(self)
         ]
         reasons += ["got no prompts; expected one pair or more"] * (not self.clean)
         for answer in (*self.answers, *self.wrong):
@@ -111,12 +108,7 @@ class PairedPrompts:
 
 @dataclass(frozen=True)
 class Filled:
-    """A template with words in it.
-
-    Attributes:
-        text: the prompt.
-        ends: where the words of each role end in it.
-    """
+    """A prompt, and where the words of each role end in it."""
 
     text: str
     ends: Mapping[str, int]
@@ -124,14 +116,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of prompts that is not checked yet.
-
-    Attributes:
-        clean: its clean prompt.
-        corrupted: the other one.
-        answers: texts that continue the clean prompt rightly, or their tokens.
-        wrong: texts that continue it wrongly, or their tokens.
-    """
+    """A pair of prompts that is not checked yet; answers are texts after the prompt, or tokens."""
 
     clean: Filled
     corrupted: Filled
@@ -139,37 +124,38 @@ class Pair:
     wrong: tuple[str, ...] | tuple[int, ...]
 
 
-def fill(template: str, words: Mapping[str, str]) -> Filled:
-    """Put words in the fields of a template, such as `The capital of {country} is`."""
+def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
+    """Put the words of roles, and further words, in the fields of a template."""
     text, ends = "", dict[str, int]()
     for literal, role, _, _ in Formatter().parse(template):
         text += literal
         if role is not None:
-            text += words[role]
-            ends[role] = len(text)
+            text += roles[role] if role in roles else words[role]
+            if role in roles:
+                ends[role] = len(text)
     return Filled(text, ends)
 
 
 def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield combinations of one choice of each axis in random order, none twice, up to 20,000."""
-    total = 1
-    for axis in axes:
-        total *= len(axis)
+    sizes = [len(axis) for axis in axes]
+    total = prod(sizes)
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
-        chosen = []
-        for axis in axes:
-            index, position = divmod(index, len(axis))
-            chosen.append(axis[position])
-        yield tuple(chosen)
+        choices = np.unravel_index(index, sizes, order="F")
+        yield tuple(axis[int(choice)] for axis, choice in zip(axes, choices, strict=True))
 
 
-def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair]) -> PairedPrompts:
-    """Return the first n pairs that fit a tokenizer."""
-    reasons = [f"got n={n!r}; expected 1 or more"] * (not is_count(n, 1))
+def collect(
+    task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
+) -> PairedPrompts:
+    """Return the first n pairs that fit a tokenizer, unless there are reasons against it.
+
+    `pairs` is read only if n, seed and tokenizer are valid.
+    """
+    reasons = [*reasons, *positive_reasons(n=n), *_tokenizer_reasons(tokenizer)]
     reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
-    reasons += tokenizer_reasons(tokenizer)
-    InputError.raise_if(reasons, _PROBLEM)
-    pairs_drawn = dict[str, tuple[Pair, _Tokens]]()
+    InputError.raise_if(reasons, PROBLEM)
+    pairs_drawn = dict[str, tuple[Pair, _Checked]]()
     dropped, drawn = Counter[str](), 0
     for pair in islice(pairs, _MOST_DRAWN):
         drawn += 1
@@ -189,22 +175,23 @@ def collect(task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair])
                 f"and fit the tokenizer; expected n={len(pairs_drawn)} at most",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
-            _PROBLEM,
+            PROBLEM,
         )
-    kept, tokens = zip(*pairs_drawn.values(), strict=True)
-    roles = [role for role in tokens[0].roles if all(role in token.roles for token in tokens)]
+    kept, checks = zip(*pairs_drawn.values(), strict=True)
+    answers, wrong, positions = zip(*checks, strict=True)
+    roles = [role for role in positions[0] if all(role in row for row in positions)]
     return PairedPrompts(
         task,
         tuple(pair.clean.text for pair in kept),
         tuple(pair.corrupted.text for pair in kept),
-        tuple(token.answers for token in tokens),
-        tuple(token.wrong for token in tokens),
-        {role: tuple(token.roles[role] for token in tokens) for role in roles},
+        answers,
+        wrong,
+        {role: tuple(row[role] for row in positions) for role in roles},
         dict(dropped.most_common()),
     )
 
 
-def tokenizer_reasons(tokenizer: Any) -> list[str]:
+def _tokenizer_reasons(tokenizer: Any) -> list[str]:
     """Return why prompts cannot be made with a tokenizer, if they cannot."""
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
         return [
@@ -225,15 +212,8 @@ def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [list(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    answers: tuple[int, ...]
-    wrong: tuple[int, ...]
-    roles: dict[str, int]
-
-
-def _checked(tokenizer: Any, pair: Pair) -> _Tokens | str:
-    """Return the answers and roles of a pair, or why it does not fit."""
+def _checked(tokenizer: Any, pair: Pair) -> _Checked | str:
+    """Return the right answers, the wrong ones and the roles of a pair, or why it does not fit."""
     sides = pair.clean, pair.corrupted
     starts = [side.text[:end] for side in sides for end in side.ends.values()]
     all_answers = (*pair.answers, *pair.wrong)
@@ -266,4 +246,4 @@ def _checked(tokenizer: Any, pair: Pair) -> _Tokens | str:
         return "an answer is right and wrong"
     if clean == corrupted:
         return "the two prompts are the same"
-    return _Tokens(tuple(answers), tuple(wrong), places[0])
+    return tuple(answers), tuple(wrong), places[0]

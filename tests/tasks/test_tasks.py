@@ -232,7 +232,7 @@ def write_rows(path, rows):
 
 def row_of(one, other, answer=" are", wrong=" is"):
     prompts = f"The {one} near the car", f"The {other} near the car"
-    return dict(zip(tasks._jsonl.KEYS, (*prompts, answer, wrong), strict=True))
+    return dict(zip(tasks._custom.KEYS, (*prompts, answer, wrong), strict=True))
 
 
 def test_pairs_of_a_file(tmp_path):
@@ -264,7 +264,7 @@ def test_files_that_make_no_pairs(tmp_path):
         with pytest.raises(InputError, match=match):
             tasks.from_jsonl(task_tokenizer(), 1, path, **settings)
 
-    lacking = {key: "The key" for key in tasks._jsonl.KEYS[:3]}
+    lacking = {key: "The key" for key in tasks._custom.KEYS[:3]}
     refused(r"(?s)line 1: got a list.*line 2: expected a text for patch_answer", [[7], lacking])
     refused("and 2 more lines", [7] * 7)
     refused("has 5 words; expected more, for subject", [row_of("a", "b")], roles={"subject": 5})

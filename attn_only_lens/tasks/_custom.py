@@ -1,0 +1,203 @@
+"""Pairs of prompts from templates and words, or from a file of JSON lines."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from random import Random
+from string import Formatter
+from typing import Any
+
+from attn_only_lens.arguments import is_count
+from attn_only_lens.errors import InputError
+from attn_only_lens.tasks.paired_prompts import (
+    END,
+    PROBLEM,
+    Filled,
+    Pair,
+    PairedPrompts,
+    collect,
+    draw,
+    fill,
+)
+
+ANSWER = "answer"
+KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
+"""The keys of Marks et al., "Sparse Feature Circuits", 2024."""
+_RESERVED = {END, "each", "all"}  # no role's name: analyses give them a meaning
+_SHOWN = 5  # reasons of a file
+
+
+def from_templates(
+    tokenizer: Any,
+    n: int,
+    templates: str | Sequence[str],
+    words: Sequence[Mapping[str, str]],
+    seed: int = 0,
+) -> PairedPrompts:
+    """Return pairs of prompts that say the same of different things.
+
+    A pair is a template with two rows of words: one in the clean prompt, whose answer is right, the
+    other in the corrupted prompt, whose answer is wrong. The fields of a template are the roles;
+    besides these there is "end", the last token.
+
+    Args:
+        tokenizer: of Hugging Face, such as `model.tokenizer`.
+        n: how many pairs.
+        templates: texts with a field for each role, and the same fields in all.
+        words: rows of a text for each field, and the "answer", with the space before it if there
+            is to be one.
+        seed: which pairs are drawn.
+
+    Returns:
+        The pairs: different ones, in random order.
+
+    Raises:
+        InputError: with every reason: templates without fields, or with different ones; rows that
+            lack a word; fewer than n pairs that fit the tokenizer.
+
+    Example:
+        >>> from attn_only_lens import tasks
+        >>> words = [{"thing": "key", "answer": " is"}, {"thing": "keys", "answer": " are"}]
+        >>> pairs = tasks.from_templates(tokenizer, 2, "The {thing} in the bag", words)
+        >>> pairs.clean[0], pairs.corrupted[0]
+        ('The keys in the bag', 'The key in the bag')
+        >>> dict(pairs.roles)
+        {'thing': (-4, -4), 'end': (-1, -1)}
+    """
+    for argument in (templates, words):
+        if not isinstance(argument, Iterable):
+            raise InputError([f"got {argument!r}; expected texts, and rows of words"], PROBLEM)
+    texts = [templates] if isinstance(templates, str) else list(templates)
+    rows, fields = list(words), list(map(_fields, texts))
+    expected = set(fields[0]) if fields else set()
+    reasons = [
+        f"got template {template!r}; expected a text with fields such as {{subject}}, the same in "
+        "all, each once, one or more"
+        for template, roles in zip(texts, fields, strict=True)
+        if not roles or sorted(roles) != sorted(expected)
+    ]
+    reasons += [f"got field {{{role}}}; expected another name" for role in expected & _RESERVED]
+    for row in rows:
+        keys = [*sorted(expected), ANSWER]
+        if not isinstance(row, Mapping):
+            reasons.append(f"got words {row!r}; expected a text by field, and the {ANSWER!r}")
+        elif lacking := [key for key in keys if not isinstance(row.get(key), str)]:
+            reasons.append(f"got words {dict(row)}; expected a text for {', '.join(lacking)}")
+    reasons += ["got no templates; expected one or more"] * (not texts)
+    reasons += [f"got {len(rows)} rows of words; expected two or more"] * (len(rows) < 2)
+    pairs = (
+        Pair(fill(template, row), fill(template, changed), (row[ANSWER],), (changed[ANSWER],))
+        for template, row, changed in draw(seed, texts, rows, rows)
+        if row is not changed and row[ANSWER] != changed[ANSWER]
+    )
+    return collect("templates", tokenizer, n, seed, pairs, reasons)
+
+
+def _fields(template: object) -> list[str]:
+    """Return the fields of a template; none if it is not a text with plain fields."""
+    try:
+        parts = list(Formatter().parse(template)) if isinstance(template, str) else []
+    except ValueError:  # a brace without its other
+        return []
+    fields = [part[1:] for part in parts if part[1] is not None]
+    is_plain = all(role and not spec and not conversion for role, spec, conversion in fields)
+    return [role for role, *_ in fields if role] if is_plain else []
+
+
+def from_jsonl(
+    tokenizer: Any,
+    n: int,
+    path: str | PathLike[str],
+    seed: int = 0,
+    *,
+    keys: tuple[str, str, str, str] = KEYS,
+    roles: Mapping[str, int] | None = None,
+    keep: Callable[[Mapping[str, Any]], bool] = lambda row: True,
+) -> PairedPrompts:
+    """Return pairs of prompts from a file with one JSON object in each line.
+
+    Args:
+        tokenizer: of Hugging Face, such as `model.tokenizer`.
+        n: how many pairs.
+        path: a UTF-8 file, such as the agreement sets of "Sparse Feature Circuits".
+        seed: which pairs are drawn.
+        keys: of the clean prompt, the corrupted prompt, the right answer and the wrong one, as
+            texts; an answer includes the space before it.
+        roles: the number of a word by role, from 0; the role is at the last token of this word, as
+            {"subject": 1} in "The keys near". Besides these there is "end", the last token.
+        keep: which lines to use, for instance those of some nouns.
+
+    Returns:
+        The pairs: different ones, in random order.
+
+    Raises:
+        InputError: no such file; with every reason: lines that are not objects with these keys; a
+            prompt without a role's word; fewer than n pairs that fit the tokenizer.
+
+    Example:
+        >>> import json
+        >>> from pathlib import Path
+        >>> from attn_only_lens import tasks
+        >>> row = {"clean_prefix": "The keys", "patch_prefix": "The key",
+        ...        "clean_answer": " are", "patch_answer": " is"}
+        >>> _ = Path("pairs.jsonl").write_text(json.dumps(row))
+        >>> pairs = tasks.from_jsonl(tokenizer, 1, "pairs.jsonl", roles={"subject": 1})
+        >>> pairs.clean, dict(pairs.roles)
+        (('The keys',), {'subject': (-1,), 'end': (-1,)})
+    """
+    roles = dict(roles or {})
+    reasons = [f"got role {role!r}; expected another name" for role in roles if role in _RESERVED]
+    reasons += [
+        f"got word {number!r} for the role {role!r}; expected its number from 0"
+        for role, number in roles.items()
+        if not is_count(number)
+    ]
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError, TypeError) as error:
+        raise InputError([*reasons, f"got {str(path)!r}: {error}"], PROBLEM) from None
+    rows, bad = list[Mapping[str, Any]](), list[str]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row = _row(line, keys, roles)
+        if isinstance(row, str):
+            bad.append(f"line {number}: {row}")
+        elif keep(row):
+            rows.append(row)
+    reasons += [*bad[:_SHOWN], *[f"and {len(bad) - _SHOWN} more lines"] * (len(bad) > _SHOWN)]
+    return collect(Path(path).stem, tokenizer, n, seed, _pairs(rows, keys, roles, seed), reasons)
+
+
+def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[str, Any] | str:
+    """Return the object in a line, or why it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return f"it is not JSON ({error})"
+    if not isinstance(row, dict):
+        return f"got a {type(row).__name__}; expected an object"
+    lacking = [key for key in keys if not isinstance(row.get(key), str)]
+    if lacking:
+        return f"expected a text for {', '.join(lacking)}"
+    clean, corrupted, *_ = keys
+    fewest = min(len(row[clean].split()), len(row[corrupted].split()))
+    if missing := [role for role, number in roles.items() if number >= fewest]:
+        return f"a prompt has {fewest} words; expected more, for {', '.join(missing)}"
+    return row
+
+
+def _pairs(
+    rows: list[Mapping[str, Any]], keys: Iterable[str], roles: Mapping[str, int], seed: int
+) -> Iterator[Pair]:
+    Random(int(seed)).shuffle(rows)
+    for row in rows:
+        clean, corrupted, answer, wrong = (row[key] for key in keys)
+        yield Pair(_filled(clean, roles), _filled(corrupted, roles), (answer,), (wrong,))
+
+
+def _filled(text: str, roles: Mapping[str, int]) -> Filled:
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
+    return Filled(text, {role: ends[number] for role, number in roles.items()})
