@@ -35,8 +35,7 @@ from attn_only_lens.models.source_folder import (
     tokenizer_reasons,
 )
 from attn_only_lens.models.transformers_module import DEQUANTISE, config_reasons
-from attn_only_lens.storage import out_of_range, read_json
-from attn_only_lens.storage.size_limit import limit_size, require_few_layers
+from attn_only_lens.storage import limit_size, out_of_range, read_json, require_few_layers
 
 _INDEX = f"{WEIGHTS}.index.json"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")

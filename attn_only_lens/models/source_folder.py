@@ -25,6 +25,7 @@ from attn_only_lens.storage import (
     Document,
     FileDigest,
     check_files,
+    limit_size,
     open_folder,
     out_of_range,
     path_inside,
@@ -32,7 +33,6 @@ from attn_only_lens.storage import (
     read_tensors,
     type_mismatches,
 )
-from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,

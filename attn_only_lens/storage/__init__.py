@@ -1,6 +1,12 @@
 """File formats: written whole or not at all, sealed with a digest, and checked before use."""
 
 from attn_only_lens.storage.atomic import atomic_folder, atomic_write, open_folder, write_text
+from attn_only_lens.storage.checks import (
+    limit_size,
+    out_of_range,
+    require_few_layers,
+    type_mismatches,
+)
 from attn_only_lens.storage.documents import (
     Document,
     FileDigest,
@@ -10,7 +16,6 @@ from attn_only_lens.storage.documents import (
     path_inside,
     read_json,
 )
-from attn_only_lens.storage.json_types import out_of_range, type_mismatches
 from attn_only_lens.storage.tensors import read_tensors, tensor_digest, write_tensors
 
 __all__ = [
@@ -20,12 +25,14 @@ __all__ = [
     "atomic_write",
     "check_files",
     "file_digests",
+    "limit_size",
     "listed_files",
     "open_folder",
     "out_of_range",
     "path_inside",
     "read_json",
     "read_tensors",
+    "require_few_layers",
     "tensor_digest",
     "type_mismatches",
     "write_tensors",

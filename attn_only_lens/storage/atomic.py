@@ -36,9 +36,9 @@ AnyPath: TypeAlias = str | os.PathLike[str]
 
 
 def as_path(path: AnyPath) -> Path:
-    """Return a path."""
+    """Return a path; refuse "", which `Path` takes for the current folder."""
     if isinstance(path, str | os.PathLike) and path != "" and "\0" not in str(path):
-        return Path(path)  # which takes '' for the current folder
+        return Path(path)
     here = ", '.' for the current folder" if path == "" else ""
     raise CheckpointError(f"got {path!r}; expected a path{here}")
 
@@ -71,7 +71,9 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                     if entry.is_file():
                         with entry.open("rb") as file:
                             os.fsync(file.fileno())
-                _move(scratch, path)
+                if new.is_dir() and path.is_dir():  # `os.replace` replaces no full folders
+                    os.replace(path, scratch / "old")  # moved back if the process ends here
+                os.replace(new, path)
             finally:
                 _discard(scratch, path)
     except (OSError, SafetensorError) as error:
@@ -90,8 +92,8 @@ def atomic_folder(
     if folder == Path.cwd():
         raise CheckpointError("got the current folder; expected a folder in it, or elsewhere")
     if folder.is_dir():
-        there = sorted(path.name for path in folder.iterdir())
-        foreign = [name for name in there if name not in ours] if seal in there else there
+        names = sorted(path.name for path in folder.iterdir())
+        foreign = [name for name in names if seal not in names or name not in ours]
         if listed is not None and not foreign:
             known = listed(folder / seal)
             within = (path for path in folder.glob("*/**/*") if path.is_symlink() or path.is_file())
@@ -120,14 +122,6 @@ def open_folder(folder: AnyPath) -> Path:
     if not is_folder:
         raise CheckpointError(f"{folder} is a file; expected a folder")
     return target
-
-
-def _move(scratch: Path, path: Path) -> None:
-    """Move the new file or folder to its path."""
-    new, old = scratch / "new", scratch / "old"
-    if new.is_dir() and path.is_dir():  # `os.replace` replaces files, but no full folders
-        os.replace(path, old)  # if the process ends here, `_discard` moves it back
-    os.replace(new, path)
 
 
 def _discard(scratch: Path, path: Path) -> None:

@@ -42,18 +42,7 @@ _CHUNK_DOCUMENT = Document("attn_only_lens.Chunk", 1, _Chunk)
 
 
 class ChunkStore:
-    """A folder with the chunks of one job.
-
-    Example:
-        >>> import tempfile
-        >>> import numpy as np
-        >>> from attn_only_lens.storage.chunks import ChunkStore
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     store = ChunkStore(folder, {"metric": "kl"})
-        ...     store.put("chunk-0", {"value": np.array([2.0, 3.0])})
-        ...     store.get("chunk-0"), store.get("chunk-1")
-        ({'value': array([2., 3.])}, None)
-    """
+    """A folder with the chunks of one job."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
         self.folder = open_folder(folder)
@@ -63,10 +52,23 @@ class ChunkStore:
         self._digest = hashlib.sha256(sorted_text.encode()).hexdigest()
         path = self.folder / _SETTINGS
         if not path.exists():
-            self._require_empty()
+            files = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
+            if files and _SETTINGS not in files:  # unless another process has just begun this job
+                reason = (
+                    f"{self.folder} holds {files[:5]} and no {_SETTINGS}; expected a new folder"
+                )
+                raise InputError([reason], "no results can be kept here")
             _SETTINGS_DOCUMENT.write(path, settings=self._settings)
         # Read it back even if it was just written: another process may have been faster.
-        self._require_same(path)
+        stored = _SETTINGS_DOCUMENT.read(path)["settings"]
+        keys = sorted(self._settings.keys() | stored.keys())
+        both = [[values.get(key, _MISSING) for values in (self._settings, stored)] for key in keys]
+        differ = [
+            f"{key}: got {_short(value)}; the folder has {_short(old)}"
+            for key, (value, old) in zip(keys, both, strict=True)
+            if value != old
+        ]
+        InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
 
     def put(self, key: str, arrays: Arrays) -> None:
         """Write a chunk, in place of an earlier file."""
@@ -80,7 +82,11 @@ class ChunkStore:
         if not path.exists():
             return None
         tensors, document = read_tensors(path, _CHUNK_DOCUMENT)
-        self._require_own(key, document)
+        expected = {"settings": self._digest, "key": key}
+        if wrong := [name for name, value in expected.items() if document[name] != value]:
+            raise CheckpointError(
+                f"{path} is not a chunk of this job: its {' and '.join(wrong)} differ; delete it"
+            )
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     @staticmethod
@@ -92,33 +98,6 @@ class ChunkStore:
     def path(self, key: str) -> Path:
         """Return the path of a chunk's file."""
         return path_inside(self.folder, f"{key}.safetensors")
-
-    def _require_own(self, key: str, document: dict[str, Any]) -> None:
-        expected = {"settings": self._digest, "key": key}
-        wrong = [name for name, value in expected.items() if document[name] != value]
-        if wrong:
-            raise CheckpointError(
-                f"{self.path(key)} is not a chunk of this job: its {' and '.join(wrong)} "
-                "differ; delete it"
-            )
-
-    def _require_empty(self) -> None:
-        files = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
-        if files and _SETTINGS not in files:  # unless another process has just begun this job
-            raise InputError(
-                [f"{self.folder} holds {files[:5]} and no {_SETTINGS}; expected a new folder"],
-                "no results can be kept here",
-            )
-
-    def _require_same(self, path: Path) -> None:
-        ours, stored = self._settings, _SETTINGS_DOCUMENT.read(path)["settings"]
-        differ = [
-            f"{key}: got {_short(ours.get(key, _MISSING))}; the folder has "
-            f"{_short(stored.get(key, _MISSING))}"
-            for key in sorted(ours.keys() | stored.keys())
-            if ours.get(key, _MISSING) != stored.get(key, _MISSING)
-        ]
-        InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
 
 
 def _short(value: object) -> str:

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage.atomic import AnyPath, as_path, write_text
-from attn_only_lens.storage.json_types import type_mismatches
+from attn_only_lens.storage.checks import type_mismatches
 
 _SHOWN = 5
 
@@ -34,13 +34,7 @@ class FileDigest(TypedDict):
 
 @dataclass(frozen=True)
 class Document:
-    """A file format: sealed JSON with a name, a version and typed fields.
-
-    Attributes:
-        format: its name.
-        version: the one version that is written and read.
-        fields: a TypedDict of the remaining fields.
-    """
+    """A file format: sealed JSON with a name, a version and `fields`, a TypedDict of the rest."""
 
     format: str
     version: int
@@ -79,13 +73,12 @@ class Document:
                 f"{self.version}: use the release that wrote it, or write it again"
             )
         try:
-            seal = _seal(whole)
+            unchanged = whole.get("sha256") == _seal(whole)
         except RecursionError:
-            seal = ""
-        if whole.get("sha256") != seal:
+            unchanged = False
+        if not unchanged:
             raise CheckpointError(f"{path} was changed after it was written: write it again")
-        wrong = list(type_mismatches(whole, self.fields, ""))
-        if wrong:
+        if wrong := list(type_mismatches(whole, self.fields, "")):
             reasons = "; ".join(reason.lstrip(".") for reason in wrong[:_SHOWN])
             raise CheckpointError(f"{path} cannot be used: {reasons}")
         return dict(whole)

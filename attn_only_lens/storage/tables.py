@@ -26,12 +26,7 @@ _NUMBERS = ("int64", "float64")
 
 
 class TableFields(TypedDict):
-    """The fields that a table's document has in any format.
-
-    Attributes:
-        content: digest of the frame.
-        numbers: its columns of numbers; all others are text.
-    """
+    """What a table's document has in any format: the frame's digest, and its columns of numbers."""
 
     content: str
     numbers: dict[str, Literal["int64", "float64"]]
@@ -76,11 +71,12 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
             table = pq.read_table(
                 path, page_checksum_verification=True, memory_map=True, pre_buffer=False
             )
-            _require(_digest(table) == said["content"], "it was changed after it was written")
+            if _digest(table) != said["content"]:
+                raise ValueError("it was changed after it was written")
             return table.to_pandas(), said
         content = path.read_bytes()
-        same = hashlib.sha256(content).hexdigest() == said["content"]
-        _require(same, f"it is not the file that {_sidecar(path).name} describes")
+        if hashlib.sha256(content).hexdigest() != said["content"]:
+            raise ValueError(f"it is not the file that {_sidecar(path).name} describes")
         # Text first: pandas' own parser of numbers may be a rounding off, and takes "NA" for none.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
         missing = {name: {"": "nan"} for name, kind in said["numbers"].items() if kind == "float64"}
@@ -108,11 +104,6 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, LookupError, arrow) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _require(holds: bool, reason: str) -> None:
-    if not holds:
-        raise ValueError(reason)
 
 
 def _digest(table: Any) -> str:

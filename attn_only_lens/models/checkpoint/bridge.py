@@ -33,8 +33,7 @@ from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import parse_dtype, plain_config
 from attn_only_lens.models.transformers_module import build_module, config_from
 from attn_only_lens.models.two_blocks.build import tensor_misfits
-from attn_only_lens.storage import out_of_range
-from attn_only_lens.storage.size_limit import require_few_layers
+from attn_only_lens.storage import out_of_range, require_few_layers
 
 _NATIVE = "TransformerLensNative"
 _SLACK = 2  # numbers of the model, for each that is saved: those that share memory are saved once

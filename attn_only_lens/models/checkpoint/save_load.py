@@ -36,13 +36,13 @@ from attn_only_lens.storage import (
     atomic_folder,
     check_files,
     file_digests,
+    limit_size,
     listed_files,
     open_folder,
     read_tensors,
     type_mismatches,
     write_tensors,
 )
-from attn_only_lens.storage.size_limit import limit_size
 from attn_only_lens.tl import HookedTransformer
 
 MANIFEST = "attn_only_lens.json"

@@ -1,9 +1,11 @@
-"""Check values read from JSON: types by pydantic, and the ranges of numbers in configurations."""
+"""Check what files hold before it is used: types, numbers of configurations, sizes of models."""
 
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, get_type_hints, is_typeddict
@@ -11,34 +13,34 @@ from typing import Any, get_type_hints, is_typeddict
 import pydantic
 import torch
 import typing_extensions
+from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from attn_only_lens.errors import CheckpointError
 
 _TOO_LARGE = re.compile(r"(?<![\w.])\d{19,}(?![\w.])")  # 2^63 has 19 digits
 _NAMES = {"int_type": "int", "int_from_float": "int", "string_type": "str", "list_type": "list"}
 _NAMES |= {"dict_type": "dict", "bool_type": "bool", "float_type": "float", "none_required": "None"}
 # The names that configurations of TransformerLens and transformers give to numbers of a range.
-_RANGES: tuple[tuple[re.Pattern[str], str, Callable[[float], bool]], ...] = (
+_RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (
-        re.compile(
-            r"rotary_base(_local)?|\w*_theta|(\w*_)?factor|yarn_\w+|NTK_\w+|clip_qkv|window_size|"
-            r"n_devices|n_ctx|n_positions|max_position_embeddings|query_pre_attn_scalar|"
-            r"n_(head|layer|embd)|num_(attention_heads|key_value_heads|hidden_layers)|"
-            r"hidden_size|vocab_size|head_dim"
-        ),
+        r"rotary_base(_local)?|\w*_theta|(\w*_)?factor|yarn_\w+|NTK_\w+|clip_qkv|window_size|"
+        r"n_devices|n_ctx|n_positions|max_position_embeddings|query_pre_attn_scalar|"
+        r"n_(head|layer|embd)|num_(attention_heads|key_value_heads|hidden_layers)|"
+        r"hidden_size|vocab_size|head_dim",
         "more than 0",
         lambda value: value > 0,
     ),
-    (re.compile(r"(\w*_)?eps(ilon)?|rotary_dim"), "0 or more", lambda value: value >= 0),
-    (
-        re.compile(r"attn_scale"),
-        "more than 0, or -1 for the root of d_head",
-        lambda value: value > 0 or value == -1,
-    ),
-    (
-        re.compile(r"(\w*_)?(p?drop|dropout(_prob)?)"),
-        "from 0 to 1",
-        lambda value: 0 <= value <= 1,
-    ),
+    (r"(\w*_)?eps(ilon)?|rotary_dim", "0 or more", lambda value: value >= 0),
+    (r"attn_scale", "more than 0, or -1 for the root of d_head", lambda x: x > 0 or x == -1),
+    (r"(\w*_)?(p?drop|dropout(_prob)?)", "from 0 to 1", lambda value: 0 <= value <= 1),
 )
+_MODULES = 50  # for each tensor: blocks have hook points, and modules that only hold others
+_FEW = 300
+_FEW_LAYERS = 1000
 
 
 def type_mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
@@ -98,16 +100,57 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def out_of_range(config: Any, name: str) -> Iterator[str]:
-    """Yield every number of a configuration, at any depth, that no model can have.
-
-    Example:
-        >>> list(out_of_range({"eps": -1e-5, "rotary_base": 10000}, "config"))
-        ['config.eps: got -1e-05; expected 0 or more']
-    """
+    """Yield every number of a configuration, at any depth, that no model can have."""
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
         yield from out_of_range(value, f"{name}.{key}")
         if type(value) in (int, float):
             for pattern, expected, fits in _RANGES:
-                if pattern.fullmatch(key) and not fits(value):
+                if re.fullmatch(pattern, key) and not fits(value):
                     yield f"{name}.{key}: got {value}; expected {expected}"
+
+
+@contextmanager
+def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Stop building a model as soon as it is larger than these tensors can fill.
+
+    A configuration of a million layers, or of layers a million wide, would take hours or all of the
+    memory before anything could be compared.
+    """
+    thread, made = threading.get_ident(), 0
+    elements = sum(tensor.numel() for tensor in tensors.values())
+
+    def count(module: Any, name: str, child: Any) -> None:
+        nonlocal made
+        made += threading.get_ident() == thread
+        if made > _FEW + _MODULES * len(tensors):
+            raise CheckpointError(
+                f"the configuration leads to more modules than {len(tensors)} tensors belong to"
+            )
+
+    def measure(module: Any, name: str, parameter: Any) -> None:
+        if threading.get_ident() == thread and parameter.numel() > elements:
+            raise CheckpointError(
+                f"the configuration leads to a parameter {name} of shape {list(parameter.shape)}, "
+                f"and all tensors together have {elements} entries"
+            )
+
+    hooks = [
+        register_module_module_registration_hook(count),
+        register_module_parameter_registration_hook(measure),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a configuration of far more layers than tensors are saved.
+
+    Configurations of transformers make lists of such lengths, before any module is made.
+    """
+    for key, value in config.items():
+        if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):
+            raise ValueError(f"its {key} is {value}, and {len(tensors)} tensors are saved")
