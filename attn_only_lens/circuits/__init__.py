@@ -18,12 +18,12 @@ from attn_only_lens.circuits.weights._composition import (
     top_compositions,
     virtual_weights,
 )
-from attn_only_lens.circuits.weights._token_paths import token_paths
 from attn_only_lens.circuits.weights.token_circuits import (
     TokenCircuit,
     copying_scores,
     ov_circuit,
     qk_circuit,
+    token_paths,
 )
 
 __all__ = [

@@ -20,11 +20,7 @@ W_Q W_Kᵀ, and "embed" has no positional embeddings, as in TransformerLens.
 
 Each head has a *factor*, a matrix [rank, d_model] of norm 1 for everything that it writes or reads.
 With A = Q T and Q's columns orthonormal, ‖A B‖ = ‖T B‖, so scores of many pairs are one product of
-factors. Memory beyond the model, in numbers of the weights' dtype (float32 for half precision):
-
-    2 d_model Σ d_head                  once: the factors of all attention heads
-    d_model²                            once: that of the embedding (four times that in float64)
-    4 b d_model + 2 b² + 16 b min(k, b) a block of at most b rows of factors on either side
+factors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +46,7 @@ _BLOCK = 1024  # rows of factors at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"
 _PROBLEM = "these heads do not compose"
-_NO_SCORES = "no composition scores can be computed"
+_NOT_FINITE = "no composition scores can be computed"
 _NO_KEYS = "zero by construction: a neuron-head's keys do not depend on the token"
 _NO_PAIR = (
     "expected a reader that reads after the writer has written: a later layer, or an attention "
@@ -97,12 +93,12 @@ def composition(
     """
     writing, reading = _resolve_pairs(model, writers, readers, kind)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
-    n_writers = sum(1 if sites is None else len(sites.names) for sites in writing)
+    n_writers = sum(len(sites.names) if sites else 1 for sites in writing)
     n_pairs = n_writers * sum(len(sites.names) for sites in reading)
     if n_pairs > _MOST_PAIRS:
         reason = f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"
         raise InputError([reason], "these scores would not fit a table")
-    sources = [head_writers(matrices, sites) for sites in writing]
+    sources = [_head_writers(matrices, sites) for sites in writing]
     frames = []
     for source in sources:
         written = source.factors(slice(None))
@@ -112,7 +108,7 @@ def composition(
             if kind == "k" and sites.kind == "neuron":
                 values, note = written.new_zeros(len(written), len(sites.names)), _NO_KEYS
             else:
-                values = scores(written, head_readers(matrices, sites, kind).factors(slice(None)))
+                values = scores(written, _head_readers(matrices, sites, kind).factors(slice(None)))
                 note = ""
             pairs = pd.MultiIndex.from_product([source.names, sites.names])
             frames.append(_frame(model, pairs.to_frame().to_numpy(), values.flatten(), kind, note))
@@ -141,12 +137,9 @@ def top_compositions(
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
-    For GPT-2 small's 37,009 writers and k = 100 that is 82.5 MiB, and 52.8 were measured; all
-    scores would take 5.1 GiB.
-
     Args:
         model: converted, or with exposed neuron-heads.
-        k: how many pairs; fewer if there are fewer. Ties are broken arbitrarily.
+        k: how many pairs, at most. Ties are broken arbitrarily.
         kind: as in `composition`.
         writers: as in `composition`; None for all attention heads, all neurons and the embedding.
         readers: as in `composition`; None for all heads. Neurons are left out of "k".
@@ -169,8 +162,7 @@ def top_compositions(
         (3, 2048, True)
     """
     InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
-    every = all_heads()
-    chosen = every if writers is None else writers, every if readers is None else readers
+    chosen = [all_heads() if sites is None else sites for sites in (writers, readers)]
     writing, reading = _resolve_pairs(model, *chosen, kind)
     writing = [None, *writing] if writers is None else writing
     if kind == "k":
@@ -178,8 +170,8 @@ def top_compositions(
         if not reading:
             raise InputError([f"K-composition into neuron-heads is {_NO_KEYS}"], _PROBLEM)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
-    sources = [head_writers(matrices, sites) for sites in writing]
-    targets = [head_readers(matrices, sites, kind) for sites in reading]
+    sources = [_head_writers(matrices, sites) for sites in writing]
+    targets = [_head_readers(matrices, sites, kind) for sites in reading]
     largest, first_writer = LargestScores(k), 0
     for source in sources:
         first_reader = 0
@@ -216,8 +208,7 @@ def virtual_weights(
     Rows are the writer's input: the stream at the token it attends to (d_model); for a neuron, its
     activation (1); for "embed", the token (d_vocab). Columns are the reader's output: for an
     attention head the stream on the other side of its scores (q, k), or what it writes (v): d_model
-    entries; for a neuron its query or value (1). So between two neurons the one entry is the dot
-    product of what one writes and the other reads, up to the scales of norms.
+    entries; for a neuron its query or value (1).
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -283,7 +274,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadFactors:
+class _HeadFactors:
     """The factors of heads of one kind in one layer, as writers or as readers at a stage."""
 
     names: tuple[str, ...]
@@ -298,32 +289,33 @@ class HeadFactors:
             yield slice(start, min(start + step, len(self.names)))
 
 
-def head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> HeadFactors:
+def _head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> _HeadFactors:
     """Return heads as writers; of None, the embedding."""
     if sites is None:
-        factor = _embedding_factor(matrices.embedding())
-        return HeadFactors((_EMBED,), 0, factor.shape[1], lambda some: factor[some])
+        return _kept((_EMBED,), 0, _embedding_factor(matrices.embedding()))
     return _head_factors(sites, _write_stage(matrices, sites), matrices.write_matrices)
 
 
-def head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> HeadFactors:
-    """Return heads as readers."""
+def _head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _HeadFactors:
     return _head_factors(sites, _read_stage(sites), lambda s: matrices.read_matrices(s, kind).T)
 
 
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
-) -> HeadFactors:
+) -> _HeadFactors:
     """Keep the factors of attention heads; make those of neurons, which are many, on demand."""
     if sites.kind == "attention":
-        kept = writer_factors(matrix(sites), sites.names)
-        return HeadFactors(sites.names, stage, kept.shape[1], lambda some: kept[some])
+        return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
     def factors(some: slice) -> Tensor:
         columns = sites.names[some], sites.index[some], sites.member[some]
         return writer_factors(matrix(LayerSites(sites.layer, sites.kind, *columns)), columns[0])
 
-    return HeadFactors(sites.names, stage, 1, factors)
+    return _HeadFactors(sites.names, stage, 1, factors)
+
+
+def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
+    return _HeadFactors(names, stage, factors.shape[1], lambda some: factors[some])
 
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
@@ -339,7 +331,7 @@ def _embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1
     for rows in precise.split(_ROWS):
         gram.addmm_(rows.double().T, rows.double())
     if not gram.isfinite().all():
-        raise InputError(["the embedding has weights that are not finite"], _NO_SCORES)
+        raise InputError(["the embedding has weights that are not finite"], _NOT_FINITE)
     values, vectors = torch.linalg.eigh(gram)
     factor = values.clamp(min=0).sqrt()[:, None] * vectors.T
     return _normalize(factor.to(W_E)[None], (_EMBED,))
@@ -352,7 +344,7 @@ def _normalize(factors: Tensor, names: tuple[str, ...]) -> Tensor:
     finite = largest.flatten().isfinite().tolist()
     if bad := [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]:
         reason = f"{len(bad)} heads, such as {bad[0]}, have weights that are not finite"
-        raise InputError([reason], _NO_SCORES)
+        raise InputError([reason], _NOT_FINITE)
     factors /= torch.where(largest == 0, 1.0, largest)
     norm = torch.linalg.vector_norm(factors, dim=(-2, -1), keepdim=True)
     factors /= torch.where(norm == 0, 1.0, norm)
@@ -381,17 +373,10 @@ def _frame(model: Any, pairs: Any, values: Tensor, kind: str, note: str) -> pd.D
 
 
 class Partner(NamedTuple):
-    """A head that a neuron composes with.
-
-    Attributes:
-        side: whether it "writes" what the neuron reads, or "reads" what the neuron writes.
-        kind: the reader's input; in a plain MLP "v" stands for "q" too.
-        name: of the partner.
-        score: the composition score; between two neurons, with the sign of the cosine.
-    """
+    """A head that writes what a neuron reads, or reads what it writes; signed between neurons."""
 
     side: Literal["writes", "reads"]
-    kind: Kind
+    kind: Kind  # the reader's input; in a plain MLP "v" stands for "q" too
     name: str
     score: float
 
@@ -405,15 +390,15 @@ def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Par
     for sites in resolve_sites(model, neurons):
         partners |= {name: [] for name in sites.names}
         for kind in _kinds(model, sites):
-            reader = head_readers(matrices, sites, kind)
-            writers = (head_writers(matrices, layer) for layer in layers)
+            reader = _head_readers(matrices, sites, kind)
+            writers = (_head_writers(matrices, layer) for layer in layers)
             earlier = [writer for writer in writers if writer.stage <= reader.stage]
             for name, top in _strongest(reader, earlier, k):
                 partners[name] += [Partner("writes", kind, *pair) for pair in top]
-        writer = head_writers(matrices, sites)
+        writer = _head_writers(matrices, sites)
         for kind in ("v", "q", "k"):
             of_kind = [layer for layer in layers if kind in _kinds(model, layer)]
-            readers = (head_readers(matrices, layer, kind) for layer in of_kind)
+            readers = (_head_readers(matrices, layer, kind) for layer in of_kind)
             later = [reader for reader in readers if writer.stage <= reader.stage]
             for name, top in _strongest(writer, later, k):
                 partners[name] += [Partner("reads", kind, *pair) for pair in top]
@@ -434,7 +419,7 @@ def is_gated(model: Any, layer: int) -> bool:
 
 
 def _strongest(
-    neurons: HeadFactors, others: list[HeadFactors], k: int
+    neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
     """Yield each neuron with the heads of the largest |scores|."""
     names = [name for group in others for name in group.names]

@@ -36,23 +36,14 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """The matrices that heads of a model read and write through.
-
-    Attributes:
-        model: converted, or with exposed neuron-heads.
-        norms: of each layer, to be folded in; None to take weights as they stand.
-    """
+    """The matrices of a model's heads, with the norms of each layer folded in unless None."""
 
     model: Any
     norms: tuple[LayerNorms, ...] | None
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return the matrices of a model.
-
-        Raises:
-            InputError: with every reason: norms or matrices of a bridge are unknown.
-        """
+        """Return the matrices of a model; refuse unknown norms or matrices of a bridge."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
@@ -63,27 +54,24 @@ class HeadMatrices:
             return self.norms[layer].parallel
         return bool(self.model.cfg.parallel_attn_mlp)
 
-    def _attn(self, layer: int) -> Any:
-        return host_of(self.model).attention(layer)
-
     def _norms_around(self, sites: LayerSites) -> tuple[Norm, Norm]:
-        """The norms before and after a sublayer."""
+        """Return the norms before and after a sublayer."""
         if self.norms is None:
             return NO_NORM, NO_NORM
-        here = self.norms[sites.layer]
-        return here.attention if sites.kind == "attention" else here.neuron
+        norms = self.norms[sites.layer]
+        return norms.attention if sites.kind == "attention" else norms.neuron
 
     def _of_heads(self, weights: Tensor, sites: LayerSites) -> Tensor:
         """Select the entries of some query heads, which may share keys and values."""
-        n_heads = self._attn(sites.layer).W_Q.shape[0]
+        n_heads = host_of(self.model).n_heads[sites.layer]
         return weights[sites.index.to(weights.device) * len(weights) // n_heads]
 
     def _head(self, name: str, sites: LayerSites) -> Tensor:
-        weights = getattr(self._attn(sites.layer), name)
+        weights = getattr(host_of(self.model).attention(sites.layer), name)
         return self._of_heads(float32_if_half(weights.detach()), sites)
 
-    def _with_own_norm(self, name: Literal["W_Q", "W_K"], sites: LayerSites) -> Tensor:
-        """W_Q or W_K, followed by the norm of queries or keys."""
+    def _with_norm(self, name: Literal["W_Q", "W_K"], sites: LayerSites) -> Tensor:
+        """Return W_Q or W_K, followed by the norm of queries or keys."""
         weight = self._head(name, sites)
         if self.norms is None:
             return weight
@@ -101,7 +89,7 @@ class HeadMatrices:
         return weight * of_head.to(weight.dtype)[:, None]
 
     def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
-        """A parameter of the gate for each site; 1 for a whole neuron."""
+        """Return a parameter of the gate for each site; 1 for a whole neuron."""
         gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
             1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
@@ -128,9 +116,7 @@ class HeadMatrices:
     ) -> Float[Tensor, "site d_model"]:
         """Return what heads or neurons with the output z add to the stream, up to a norm's scale.
 
-        Args:
-            sites: some may occur more than once.
-            z: of each.
+        A site may occur more than once.
         """
         _, last = self._norms_around(sites)
         z = float32_if_half(z.detach())
@@ -144,7 +130,7 @@ class HeadMatrices:
         if sites.kind == "attention":
             if kind == "v":
                 return self.write_matrices(sites)
-            q, k = (first.before(self._with_own_norm(name, sites)) for name in ("W_Q", "W_K"))
+            q, k = (first.before(self._with_norm(name, sites)) for name in ("W_Q", "W_K"))
             left, right = (q, k) if kind == "q" else (k, q)
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
@@ -163,19 +149,12 @@ class HeadMatrices:
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """Return W_E.
-
-        Raises:
-            InputError: it is normed or projected before it enters the stream.
-        """
-        W_E: Tensor = self.model.W_E
-        cfg = self.model.cfg
+        """Return W_E; refuse one that is normed or projected before it enters the stream."""
+        W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
-            raise InputError(
-                [
-                    f"its embedding, {list(W_E.shape)}, is normed or projected before it enters "
-                    f"the stream of width {cfg.d_model}; name writers without 'embed'"
-                ],
-                "this embedding cannot be composed with",
+            reason = (
+                f"its embedding, {list(W_E.shape)}, is normed or projected before it enters the "
+                f"stream of width {cfg.d_model}; name writers without 'embed'"
             )
+            raise InputError([reason], "this embedding cannot be composed with")
         return float32_if_half(W_E.detach())

@@ -1,4 +1,4 @@
-"""QK and OV circuits of heads and neuron-heads, from token to token: weights alone, no prompt.
+"""What heads and neuron-heads do from token to token, by their weights: no prompt.
 
     attention head   QK  W_E W_Q W_Kᵀ W_Eᵀ      query token, key token
                      OV  W_E W_V W_O W_U C      token attended to, token whose logit is raised
@@ -9,8 +9,7 @@
 (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) For a neuron-head QK says
 which tokens open its gate, and OV what is then read and written; in a gated MLP OV follows W_in.
 Left out: scales of norms (gains are folded in), biases, positions (rotary: distance 0), 1/√d_head,
-and everything that earlier heads add. W_U C is W_U less its mean over the vocabulary, since softmax
-ignores a constant that is added to all logits.
+and everything that earlier heads add. W_U C is W_U less its mean over the vocabulary.
 
 A head copies where its OV circuit M raises the logit of the token that it reads:
 
@@ -19,13 +18,16 @@ A head copies where its OV circuit M raises the logit of the token that it reads
 
 A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is its sign. The
 eigenvalues are those of W_O W_U W_E W_V, d_head × d_head, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U
-W_Uᵀ W_Oᵀ)), so no matrix of the vocabulary by itself is ever held. Memory, in bytes for float32:
+W_Uᵀ W_Oᵀ)): a matrix d_vocab × d_vocab is never held.
 
-    4 (2 d_vocab d_head + 2 d_model d_head)                the factors of a circuit
-    4 (2 b d_head + 2 b² + 16 b min(k, b) + 8 d_vocab)     `top`, in blocks of b tokens
-    64 d_model² + 32 · 1024 d_model                        copying scores: three matrices, at first
-                                                           in float64; a slice of tokens
-    4 · 8 d_model max(Σ d_head, d_mlp)                     copying scores: the heads of one layer
+A token's path through one neuron, with ReLU in place of the activation, which every activation here
+approaches as the stream grows, and which commutes with the scale of a norm:
+
+    drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP, ⁺ for max(0, ·)
+               (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: a neuron has two rows, one
+                                                            for either sign of its value
+    write(t)   (W_out N W_U C)[i, t]
+    score      drive(s) · write(t)
 """
 
 from collections.abc import Sequence
@@ -34,23 +36,27 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.arguments import as_plain, is_count, positive_reasons
+from attn_only_lens.circuits.weights._composition import is_gated
 from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, VocabularyMatrices
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, neuron_heads, resolve_sites
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName
+from attn_only_lens.gates import Gate
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.precision import full_precision
 
 _BIAS = -1  # in place of a token
 _MOST_ENTRIES = 4_000_000
 _ROWS = 1024  # of the vocabulary at once
+_NEURONS = 64  # of d_vocab numbers at once
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -88,7 +94,7 @@ class TokenCircuit:
         """Return the strongest pairs of tokens.
 
         Args:
-            k: how many pairs; fewer if there are fewer.
+            k: how many pairs, at most.
             lowest: the most negative scores instead of the largest.
             block: tokens of either side at once.
 
@@ -112,14 +118,7 @@ class TokenCircuit:
     @torch.no_grad()
     @full_precision()
     def block(self, rows: Sequence[int], columns: Sequence[int] | None = None) -> pd.DataFrame:
-        """Return a block of the matrix.
-
-        Args:
-            rows: tokens.
-            columns: tokens; None for all.
-
-        Returns:
-            Scores, labelled by the texts of tokens.
+        """Return the scores of some tokens (of all columns for None), labelled by their texts.
 
         Raises:
             InputError: tokens that the circuit does not have, or more than 4,000,000 entries.
@@ -147,9 +146,8 @@ class TokenCircuit:
         Raises:
             InputError: rows and columns are not the same tokens.
         """
-        n_rows, n_columns = self.matrix.shape
-        if n_rows != n_columns:
-            reason = f"got a matrix of {n_rows} by {n_columns}: its rows and columns differ"
+        if (shape := list(self.matrix.shape)) != shape[::-1]:
+            reason = f"got a matrix {shape}: its rows and columns differ"
             raise InputError([reason], "this circuit has no eigenvalues")
         return torch.linalg.eigvals(to_float64_device(self.matrix.BA).double())
 
@@ -168,7 +166,7 @@ class TokenCircuit:
         if tokens is None:
             return list(range(n))
         listed = as_plain(tokens)
-        ids: list[Any] = list(map(as_plain, listed)) if isinstance(listed, Sequence) else [None]
+        ids: list[Any] = list(listed) if isinstance(listed, Sequence) else [None]
         name = self.columns[side == "columns"]
         places = {token: place for place, token in enumerate(self._ids(name, list(range(n))))}
         if wrong := [id_ for id_ in ids if not is_count(id_, _BIAS) or id_ not in places]:
@@ -192,9 +190,8 @@ def qk_circuit(
     Args:
         model: converted, or with exposed neuron-heads.
         name: `L5H3`, a neuron, or one of several heads of a neuron.
-        tokens: those of interest, such as all that occur in a text, of the input vocabulary; None
-            for all. Tokens that were never trained may lie far from all others, and fill every
-            table.
+        tokens: of the input vocabulary; None for all. Tokens that were never trained may lie far
+            from all others, and fill every table.
         fold_norms: fold gains of norms into the weights.
 
     Returns:
@@ -237,14 +234,12 @@ def ov_circuit(
     Args:
         model: converted, or with exposed neuron-heads.
         name: as in `qk_circuit`.
-        tokens: as in `qk_circuit`. Where the input and output vocabularies differ, the rows are the
-            tokens in the input vocabulary, and the columns those in the output vocabulary. Logits
-            are centred over the columns.
+        tokens: as in `qk_circuit`. Where the vocabularies differ, rows are the tokens in the input
+            vocabulary, and columns those in the output vocabulary.
         fold_norms: as in `qk_circuit`.
 
     Returns:
-        The circuit, W_E W_V W_O W_U C in two factors, where W_U C is W_U less its mean over the
-        vocabulary, or over `tokens`.
+        The circuit, W_E W_V W_O W_U C in two factors; C centres logits over the columns.
 
     Raises:
         InputError: as in `qk_circuit`, and the same for the unembedding; none of the tokens is in
@@ -290,14 +285,13 @@ def copying_scores(
 ) -> pd.DataFrame:
     """Return how much each head and neuron-head copies, by the eigenvalues of its OV circuit.
 
-    The circuit has W_U less its mean over the vocabulary, as in `ov_circuit`. Source: Elhage et al.
-    2021, "A Mathematical Framework for Transformer Circuits".
+    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
         model: converted, or with exposed neuron-heads.
         sites: `patching.heads()`, `patching.neuron_heads()`, names; None for all.
-        tokens: as in `qk_circuit`; each must be in the output vocabulary, too. Eigenvalues are
-            then those of the circuit between these tokens alone.
+        tokens: as in `qk_circuit`, all of them in the output vocabulary, too; eigenvalues are then
+            those of the circuit between these tokens.
         fold_norms: fold gains of norms into the weights.
 
     Returns:
@@ -339,21 +333,18 @@ def copying_scores(
 
 
 def _products(matrices: VocabularyMatrices) -> tuple[Tensor, Tensor, Tensor]:
-    """W_U C W_E, W_Eᵀ W_E and W_U C W_Uᵀ, with the final norm in W_U: [d_model, d_model] each."""
+    """Return W_U C W_E, W_Eᵀ W_E and W_U C W_Uᵀ, all [d_model, d_model], with the final norm."""
     d_model = matrices.W_E.shape[1]
     precise = to_float64_device(matrices.W_E)
-    across, read, written = (
-        torch.zeros(d_model, d_model, dtype=torch.float64, device=precise.device) for _ in range(3)
-    )
+    sums = torch.zeros(3, d_model, d_model, dtype=torch.float64, device=precise.device)
     mean = matrices.mean.to(precise.device).double()
     for first in range(0, len(precise), _ROWS):
         some = slice(first, first + _ROWS)
         E = precise[some].double()
         U = matrices.W_U[:, some].T.to(precise.device).double() - mean
-        across.addmm_(U.T, E)
-        read.addmm_(E.T, E)
-        written.addmm_(U.T, U)
-    across, read, written = (product.to(matrices.W_E) for product in (across, read, written))
+        for product, left, right in zip(sums, (U, E, U), (E, E, U), strict=True):
+            product.addmm_(left.T, right)
+    across, read, written = sums.to(matrices.W_E)
     norm = matrices.final
     return norm.before(across), read, norm.before(norm.before(written).T)
 
@@ -387,3 +378,117 @@ def _of_neurons(
         raise InputError([f"{wrong}: weights that are not finite"], _NO_SCORES)
     sizes = [((x @ of) * x).sum(-1) for x, of in ((column, read), (row, written))]
     return value, value.abs(), (sizes[0] * sizes[1]).clamp(min=0).sqrt()
+
+
+@torch.no_grad()
+@full_precision()
+def token_paths(
+    model: Any,
+    neurons: Sites | None = None,
+    k: int = 100,
+    *,
+    tokens: Sequence[int] | None = None,
+    n_tokens: int = 5,
+    block: int = 1024,
+    fold_norms: bool = True,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Return the neurons with the strongest direct paths from token to token.
+
+    Args:
+        model: converted, or with exposed neuron-heads.
+        neurons: `patching.neuron_heads()`, names of whole neurons; None for all.
+        k: how many rows, at most.
+        tokens: as in `ov_circuit`.
+        n_tokens: how many tokens of either end to name.
+        block: tokens at once.
+        fold_norms: fold gains of norms into the weights.
+        progress: show a bar over layers.
+
+    Returns:
+        Rows by falling score, one for each neuron, or for each sign of a gated one's value: `name`,
+        `layer`, `value` (the sign), `reads` and `writes` (texts of the tokens that drive it most,
+        and that it then raises most, the strongest first), `drive`, `write` and `score` (of the
+        first of them).
+
+    Raises:
+        InputError: with every reason: numbers that are not positive, no neurons, single heads of a
+            neuron, unknown weights or norms; the model has no neuron-heads, or not those neurons.
+
+    Example:
+        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> model = expose_neuron_heads(pretrained.small_english()).model
+        >>> frame = circuits.token_paths(model, p.neuron_heads(0), k=3, progress=False)
+        >>> bool(frame["score"].is_monotonic_decreasing), len(frame["reads"][0])
+        (True, 5)
+    """
+    reasons = positive_reasons(k=k, n_tokens=n_tokens, block=block)
+    chosen = resolve_sites(model, neuron_heads() if neurons is None else neurons)
+    names = [name for sites in chosen for name in sites.names]
+    wrong = [name for name in names if "N" not in name or "." in name]
+    reasons += [f"got {name}; expected whole neurons, such as L5N1234" for name in wrong[:3]]
+    InputError.raise_if(reasons, "these neurons have no paths between tokens")
+    matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
+    frames = []
+    for sites in tqdm(chosen, unit="layer", disable=not progress):
+        drives = _drives(matrices, sites, n_tokens, block)
+        writes = _writes(matrices, sites, n_tokens)
+        for sign, (drive, read) in drives.items():
+            write, written = writes[sign]
+            score = drive[:, 0] * write[:, 0].to(drive.device)
+            frame = pd.DataFrame({"name": sites.names, "layer": sites.layer, "value": sign})
+            frame["reads"], frame["writes"] = read.tolist(), written.tolist()
+            for name, x in (("drive", drive[:, 0]), ("write", write[:, 0]), ("score", score)):
+                frame[name] = x.cpu().double().numpy()
+            frames.append(frame.nlargest(k, "score"))
+    paths = pd.concat(frames).nlargest(k, "score").reset_index(drop=True)
+    for end, ids in (("reads", matrices.read_tokens), ("writes", matrices.written_tokens)):
+        paths[end] = [
+            tuple(token_text(model, place if ids is None else ids[place]) for place in row)
+            for row in paths[end]
+        ]
+    return paths
+
+
+_Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
+"""The largest numbers of each neuron, and their tokens."""
+
+
+def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
+    """Return the tokens of largest drive of each neuron, by the sign of its value."""
+    gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
+    gated = is_gated(matrices.heads.model, sites.layer)
+    neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
+    height = 1.0
+    if not gated and isinstance(neuron_gate, Gate):
+        height = neuron_gate.scale * neuron_gate.side
+    signs = "+-" if gated else "+" if height > 0 else "-"
+    tops: dict[str, _Top] = {}
+    for first in range(0, len(matrices.W_E), block):
+        E = matrices.W_E[first : first + block]
+        drive = (E @ gate.to(E)).clamp_(min=0) * (E @ value.to(E) if gated else height)
+        for sign in signs:
+            values, tokens = _top((drive if sign == "+" else -drive).T, n)
+            tokens = tokens + first
+            if sign in tops:
+                pairs = zip(tops[sign], (values, tokens), strict=True)
+                values, tokens = (torch.cat(pair, dim=1) for pair in pairs)
+                values, places = _top(values, n)
+                tokens = tokens.gather(1, places)
+            tops[sign] = values, tokens
+    return tops
+
+
+def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
+    """Return the tokens whose logits each neuron raises most, by the sign of its value."""
+    rows, tops = matrices.heads.write_matrices(sites).B[:, 0], list[tuple[Tensor, ...]]()
+    for some in rows.split(_NEURONS):
+        written = matrices.writes(some)
+        tops.append((*_top(written, n), *_top(-written, n)))
+    *most, values, tokens = (torch.cat(parts) for parts in zip(*tops, strict=True))
+    return {"+": (most[0], most[1]), "-": (values, tokens)}
+
+
+def _top(x: Float[Tensor, "neuron token"], n: int) -> _Top:
+    values, places = x.topk(min(n, x.shape[1]), dim=1)
+    return values, places

@@ -3,22 +3,21 @@
     reads    W_E N W         N the gain of the norm that the head reads through
     writes   W N W_U C       N that of the final norm; C removes the mean over the vocabulary
 
-The mean over the vocabulary is removed because the softmax ignores it. So a model with a centred
-unembedding has the same matrices as the same model without.
+The softmax ignores that mean, so a centred unembedding gives the same matrices.
 
 `DirectEffects` gives one number for each token, for the direct path of one node:
 
     promotes z W_O N W_U     z of the node at its position in one run, N the final norm
     reads    W_E N W_in      W_gate of a gated MLP, which sets the neuron's pattern; N its norm
 
-The scales of norms are left out, because a positive factor does not change the order of tokens. So
-scores are standardized over the vocabulary, (x - mean) / deviation. The first is the logit lens on
-a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al., "Transformer
-Feed-Forward Layers Build Predictions by Promoting Concepts in the Vocabulary Space" (2022).
+Scales of norms are left out, so scores are standardized over the vocabulary. The first is the logit
+lens on a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al.,
+"Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the Vocabulary Space"
+(2022).
 """
 
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -52,7 +51,8 @@ class InputVocabulary:
     @classmethod
     def of(cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool) -> "InputVocabulary":
         """Return the matrices of a model for some tokens of the input vocabulary."""
-        heads, W_E = _embedding(model, fold_norms)
+        heads = HeadMatrices.of(model, fold_norms=fold_norms)
+        W_E = _finite(heads.embedding(), "embedding")
         chosen = _checked(tokens, len(W_E))
         return cls(heads, W_E if chosen is None else W_E[list(chosen)], chosen)
 
@@ -63,15 +63,9 @@ class InputVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """The matrices of a model's heads, its embedding and its unembedding.
+    """The same with the final norm, and the unembedding of `written_tokens` (None for all).
 
-    The input and the output vocabulary may differ. Of the tokens that are asked for, heads read
-    those of the input vocabulary, and write those of the output vocabulary.
-
-    Attributes:
-        W_U: the unembedding of `written_tokens` (None for all).
-        final: the norm before the unembedding.
-        mean: the mean of W_U over `written_tokens`.
+    Heads read the chosen tokens of the input vocabulary, and write those of the output vocabulary.
     """
 
     W_U: Float[Tensor, "d_model d_vocab_out"]
@@ -84,37 +78,29 @@ class VocabularyMatrices(InputVocabulary):
         cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool
     ) -> "VocabularyMatrices":
         """Return the matrices of a model for some tokens of either vocabulary."""
-        heads, W_E = _embedding(model, fold_norms)
-        W_U = _finite(_unembedding(model), "unembedding")
+        both = InputVocabulary.of(model, None, fold_norms=fold_norms)
+        W_E, W_U = both.W_E, _finite(_unembedding(model), "unembedding")
         sizes = {"input": len(W_E), "output": W_U.shape[1]}
-        chosen = _checked(tokens, max(sizes.values()))
-        read, written = (
-            None if chosen is None else tuple(token for token in chosen if token < size)
-            for size in sizes.values()
-        )
-        for name, some in (("input", read), ("output", written)):
-            if some == ():
-                reason = (
+        read = written = None
+        if (chosen := _checked(tokens, max(sizes.values()))) is not None:
+            read, written = (tuple(x for x in chosen if x < size) for size in sizes.values())
+            InputError.raise_if(
+                [
                     f"got tokens={reprlib.repr(tokens)}, none of them in the {name} vocabulary; "
-                    f"expected at least one from 0 to {sizes[name] - 1}"
-                )
-                raise InputError([reason], _PROBLEM)
-        W_E = W_E if read is None else W_E[list(read)]
-        W_U = W_U if written is None else W_U[:, list(written)]
+                    f"expected at least one from 0 to {size - 1}"
+                    for (name, size), some in zip(sizes.items(), (read, written), strict=True)
+                    if not some
+                ],
+                _PROBLEM,
+            )
+            W_E, W_U = W_E[list(read)], W_U[:, list(written)]
         final = host_of(model).final_norm() if fold_norms else NO_NORM
-        return cls(heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
+        return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
         """Return what rows in the stream add to each logit, up to a constant."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
-
-
-def _embedding(
-    model: Any, fold_norms: bool
-) -> tuple[HeadMatrices, Float[Tensor, "d_vocab d_model"]]:
-    heads = HeadMatrices.of(model, fold_norms=fold_norms)
-    return heads, _finite(heads.embedding(), "embedding")
 
 
 def _finite(matrix: Tensor, name: str) -> Tensor:
@@ -127,7 +113,7 @@ def _checked(tokens: object, n: int) -> tuple[int, ...] | None:
     if tokens is None:
         return None
     listed = as_plain(tokens)
-    ids = [as_plain(token) for token in listed] if isinstance(listed, Sequence) else []
+    ids = list(listed) if isinstance(listed, Sequence) else []
     if not ids or not all(is_count(token, 0, n - 1) for token in ids) or len({*ids}) < len(ids):
         reason = f"got tokens={reprlib.repr(tokens)}; expected tokens from 0 to {n - 1}, each once"
         raise InputError([reason], _PROBLEM)
@@ -149,10 +135,10 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """Projections of a model's heads onto its vocabulary; each for k tokens of either end."""
+    """Projections of a model's heads onto its vocabulary: the k highest and the k lowest tokens."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._host = model, host_of(model)
+        self._unembed, self._host = model.unembed, host_of(model)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
         self._final = self._host.final_norm()
 
@@ -160,35 +146,31 @@ class DirectEffects:
     def promoted_tokens(
         self, z: dict[str, Tensor], nodes: Sequence[tuple[str, int]], k: int, *, prompt: int = 0
     ) -> list[TokenScores]:
-        """Return the tokens that each node raises most at its own position, and lowers most.
+        """Return the tokens that nodes (head, position) raise most, and lower most.
 
-        Args:
-            z: outputs of heads, by hook name: [batch, pos, head_index, d_head].
-            nodes: names of heads or neurons, and positions.
-            k: tokens of each end.
-            prompt: of the batch.
+        `z` has outputs of heads, by hook name: [batch, pos, head_index, d_head].
         """
-        tokens: dict[int, TokenScores] = {}
-        for rows, sites in _by_layer([HeadName.parse(name) for name, _ in nodes]):
-            name = self._host.hook_name(sites.layer, sites.kind, "z")
-            outputs, positions = z[name][prompt], [nodes[row][1] for row in rows]
+
+        def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
+            outputs = z[self._host.hook_name(sites.layer, sites.kind, "z")][prompt]
             if sites.kind == "neuron":
                 neurons = self._host.neurons[sites.layer]
                 outputs = neurons.neuron_outputs(outputs.squeeze(-1)).unsqueeze(-1)
+            positions = [nodes[row][1] for row in rows]
             chosen = outputs[positions, sites.index.to(outputs.device)]
-            written = self._final.after(self._matrices.outputs(sites, chosen))
-            tokens |= zip(rows, self._unembed(written, k), strict=True)
-        return [tokens[row] for row in range(len(nodes))]
+            return self.tokens_of(self._matrices.outputs(sites, chosen), k)
+
+        return _by_layer((name for name, _ in nodes), tops)
 
     @torch.no_grad()
     def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
         """Return the tokens that each neuron raises most where its z is positive, and lowers."""
-        tokens: dict[int, TokenScores] = {}
-        for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
+
+        def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
             ones = sites.index.new_ones(len(rows), 1).float()
-            written = self._final.after(self._matrices.outputs(sites, ones))
-            tokens |= zip(rows, self._unembed(written, k), strict=True)
-        return [tokens[row] for row in range(len(neurons))]
+            return self.tokens_of(self._matrices.outputs(sites, ones), k)
+
+        return _by_layer(neurons, tops)
 
     @torch.no_grad()
     def read_tokens(
@@ -196,33 +178,39 @@ class DirectEffects:
     ) -> list[TokenScores]:
         """Return the tokens whose embeddings raise each neuron's query most, and lower it most."""
         W_E = self._matrices.embedding()
-        tokens: dict[int, TokenScores] = {}
-        for rows, sites in _by_layer([HeadName.parse(name) for name in neurons]):
+
+        def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
             columns = self._matrices.read_matrices(sites, kind).A[:, :, 0].to(W_E.device)
-            tops = [top for some in columns.split(_ROWS) for top in _extremes(some @ W_E.T, k)]
-            tokens |= zip(rows, tops, strict=True)
-        return [tokens[row] for row in range(len(neurons))]
+            return [top for some in columns.split(_ROWS) for top in _extremes(some @ W_E.T, k)]
+
+        return _by_layer(neurons, tops)
 
     @torch.no_grad()
     def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
-        """Return the tokens that rows in the stream raise most, and lower most."""
-        return list(self._unembed(self._final.after(written.float()), k))
+        """Return the tokens that rows in the stream raise most, and lower most, without biases."""
+        dtype = next(self._unembed.parameters()).dtype
+        rows = self._final.after(written).to(dtype)
+        bias = self._unembed(torch.zeros_like(rows[None, :1]))
+        return [
+            top
+            for some in rows.split(_ROWS)
+            for top in _extremes((self._unembed(some[None]) - bias)[0], k)
+        ]
 
-    def _unembed(self, outputs: Float[Tensor, "row d_model"], k: int) -> Iterator[TokenScores]:
-        """Yield tokens by the unembedding as the model applies it, without its bias."""
-        unembed, dtype = self._model.unembed, next(self._model.unembed.parameters()).dtype
-        bias = unembed(outputs.new_zeros(1, 1, outputs.shape[1], dtype=dtype))
-        for some in outputs.to(dtype).split(_ROWS):
-            yield from _extremes((unembed(some[None]) - bias)[0], k)
 
-
-def _by_layer(heads: list[HeadName]) -> Iterator[tuple[list[int], LayerSites]]:
-    """Yield heads of one kind and layer together, with their rows in the list."""
+def _by_layer(
+    names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
+) -> list[TokenScores]:
+    """Return the tokens of heads, computed for all heads (and rows) of a sublayer together."""
+    heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
         groups.setdefault((head.layer, head.kind), []).append(row)
+    tokens: dict[int, TokenScores] = {}
     for rows in groups.values():
-        yield rows, LayerSites.of(heads[row] for row in rows)
+        sites = LayerSites.of(heads[row] for row in rows)
+        tokens |= zip(rows, tops(sites, rows), strict=True)
+    return [tokens[row] for row in range(len(heads))]
 
 
 def _extremes(scores: Float[Tensor, "row d_vocab"], k: int) -> list[TokenScores]:
