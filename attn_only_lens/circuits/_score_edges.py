@@ -14,14 +14,15 @@ them ("zero", "mean"). A writer is replaced in one input of the reader alone: qu
 values of an attention head ("q", "k", "value"); the whole input of a neuron-head or of the
 unembedding ("in"). Norm scales are held. For edges into the logits ("output") all three are equal.
 
-Cost: 1 forward pass for the writes; for each attention layer with readers, kind and reference, the
-attention block with a row for each writer; 2 forward passes for each node; and, for the edges of
-the highest scores, 2 forward passes for the exact cut. Prompts of one length run together.
+Cost: 1 forward pass for the writes; an attention block with a row for each writer, for each layer
+with readers, kind and reference; 2 forward passes for each node, and for each exact cut. Prompts of
+one length run together.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,7 +66,7 @@ _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"
 _Edge = tuple[str, str, str]
-_Key = TypeVar("_Key", bound=Hashable)
+_Key = TypeVar("_Key")
 
 
 @in_float32
@@ -122,17 +123,28 @@ def score_edges(
         >>> int(edges["exact"].notna().sum())
         5
     """
-    _check(model, nodes, metric, top, to, exact)
+    reasons = reasons_not_to_run(model)
+    listed = list(to) if isinstance(to, list | tuple) else []
+    if sorted(listed, key=str) not in (["mean", "zero"], ["mean"], ["zero"]):
+        reasons.append(f"got to={to!r}; expected one or both of {list(_REFERENCES)}, each once")
+    if not is_count(exact):
+        reasons.append(f"got exact={exact!r}; expected a number of edges, 0 or more")
+    reasons += positive_reasons(top=top)
+    if nodes is not None and metric is not None:
+        reasons.append("got nodes and a metric, which chooses nodes; expected one of the two")
+    if metric is not None:
+        reasons += one_run_reasons(metric) + no_gradient_reasons()
+    InputError.raise_if(reasons, _PROBLEM)
     pair = single_prompts(model, prompts, mask)
     sites = _default_nodes(model, pair, metric, top) if nodes is None else nodes
     chosen = resolve_sites(model, sites)
-    single = [name for layer in chosen for name in layer.names if "." in name]
+    names = [name for layer in chosen for name in layer.names]
+    single = [name for name in names if "." in name]
     reasons = [f"got {name}, one head of a neuron; expected whole neurons" for name in single[:1]]
     InputError.raise_if(reasons, _PROBLEM)
     batches = _by_length(pair)
-    n_nodes = sum(len(layer.names) for layer in chosen)
-    with tqdm(total=len(batches) * len(to) * n_nodes, unit="pass", disable=not progress) as bar:
-        scoring = _Scoring(model, batches, chosen, tuple(to), bar.update)
+    with tqdm(total=len(batches) * len(to) * len(names), unit="pass", disable=not progress) as bar:
+        scoring = _Scoring(model, batches, chosen, listed, bar.update)
         local = _sum_by_key(scoring.local())
         edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
         size = edges["reader"].map(scoring.sizes()).fillna(1.0)
@@ -146,28 +158,6 @@ def score_edges(
         cuts = _sum_by_key(scoring.exact(wanted))
         edges["exact"] = [cuts.get(tuple(row), np.nan) for row in edges[_EDGE].to_numpy()]
     return edges[_COLUMNS]
-
-
-def _check(
-    model: Any,
-    nodes: object,
-    metric: AnyMetric | None,
-    top: object,
-    to: Sequence[str],
-    exact: object,
-) -> None:
-    reasons = reasons_not_to_run(model)
-    listed = list(to) if isinstance(to, list | tuple) else []
-    if sorted(listed, key=str) not in (["mean", "zero"], ["mean"], ["zero"]):
-        reasons.append(f"got to={to!r}; expected one or both of {list(_REFERENCES)}, each once")
-    if not is_count(exact):
-        reasons.append(f"got exact={exact!r}; expected a number of edges, 0 or more")
-    reasons += positive_reasons(top=top)
-    if nodes is not None and metric is not None:
-        reasons.append("got nodes and a metric, which chooses nodes; expected one of the two")
-    if metric is not None:
-        reasons += one_run_reasons(metric) + no_gradient_reasons()
-    InputError.raise_if(reasons, _PROBLEM)
 
 
 def _by_length(pair: PromptPair) -> list[Tokens]:
@@ -224,7 +214,7 @@ class _Batch:
     batching: Batching
     share: float
 
-    def sublayer(self, sites: LayerSites) -> SublayerWrites:
+    def writes(self, sites: LayerSites) -> SublayerWrites:
         return self.run.of(sites.layer, sites.kind)
 
 
@@ -236,7 +226,7 @@ class _Scoring:
         model: Any,
         batches: Sequence[Tokens],
         chosen: Sequence[LayerSites],
-        references: tuple[str, ...],
+        references: Sequence[str],
         on_done: Callable[[int], Any],
     ) -> None:
         self._chosen = {(sites.layer, sites.kind): sites for sites in chosen}
@@ -264,17 +254,14 @@ class _Scoring:
         }
         self._embedding = mean(batch.run.embedding for batch in self._batches)
 
-    def _each(self) -> Iterator[tuple[_Batch, str, LayerSites]]:
-        for batch in self._batches:
-            for reference in self._references:
-                for sites in self._chosen.values():
-                    yield batch, reference, sites
+    def _cases(self) -> Iterator[tuple[_Batch, str, LayerSites]]:
+        return product(self._batches, self._references, self._chosen.values())
 
     def sizes(self) -> dict[str, float]:
         """Return the largest size of what each node writes."""
         sizes: dict[str, float] = {}
         for sites in self._chosen.values():
-            written = [batch.sublayer(sites).written(sites) for batch in self._batches]
+            written = [batch.writes(sites).written(sites) for batch in self._batches]
             largest = torch.stack([x.norm(dim=-1).amax((1, 2)) for x in written]).amax(0)
             sizes |= dict(zip(sites.names, largest.tolist(), strict=True))
         return sizes
@@ -282,11 +269,11 @@ class _Scoring:
     @torch.no_grad()
     def local(self) -> Iterator[tuple[_Edge, float]]:
         """Yield the terms of L of every edge."""
-        for batch, reference, sites in self._each():
-            sublayer = batch.sublayer(sites)
+        for batch, reference, sites in self._cases():
+            writes = batch.writes(sites)
             for kind in _KINDS[sites.kind]:
                 for writers, z in self._read(batch, reference, sites, kind):
-                    sizes = _sizes(sublayer, sites, z - _of_nodes(sublayer, sites))
+                    sizes = _sizes(writes, sites, z - _z_of_nodes(writes, sites))
                     for writer, row in zip(writers, sizes.cpu().double().tolist(), strict=True):
                         for reader, size in zip(sites.names, row, strict=True):
                             yield (writer, reader, kind), size * batch.share
@@ -295,8 +282,8 @@ class _Scoring:
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
         """Yield the terms of N of every node."""
-        for batch, reference, sites in self._each():
-            z = _of_nodes(self._replaced(batch.sublayer(sites), reference), sites)
+        for batch, reference, sites in self._cases():
+            z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
             values = self._values(batch, sites, nodes, z[0].movedim(2, 0)).tolist()
             for name, value in zip(sites.names, values, strict=True):
@@ -308,19 +295,14 @@ class _Scoring:
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
-        for batch, reference, sites in self._each():
+        for batch, reference, sites in self._cases():
             for kind in _KINDS[sites.kind]:
                 wanted = set().union(*(into[name, kind] for name in sites.names))
                 for writers, z in self._read(batch, reference, sites, kind, wanted):
-                    cut = [
-                        (i, j)
-                        for j, name in enumerate(sites.names)
-                        for i, writer in enumerate(writers)
-                        if writer in into[name, kind]
-                    ]
-                    row, node = torch.tensor(cut, device=z.device).reshape(-1, 2).T
+                    is_cut = [[w in into[name, kind] for w in writers] for name in sites.names]
+                    node, row = torch.tensor(is_cut, device=z.device).nonzero(as_tuple=True)
                     values = self._values(batch, sites, node, z[row, :, :, node]).tolist()
-                    for (i, j), value in zip(cut, values, strict=True):
+                    for i, j, value in zip(row.tolist(), node.tolist(), values, strict=True):
                         yield (writers[i], sites.names[j], kind), value * batch.share
         yield from self._into_logits(into["output", "in"])
 
@@ -362,19 +344,19 @@ class _Scoring:
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
         """Yield writers, and z of the nodes of a layer when each writer is replaced."""
-        sublayer = batch.sublayer(sites)
+        writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
-        width = max(sublayer.z[0, 0].numel(), len(sites.names) * change.shape[-1])
+        width = max(writes.z[0, 0].numel(), len(sites.names) * change.shape[-1])
         size = max(1, _NUMBERS // (batch.run.recording.tokens.numel() * width))
         for first in range(0, len(names), size):
-            entering = sublayer.reads.change(change[first : first + size])
+            entering = writes.reads.change(change[first : first + size])
             if sites.kind == "attention":
                 z = batch.readers.attention_z(sites.layer, entering, kind)
                 z = z[:, :, :, sites.index.to(z.device)].unsqueeze(4)
             else:
                 dz = batch.readers.neuron_change(sites, entering, "z").unsqueeze(-1)
-                z = _of_nodes(sublayer, sites) + dz.unflatten(3, (len(sites.names), -1))
+                z = _z_of_nodes(writes, sites) + dz.unflatten(3, (len(sites.names), -1))
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
@@ -432,26 +414,25 @@ def _largest_change(decomposed: Decomposition) -> BoundMetric:
     return BoundMetric("largest change of a logit", None, None, (batch, n_pos, d_vocab), compute)
 
 
-def _of_nodes(
-    sublayer: SublayerWrites, sites: LayerSites
+def _z_of_nodes(
+    writes: SublayerWrites, sites: LayerSites
 ) -> Float[Tensor, "writer=1 batch pos node head d_head"]:
-    """Return z of each node."""
-    shared = 1 if sublayer.neurons is None else sublayer.neurons.heads_per_neuron
-    return sublayer.z.unflatten(2, (-1, shared))[None, :, :, sites.index.to(sublayer.z.device)]
+    shared = 1 if writes.neurons is None else writes.neurons.heads_per_neuron
+    return writes.z.unflatten(2, (-1, shared))[None, :, :, sites.index.to(writes.z.device)]
 
 
 def _sizes(
-    sublayer: SublayerWrites,
+    writes: SublayerWrites,
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
     """Return the size of what each node then writes, as the mean over tokens."""
     index = sites.index.to(dz.device)
-    if sublayer.neurons is None:
-        write = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), sublayer.matrix[index])
-        return sublayer.writes.change(write).norm(dim=-1).mean((2, 3))
+    if writes.neurons is None:
+        written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])
+        return writes.writes.change(written).norm(dim=-1).mean((2, 3))
     alone = replace(sites, index=torch.arange(len(index), device="cpu"))
-    moved = neuron_changes(sublayer.neurons, alone, dz.flatten(0, 1).flatten(2))
-    moved = moved.unflatten(1, (len(dz), -1)).abs() / sublayer.writes.scale.squeeze(-1)
-    rows: Residual = sublayer.writes.norm.after(sublayer.matrix[index, 0])
+    moved = neuron_changes(writes.neurons, alone, dz.flatten(0, 1).flatten(2))
+    moved = moved.unflatten(1, (len(dz), -1)).abs() / writes.writes.scale.squeeze(-1)
+    rows: Residual = writes.writes.norm.after(writes.matrix[index, 0])
     return moved.mean((2, 3)).T * rows.norm(dim=-1)
