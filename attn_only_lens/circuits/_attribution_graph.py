@@ -27,16 +27,15 @@ from attn_only_lens.circuits.attributed_run import (
     attribute_difference,
     attribute_run,
 )
-from attn_only_lens.circuits.by_role import RoleMap
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
-from attn_only_lens.circuits.linear_graph import LinearGraph, Node
+from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.positions import Roles
-from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
+from attn_only_lens.engine.prompts import Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
@@ -140,26 +139,43 @@ def attribution_graph(
             run = attribute_run(model, pair, metric, patterns)
         else:
             run = attribute_difference(model, pair, metric)
-        roles = None if positions is None else RoleMap.of(pair, positions)
-        numbers = [_numbers(run, i, roles) for i in range(len(run.z))]
-        by_prompt = torch.cat(numbers, dim=1).numpy()
-        sizes = np.abs(by_prompt.sum(0))
+        places = Places.of(pair, positions)
+        numbers = [places.sums(run.attributions(i)).flatten(1) for i in range(len(run.z))]
+        attributions = torch.cat(numbers, dim=1).numpy().sum(0)
+        sizes, n_places = np.abs(attributions), len(places.names)
         if sites is None:
             index = select_largest(sizes, top=top, mass=mass)
         else:
             n_before = [0, *np.cumsum([part.shape[1] for part in numbers])]
-            index = _rows_of(run, _site_ids(sites), n_before, roles)
-        places = roles.n_roles if roles else run.first.shape[1]
-        _require_affordable(run, sizes, index, max_edges, places)
-        chosen = _by_sublayer(run, index, places)
-        rest = float(np.delete(by_prompt.sum(0), index).sum())
-        return _graph(model, run, pair, chosen, roles, rest, sizes, index)
-
-
-def _numbers(run: AttributedRun, index: int, roles: RoleMap | None) -> Tensor:
-    """Return the attributions of a sublayer by prompt, [batch, position · node] or by role."""
-    attributions = run.attributions(index).cpu().double()
-    return (attributions if roles is None else roles.sums(attributions)).flatten(1)
+            index = _rows_of(run, _site_ids(sites), n_before, places.names)
+        _require_affordable(run, sizes, index, max_edges, n_places)
+        chosen = _by_sublayer(run, index, n_places)
+        at_positions = [places.positions_of(nodes) for nodes in chosen]
+        edges, by_prompt = LinearGraph(run, pair, at_positions).edges()
+        nodes = node_frame(run, places, chosen, float(np.delete(attributions, index).sum()))
+    tokens, corrupted_tokens = (
+        tuple(tuple(token_texts(model, row)) for row in side.tolist())
+        for side in (pair.clean, pair.corrupted)
+    )
+    if positions is not None:
+        edges = places.by_role(edges, by_prompt, set(nodes["id"]))
+        tokens = corrupted_tokens = (tuple(places.names),)
+    elif run.offset:
+        offset = pd.DataFrame([["offset", "metric", "value", run.offset]], columns=EDGE_COLUMNS)
+        edges = pd.concat([edges, offset], ignore_index=True)
+    total = sizes.sum()
+    return CircuitGraph(
+        nodes,
+        edges,
+        tokens=tokens,
+        metric=run.metric,
+        value=run.value,
+        model=str(getattr(model.cfg, "model_name", "")),
+        n_layers=host_of(model).n_layers,
+        n_heads=len(sizes),
+        mass=float(sizes[index].sum() / total) if total else 1.0,
+        corrupted=() if corrupted is None else corrupted_tokens,
+    )
 
 
 def _site_ids(sites: Circuit | Sequence[str]) -> list[str]:
@@ -169,10 +185,9 @@ def _site_ids(sites: Circuit | Sequence[str]) -> list[str]:
 
 
 def _rows_of(
-    run: AttributedRun, ids: Sequence[str], n_before: Sequence[int], roles: RoleMap | None
+    run: AttributedRun, ids: Sequence[str], n_before: Sequence[int], places: list[str]
 ) -> npt.NDArray[np.int64]:
     """Return the rows of nodes by name; refuse unknown ones."""
-    places = [str(pos) for pos in range(run.first.shape[1])] if roles is None else roles.names
     writes = [sublayer.writes for sublayer in run.linear.sublayers]
     order = {(write.layer, write.kind): i for i, write in enumerate(writes)}
     rows, reasons = list[int](), list[str]()
@@ -196,50 +211,16 @@ def _rows_of(
     return np.sort(np.array(rows, dtype=np.int64))
 
 
-def _graph(
-    model: Any,
-    run: AttributedRun,
-    pair: PromptPair,
-    chosen: list[list[Node]],
-    roles: RoleMap | None,
-    rest: float,
-    sizes: npt.NDArray[np.float64],
-    index: npt.NDArray[np.int64],
-) -> CircuitGraph:
-    graph = LinearGraph(run, pair, chosen if roles is None else roles.positions_of(chosen))
-    edges, by_prompt = graph.edges()
-    nodes = graph.nodes(rest)
-    if run.offset:
-        offset = pd.DataFrame([["offset", "metric", "value", run.offset]], columns=EDGE_COLUMNS)
-        edges = pd.concat([edges, offset], ignore_index=True)
-    tokens = tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist())
-    corrupted = tuple(tuple(token_texts(model, row)) for row in pair.corrupted.tolist())
-    if roles is not None:
-        nodes, edges = roles.frames(run, chosen, nodes, edges, by_prompt)
-        tokens, corrupted = (tuple(roles.names),), (tuple(roles.names),)
-    total = sizes.sum()
-    return CircuitGraph(
-        nodes,
-        edges,
-        tokens=tokens,
-        metric=run.metric,
-        value=run.value,
-        model=str(getattr(model.cfg, "model_name", "")),
-        n_layers=host_of(model).n_layers,
-        n_heads=len(sizes),
-        mass=float(sizes[index].sum() / total) if total else 1.0,
-        corrupted=corrupted if pair.corrupted is not pair.clean else (),
-    )
-
-
-def _by_sublayer(run: AttributedRun, index: npt.NDArray[np.int64], n_pos: int) -> list[list[Node]]:
-    """Return the (position, node) of the chosen nodes of each sublayer."""
+def _by_sublayer(
+    run: AttributedRun, index: npt.NDArray[np.int64], n_places: int
+) -> list[list[Node]]:
+    """Return the chosen nodes of each sublayer."""
     chosen, first = [], 0
     for gradients in run.gradients:
         n_nodes = gradients.shape[2]
-        here = index[(index >= first) & (index < first + n_pos * n_nodes)] - first
+        here = index[(index >= first) & (index < first + n_places * n_nodes)] - first
         chosen.append([(i // n_nodes, i % n_nodes) for i in here.tolist()])
-        first += n_pos * n_nodes
+        first += n_places * n_nodes
     return chosen
 
 

@@ -2,40 +2,181 @@
 
 An edge is the product of a covector of the target, what it reads, and a vector of the source, what
 it wrote into the stream. Heads that are not nodes of the graph are summed as vectors into "rest",
-so a graph of K nodes costs K² products, whatever the size of the model. Sums hold for every node,
-and a graph of all nodes is a flow from the embedding, and the biases of a single run, to the
-metric.
+so a graph of K nodes costs K² products, whatever the size of the model. A graph of all nodes is a
+flow from the embedding, and the biases of a single run, to the metric.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attn_only_lens.axes import Residual
 from attn_only_lens.circuits.attributed_run import AttentionSlope, AttributedRun, NeuronSlope
-from attn_only_lens.circuits.graph import NODE_COLUMNS
+from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.linear_run import LinearAttention, LinearRun
+from attn_only_lens.engine.positions import Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import HeadName
 
 Node = tuple[int, int]
-"""Position, and index in the sublayer."""
+"""Place (a position, or a role), and index in the sublayer."""
+_BLOCK = 2**24  # on a CPU: 64 MiB in float32
+_SHARE = 0.1  # of the free memory of another device
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The places of nodes: positions, or roles, which are tokens of their own in each prompt.
+
+    Attributes:
+        names: of positions, or of roles in the order of their mean positions.
+        real: the places that some prompt has.
+        chosen: whether a position of a prompt has a role; None for positions.
+    """
+
+    names: list[str]
+    real: list[int]
+    chosen: Bool[Tensor, "role batch pos"] | None = None
+
+    @classmethod
+    def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
+        """Return the places; a token with several roles counts for the first of them."""
+        columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
+        if roles is None:
+            real = pair.real.any(dim=0).nonzero().flatten()
+            return cls([str(pos) for pos in columns.tolist()], real.tolist())
+        taken, ordered = torch.zeros_like(pair.real), list[tuple[float, str, Tensor]]()
+        for role in resolve_positions(pair, roles):
+            chosen = role.chosen & ~taken
+            if chosen.any():
+                ordered.append((float((chosen * columns).sum()), str(role.label), chosen.cpu()))
+            taken |= chosen
+        ordered.sort(key=lambda role: role[0])
+        names = [name for _, name, _ in ordered]
+        return cls(names, list(range(len(names))), torch.stack([x for *_, x in ordered]))
+
+    def sums(
+        self, by_position: Float[Tensor, "batch pos node"]
+    ) -> Float[Tensor, "batch place node"]:
+        """Return the numbers at the tokens of each place."""
+        numbers = by_position.cpu().double()
+        if self.chosen is None:
+            return numbers
+        return torch.einsum("rbp,bpn->brn", self.chosen.double(), numbers)
+
+    def positions_of(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return the (position, index) of nodes in all prompts."""
+        if self.chosen is None:
+            return list(nodes)
+        some = self.chosen.any(1)
+        return sorted(
+            {(pos, i) for role, i in nodes for pos in some[role].nonzero()[:, 0].tolist()}
+        )
+
+    def by_role(
+        self, edges: pd.DataFrame, by_prompt: Float[np.ndarray, "edge batch"], ids: set[str]
+    ) -> pd.DataFrame:
+        """Return edges between roles, with standard errors; nodes not in `ids` become "rest"."""
+        assert self.chosen is not None
+        columns = []
+        for prompt in range(by_prompt.shape[1]):
+            roles_and_positions = self.chosen[:, prompt].nonzero().tolist()
+            names = {str(pos): self.names[role] for role, pos in roles_and_positions}
+            ends = {}
+            for end in ("source", "target"):
+                parts = edges[end].str.partition("@")
+                renamed = parts[0] + "@" + parts[2].map(names)
+                renamed = renamed.where(renamed.isin(ids), "rest")
+                ends[end] = renamed.where(parts[1] == "@", edges[end])
+            weights = edges[["kind"]].assign(**ends, weight=by_prompt[:, prompt])
+            weights = weights[weights["target"] != "rest"]
+            columns.append(weights.groupby(["source", "target", "kind"])["weight"].sum())
+        wide = pd.concat(columns, axis=1).fillna(0.0)
+        frame = wide.sum(axis=1).rename("weight").to_frame().assign(error=_errors(wide.to_numpy()))
+        frame = frame.reset_index()[[*EDGE_COLUMNS, "error"]]
+        return frame[frame["weight"] != 0].reset_index(drop=True)
+
+
+def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
+    """Return the standard error of a sum of equal shares of a mean over prompts."""
+    n = by_prompt.shape[1]
+    if n < 2:
+        return np.full(len(by_prompt), np.nan)
+    return np.asarray(by_prompt.std(axis=1, ddof=1) * np.sqrt(n))
+
+
+def node_frame(
+    run: AttributedRun, places: Places, chosen: Sequence[Sequence[Node]], rest: float
+) -> pd.DataFrame:
+    """Return the nodes: the embedding, heads by layer, and "bias", "rest", "offset", "metric".
+
+    `rest` is the attribution of the heads that are no nodes.
+    """
+    rows = list[tuple[Any, ...]]()
+
+    def add(
+        kinds: tuple[str, int | None],
+        names: Sequence[str],
+        some: Sequence[int],
+        values: Tensor,
+        by_prompt: Float[Tensor, "batch node"],
+        slopes: Iterable[float] = repeat(np.nan),
+    ) -> None:
+        ids = [f"{name}@{places.names[place]}" for name, place in zip(names, some, strict=True)]
+        numbers = by_prompt.sum(0).tolist(), _errors(by_prompt.T.numpy())
+        columns = (*map(repeat, kinds), names, some, values.tolist(), slopes, *numbers)
+        rows.extend(zip(ids, *columns, strict=False))
+
+    embedding = run.linear.run.embedding
+    along = (run.first.to(embedding) * embedding).sum(-1, keepdim=True)
+    lengths = places.sums(embedding.norm(dim=-1, keepdim=True)).mean(0)[:, 0]
+    by_place = places.sums(along)[:, places.real, 0]
+    names = ["embed"] * len(places.real)
+    add(("embed", None), names, places.real, lengths[places.real], by_place)
+    for index, nodes in enumerate(chosen):
+        if not nodes:
+            continue
+        gradients, writes = run.gradients[index], run.linear.sublayers[index].writes
+        z = run.z[index].unflatten(2, (gradients.shape[2], -1))
+        is_attention = writes.kind == "attention"
+        values = z.flatten(3).norm(dim=-1) if is_attention else z.sum((3, 4))
+        some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
+        slopes: Iterable[float] = repeat(np.nan)
+        if not is_attention and len(z) == z.shape[3] == 1 and places.chosen is None:
+            slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
+        names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
+        by_node = places.sums(run.attributions(index))[:, some, heads]
+        means = places.sums(values).mean(0)[some, heads]
+        add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
+    if places.chosen is not None:  # tokens without a role
+        rest += float(along.double().sum() - by_place.sum())
+    ends = {"bias": (0.0, run.bias), "rest": (0.0, rest)}
+    if run.is_difference:
+        del ends["bias"]  # it drops out
+    if run.offset or not run.is_difference:
+        ends["offset"] = (0.0, run.offset)
+    for name, (size, attribution) in (ends | {"metric": (run.value,) * 2}).items():
+        rows.append((name, name, None, name, None, size, np.nan, attribution, np.nan))
+    frame = pd.DataFrame(rows, columns=[*NODE_COLUMNS, "error"])
+    frame = frame.astype({"layer": "Int64", "position": "Int64"})
+    return frame.drop(columns="error") if places.chosen is None else frame
 
 
 class LinearGraph:
-    """Nodes and edges of an attributed run as frames, for chosen nodes of each sublayer."""
+    """Edges of an attributed run, into chosen nodes (position, index) of each sublayer."""
 
     def __init__(
         self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]
     ) -> None:
         self._attributed, self._linear, self._chosen = attributed, attributed.linear, chosen
-        self._real: list[int] = pair.real.any(dim=0).nonzero().flatten().tolist()
+        self._real = Places.of(pair).real
         self._sources = _Sources(self._linear, self._real, chosen)
 
     def _ids(self, index: int, nodes: Sequence[Node]) -> list[str]:
@@ -45,32 +186,24 @@ class LinearGraph:
     def edges(
         self, on_done: Callable[[int], object] = lambda n: None
     ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        """Return edges from chosen nodes, "bias" and "rest" into chosen nodes and the metric.
+        """Return edges that are not 0, from chosen nodes, "bias" and "rest", and into the metric.
 
-        Args:
-            on_done: called with the number of nodes that are done.
-
-        Returns:
-            A row for each edge that is not 0, and the contribution of each prompt to its weight.
+        With them, the contribution of each prompt. `on_done` is called with numbers of nodes.
         """
         sources = [f"embed@{pos}" for pos in self._real]
         for index, nodes in enumerate(self._chosen):
             sources += self._ids(index, nodes)
-        blocks = [_edges_of(sources, ["metric"], "value", self._into_metric())]
+        attributed, n = self._attributed, len(self._linear.sublayers)
+        bias, covectors = attributed.logit_bias[:, None], attributed.last[:, None]
+        into_metric = self._sources.products(n, bias, covectors)
+        blocks = [_edges_of(sources, ["metric"], "value", into_metric)]
         for index, nodes in enumerate(self._chosen):
-            for kind in self._attributed.kinds(index) if nodes else ():
+            for kind in attributed.kinds(index) if nodes else ():
                 for some, by_prompt in self._into(index, kind, nodes):
                     blocks.append(_edges_of(sources, self._ids(index, some), kind, by_prompt))
                     on_done(len(some) * (kind == "value"))
         frames, weights = zip(*blocks, strict=True)
         return pd.concat(frames, ignore_index=True), np.concatenate(weights)
-
-    def _into_metric(self) -> Float[Tensor, "batch target column"]:
-        """Return the contributions to the metric."""
-        attributed, n = self._attributed, len(self._linear.sublayers)
-        sums = self._sources.contributions(n, 1, attributed.logit_bias[:, None])
-        sums.add_all(attributed.last[:, None])
-        return sums.columns
 
     def _into(
         self, index: int, kind: str, nodes: Sequence[Node]
@@ -81,9 +214,11 @@ class LinearGraph:
         size = len(self._sources.positions) + self._linear.run.embedding[0].numel()
         if isinstance(slope, AttentionSlope):
             size += slope.gradient[0].numel() + slope.inputs[0].numel()
-        at_once = max(1, _numbers_at_once(gradient) // (len(gradient) * size))
-        for first in range(0, len(nodes), at_once):
-            some = nodes[first : first + at_once]
+        fit = int(_SHARE * free_bytes(gradient.device) / gradient.element_size())
+        most = min(_BLOCK, fit) if gradient.device.type == "cpu" else fit
+        n_at_once = max(1, most // (len(gradient) * size))
+        for first in range(0, len(nodes), n_at_once):
+            some = nodes[first : first + n_at_once]
             places = torch.tensor(some, dtype=torch.int64, device=gradient.device)
             yield some, self._contributions(index, slope, *places.T)
 
@@ -95,82 +230,24 @@ class LinearGraph:
         nodes: Tensor,
     ) -> Float[Tensor, "batch target column"]:
         sublayer, gradient = self._linear.sublayers[index], self._attributed.gradients[index]
-        of_targets = gradient[:, positions, nodes]
         n_before, n_pos = self._linear.n_before(index), gradient.shape[1]
         if isinstance(slope, AttentionSlope):
             inputs = slope.input_gradients(positions, nodes)
             bias = torch.einsum("tbpgd,bpgd->bt", inputs, slope.constant)
-            sums = self._sources.contributions(n_before, len(nodes), bias)
-            sums.add_all(slope.covectors(inputs))
-        elif isinstance(slope, NeuronSlope):
+            return self._sources.products(n_before, bias, slope.covectors(inputs))
+        if isinstance(slope, NeuronSlope):
             covectors, bias = slope.covectors(positions, nodes)
-            sums = self._sources.contributions(n_before, len(nodes), bias)
-            sums.add(covectors, positions)
-        else:
-            bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
-            sums = self._sources.contributions(n_before, len(nodes), bias)
-            if isinstance(sublayer, LinearAttention):  # a target reads at every position
-                keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
-                node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
-                gradients = of_targets.repeat_interleave(n_pos, dim=1)
-                covectors = sublayer.covectors(gradients, node, node_positions, keys)
-                sums.add_all(covectors.unflatten(1, (-1, n_pos)))
-            else:
-                sums.add(sublayer.covectors(of_targets, nodes, positions, positions), positions)
-        return sums.columns
-
-    def nodes(self, rest: float) -> pd.DataFrame:
-        """Return the nodes: the embedding, heads by layer, and "bias", "rest", "offset", "metric".
-
-        Args:
-            rest: the attribution of the heads that are no nodes.
-        """
-        attributed, linear = self._attributed, self._linear
-        embedding, gradient = linear.run.embedding, attributed.first
-        rows: list[tuple[object, ...]] = [
-            (f"embed@{pos}", "embed", None, "embed", pos, length, np.nan, attribution)
-            for pos, length, attribution in zip(
-                range(embedding.shape[1]),
-                embedding.norm(dim=-1).mean(0).tolist(),
-                (gradient.to(embedding) * embedding).sum((0, 2)).tolist(),
-                strict=True,
-            )
-            if pos in self._real
-        ]
-        for index, nodes in enumerate(self._chosen):
-            rows += self._rows(index, nodes)
-        ends = {"bias": (0.0, attributed.bias), "rest": (0.0, rest)}
-        if attributed.is_difference:
-            del ends["bias"]  # it drops out
-        if attributed.offset or not attributed.is_difference:
-            ends["offset"] = (0.0, attributed.offset)
-        for name, (size, attribution) in (ends | {"metric": (attributed.value,) * 2}).items():
-            rows.append((name, name, None, name, None, size, np.nan, attribution))
-        frame = pd.DataFrame(rows, columns=list(NODE_COLUMNS))
-        return frame.astype({"layer": "Int64", "position": "Int64"})
-
-    def _rows(self, index: int, nodes: Sequence[Node]) -> list[tuple[object, ...]]:
-        """Return rows of the frame of nodes for heads of one sublayer."""
-        if not nodes:
-            return []
-        attributed, writes = self._attributed, self._linear.sublayers[index].writes
-        gradients, z = attributed.gradients[index], attributed.z[index]
-        n_nodes = gradients.shape[2]
-        attributions = attributed.attributions(index).sum(0)
-        positions, index_of = torch.tensor(nodes, dtype=torch.int64, device=gradients.device).T
-        slopes = torch.full_like(gradients[0, ..., 0], torch.nan)
-        if writes.kind == "attention":
-            values = z.norm(dim=-1).mean(0)
-        else:
-            values = z.unflatten(2, (n_nodes, -1)).sum((3, 4)).mean(0)
-            if len(gradients) == 1 and z.shape[2] == n_nodes:
-                slopes = gradients[0, ..., 0]
-        columns = (x[positions, index_of].tolist() for x in (values, slopes, attributions))
-        ids = self._ids(index, nodes)
-        return [
-            (id_, writes.kind, writes.layer, id_.partition("@")[0], pos, *numbers)
-            for id_, (pos, _), *numbers in zip(ids, nodes, *columns, strict=True)
-        ]
+            return self._sources.products(n_before, bias, covectors, positions)
+        of_targets = gradient[:, positions, nodes]
+        bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
+        if isinstance(sublayer, LinearAttention):  # a target reads at every position
+            keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
+            node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
+            gradients = of_targets.repeat_interleave(n_pos, dim=1)
+            covectors = sublayer.covectors(gradients, node, node_positions, keys)
+            return self._sources.products(n_before, bias, covectors.unflatten(1, (-1, n_pos)))
+        covectors = sublayer.covectors(of_targets, nodes, positions, positions)
+        return self._sources.products(n_before, bias, covectors, positions)
 
 
 def _edges_of(
@@ -207,81 +284,45 @@ class _Sources:
             outputs = sublayer.writes.outputs
             place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
             node_positions, index = place.T
-            vectors.append(
-                sublayer.write_vectors(outputs[:, node_positions, index], index, node_positions).to(
-                    embedding
-                )
+            written = sublayer.write_vectors(
+                outputs[:, node_positions, index], index, node_positions
             )
+            vectors.append(written.to(embedding))
             positions += node_positions.tolist()
             others = outputs.clone()
             others[:, node_positions, index] = 0.0
-            written = sublayer.written(others[None])[0].to(embedding)
             self._n_columns.append(len(positions))
-            self._rest.append(self._rest[-1] + written)
+            self._rest.append(self._rest[-1] + sublayer.written(others[None])[0].to(embedding))
             self._bias.append(self._bias[-1] + sublayer.writes.bias.to(embedding))
         self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
         # The sources of a position, numbered from 0: rows of a table with a place for each.
         self._slots = pd.Series(positions).groupby(positions).cumcount().to_numpy()
 
-    def contributions(
-        self, n_before: int, n_targets: int, bias: Float[Tensor, "batch target"]
-    ) -> "_Contributions":
-        """Return empty sums for targets that read after `n_before` sublayers."""
-        n = self._n_columns[n_before]
-        columns = self._vectors.new_zeros(len(self._vectors), n_targets, n + 2)
-        columns[:, :, -1] = bias.to(columns)
-        of_all = self._rest[n_before], self._bias[n_before]
+    def products(
+        self,
+        n_before: int,
+        bias: Float[Tensor, "batch target"],
+        covectors: Float[Tensor, "batch target *pos d_model"],
+        target_positions: Tensor | None = None,
+    ) -> Float[Tensor, "batch target column"]:
+        """Return what targets behind `n_before` sublayers read of each source; on the CPU.
+
+        They read at one position, or (None) at every position. The last two columns are "rest" and
+        "bias".
+        """
+        n, covectors = self._n_columns[n_before], covectors.to(self._vectors)
+        vectors, streams = self._vectors[:, :n], (self._rest[n_before], self._bias[n_before])
         places = torch.from_numpy(np.stack([self.positions[:n], self._slots[:n]]))
-        width = int(self._slots[:n].max(initial=0)) + 1
-        vectors = self._vectors[:, :n]
-        positions, slots = places.to(columns.device)
-        return _Contributions(columns, vectors, positions, slots, width, *of_all)
-
-
-@dataclass(frozen=True, eq=False)
-class _Contributions:
-    """Sums over what targets read of each source; the last two columns are "rest" and "bias"."""
-
-    sums: Float[Tensor, "batch target column"]
-    vectors: Float[Tensor, "batch column d_model"]
-    positions: Int[Tensor, "column"]
-    slots: Int[Tensor, "column"]
-    width: int
-    rest: Residual
-    bias: Residual
-
-    def add(
-        self, covectors: Float[Tensor, "batch target d_model"], positions: Int[Tensor, "target"]
-    ) -> None:
-        """Add what each target reads at one position."""
-        covectors, positions = covectors.to(self.vectors), positions.to(self.positions.device)
-        products = covectors @ self.vectors.transpose(1, 2)
-        self.sums[:, :, :-2] += products * (self.positions == positions[:, None])
-        for column, stream in ((-2, self.rest), (-1, self.bias)):
-            self.sums[:, :, column] += (covectors * stream[:, positions]).sum(-1)
-
-    def add_all(self, covectors: Float[Tensor, "batch target pos d_model"]) -> None:
-        """Add what each target reads at every position."""
-        covectors = covectors.to(self.vectors)
-        batch, _, n_pos, d_model = covectors.shape
-        table = self.vectors.new_zeros(batch, n_pos, self.width, d_model)
-        table[:, self.positions, self.slots] = self.vectors
-        products = torch.einsum("btpm,bpwm->btpw", covectors, table)
-        self.sums[:, :, :-2] += products[:, :, self.positions, self.slots]
-        for column, stream in ((-2, self.rest), (-1, self.bias)):
-            self.sums[:, :, column] += torch.einsum("btpm,bpm->bt", covectors, stream)
-
-    @property
-    def columns(self) -> Float[Tensor, "batch target column"]:
-        """The sums, on the CPU."""
-        return self.sums.cpu()
-
-
-_BLOCK = 2**24  # on a CPU: 64 MiB in float32
-_SHARE = 0.1  # of the free memory of another device
-
-
-def _numbers_at_once(x: Tensor) -> int:
-    """Return how many numbers a block of targets may take."""
-    fit = int(_SHARE * free_bytes(x.device) / x.element_size())
-    return min(_BLOCK, fit) if x.device.type == "cpu" else fit
+        positions, slots = places.to(vectors.device)
+        if target_positions is None:
+            width = int(self._slots[:n].max(initial=0)) + 1
+            table = vectors.new_zeros(len(vectors), covectors.shape[2], width, vectors.shape[2])
+            table[:, positions, slots] = vectors
+            sums = torch.einsum("btpm,bpwm->btpw", covectors, table)[:, :, positions, slots]
+            ends = [torch.einsum("btpm,bpm->bt", covectors, stream) for stream in streams]
+        else:
+            here = target_positions.to(vectors.device)
+            sums = covectors @ vectors.transpose(1, 2) * (positions == here[:, None])
+            ends = [(covectors * stream[:, here]).sum(-1) for stream in streams]
+        ends[1] = ends[1] + bias.to(sums)
+        return torch.cat([sums, torch.stack(ends, dim=-1)], dim=-1).cpu()

@@ -8,7 +8,7 @@ from common import tokens
 from attn_only_lens import Bilinear, InputWarning, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.attributed_run import attribute_difference
-from attn_only_lens.circuits.linear_graph import LinearGraph
+from attn_only_lens.circuits.linear_graph import LinearGraph, Places, node_frame
 from attn_only_lens.engine import contrast as engine
 from attn_only_lens.engine import secants
 from attn_only_lens.engine.contrast import contrast, metric_multiplier, run_both
@@ -117,9 +117,8 @@ def test_flows_into_every_node_add_up_to_its_attribution(family):
     pair = pair_of(model)
     run = attribute_difference(model, pair, METRICS["logit_diff"])
     chosen = [[(i, j) for i in range(g.shape[1]) for j in range(g.shape[2])] for g in run.gradients]
-    graph = LinearGraph(run, pair, chosen)
-    edges, _ = graph.edges()
-    nodes = graph.nodes(0.0).set_index("id")["attribution"]
+    edges, _ = LinearGraph(run, pair, chosen).edges()
+    nodes = node_frame(run, Places.of(pair), chosen, 0.0).set_index("id")["attribution"]
     largest = nodes.abs().max()
     inflow = edges.groupby("target")["weight"].sum().reindex(nodes.index).fillna(0.0)
     ends = nodes.index.str.startswith("embed") | nodes.index.isin(["bias", "rest", "offset"])

@@ -162,7 +162,8 @@ def top_compositions(
         (3, 2048, True)
     """
     InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
-    chosen = [all_heads() if sites is None else sites for sites in (writers, readers)]
+    every = all_heads()
+    chosen = every if writers is None else writers, every if readers is None else readers
     writing, reading = _resolve_pairs(model, *chosen, kind)
     writing = [None, *writing] if writers is None else writing
     if kind == "k":
