@@ -1,8 +1,8 @@
 """A TransformerBridge from a folder of Hugging Face transformers: `config.json` and safetensors.
 
-As `TransformerBridge.boot_transformers` builds it, but from the files alone: no pickle, no code of
-theirs, no hub. transformers fills weights that it does not find with random numbers and leaves out
-those that it does not know, with a warning; here either is an error.
+The bridge is that of `TransformerBridge.boot_transformers`, but from the files alone: no pickle, no
+code, no hub. transformers fills missing weights with random numbers and leaves out unknown ones,
+with a warning; here both are errors.
 """
 
 from collections.abc import Iterable
@@ -47,34 +47,25 @@ HUB_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safe
 
 
 def is_hugging_face(config: dict[str, Any]) -> bool:
-    """True for what `config.json` holds in a folder of transformers."""
+    """Return True for the `config.json` of a folder of transformers."""
     return bool(config.keys() & {"model_type", "architectures", "transformers_version"})
 
 
 def load_hf_folder(
     folder: Path, *, name: str, dtype: torch.dtype, device: torch.device
 ) -> TransformerBridge:
-    """Read a bridge from a folder.
+    """Read a bridge from a folder of transformers, or a snapshot of the hub.
 
-    Args:
-        folder: what `save_pretrained` of transformers writes, or a snapshot of the hub.
-        name: its `cfg.model_name`.
-        dtype: of its parameters.
-        device: where to put it.
-
-    Raises:
-        CheckpointError: with every reason: files are missing or damaged, weights are quantised,
-            missing or left over, the tokenizer has more tokens than the model, or transformers or
-            TransformerLens does not know the model.
+    `name` is its `cfg.model_name`. Raises CheckpointError with every reason.
     """
     try:
         return _load(folder, name, dtype, device)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
-    except Exception as error:  # of transformers and TransformerLens: whatever the files lead to
-        code = " It needs code of its own, which is never run." * ("remote_code" in str(error))
-        kind = "KeyError: " * isinstance(error, KeyError)  # whose text is a key, and no more
-        reason = f"{kind}{first_words(error)}{code}"
+    except Exception as error:  # transformers and TransformerLens raise all kinds
+        reason = str(error)
+        if not isinstance(error, CheckpointError):
+            code = " It needs code of its own, which is never run." * ("remote_code" in reason)
+            kind = "KeyError: " * isinstance(error, KeyError)  # whose text is only a key
+            reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
 
@@ -114,17 +105,13 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: Any) -> list[str]:
-    """Return why a folder is no language model's, though one could be made of its layers."""
-    named = config.get("architectures") if isinstance(config, dict) else None
-    named = named if isinstance(named, list) else []
-    other_tasks = [
-        architecture for architecture in named if str(architecture).endswith(_OTHER_TASKS)
-    ]
-    if not other_tasks:
-        return []
+    """Return why a folder does not hold a language model, though its layers would make one."""
+    names = config.get("architectures") if isinstance(config, dict) else None
+    others = [n for n in names if str(n).endswith(_OTHER_TASKS)] if isinstance(names, list) else []
     return [
-        f"it is a {other_tasks[0]}, whose head is not a language model's and would be left out; "
+        f"it is a {name}, whose head is not a language model's and would be left out; "
         "expected a language model, such as the one that it was trained from"
+        for name in others[:1]
     ]
 
 
@@ -216,9 +203,9 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """True for a weight of a module, or of a layer, that the model has or should have.
+    """Return True for a weight of a module, or of a layer, that the model has or should have.
 
-    Others are parts that its class has not, as BERT's pooler and its head for the next sentence.
+    Other weights are of parts that its class does not have, such as BERT's pooler.
     """
     module: Any = model
     *path, _ = key.split(".")

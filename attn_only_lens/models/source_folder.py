@@ -7,7 +7,7 @@ dict (masks and rotary tables, which TransformerLens computes, may be left out).
 
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,7 @@ DTYPES = {
 
 
 class GrownFields(TypedDict):
-    """The fields of a provenance that are read with the model.
-
-    Attributes:
-        files: digests of the other files of the folder.
-    """
+    """The fields of a provenance that are read with the model: digests of the other files."""
 
     files: dict[str, FileDigest]
 
@@ -66,11 +62,7 @@ GROWN = Document("attn_only_lens.Grown", 2, GrownFields)
 def load_source(
     folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
 ) -> HookedTransformer:
-    """Read a stock model from a folder: no pickle, no network, no code of its own, no other folder.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the two do not belong together.
-    """
+    """Read a stock model from a folder: no pickle, no network, no code, no other folder."""
     folder = open_folder(folder)
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
@@ -79,30 +71,32 @@ def load_source(
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     checked = {key: value for key, value in config.items() if key not in chosen}
-    if wrong := reasons_against_config(checked, CONFIG):
-        raise CheckpointError(f"{folder / CONFIG} is not a model's: {'; '.join(wrong[:5])}")
+    no_model = f"{folder / CONFIG} is not a model's"
+    refuse(reasons_against_config(checked, CONFIG), no_model)
     fields = checked | chosen
-    with limit_size(state), checkpoint_errors(f"{folder / CONFIG} is not a model's"):
+    with limit_size(state), checkpoint_errors(no_model):
         expected = stock_skeleton(fields).state_dict()
     # What TransformerLens computes may be left out.
     needed = {
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
     }
     wrong = tensor_misfits(needed, state)
-    wrong += memory_reasons(
-        sum(value.numel() * value.element_size() for value in expected.values())
-    )
-    if wrong:
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit {CONFIG}: {'; '.join(wrong[:5])}")
+    wrong += memory_reasons(sum(value.nbytes for value in expected.values()))
+    refuse(wrong, f"{folder / WEIGHTS} does not fit {CONFIG}")
     with quiet():
         model = HookedTransformer(HookedTransformerConfig(**fields))
     model.load_state_dict(state, strict=False)
     if (folder / TOKENIZER).is_dir():
         tokenizer = load_tokenizer(folder)
-        if wrong := tokenizer_reasons(tokenizer, model.cfg.d_vocab):
-            raise CheckpointError(f"{folder} does not hold one model: {wrong[0]}")
+        refuse(tokenizer_reasons(tokenizer, model.cfg.d_vocab), f"{folder} does not hold one model")
         model.set_tokenizer(tokenizer)
     return model
+
+
+def refuse(reasons: Sequence[str], problem: str) -> None:
+    """Raise CheckpointError with the first few reasons, if there are any."""
+    if reasons:
+        raise CheckpointError(f"{problem}: {'; '.join(reasons[:5])}")
 
 
 @contextmanager
@@ -118,10 +112,8 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
 
 def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
     """List why no HookedTransformer can be built from a configuration."""
-    reasons = [
-        *type_mismatches(config, HookedTransformerConfig, name),
-        *out_of_range(config, name),
-    ]
+    reasons = [*type_mismatches(config, HookedTransformerConfig, name)]
+    reasons += out_of_range(config, name)
     act_fn = config.get("act_fn")
     if isinstance(act_fn, str) and act_fn not in SUPPORTED_ACTIVATIONS:
         known = ", ".join(sorted(SUPPORTED_ACTIVATIONS))
@@ -135,12 +127,7 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer in TOKENIZER of a folder, opening no other folder.
-
-    Raises:
-        CheckpointError: it is missing, needs code of its own, names files elsewhere, or cannot be
-            read.
-    """
+    """Read the tokenizer in TOKENIZER of a folder, opening no other folder."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
@@ -153,24 +140,16 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
-    """Read the tokenizer whose files lie in a folder, running no code of its own.
-
-    Args:
-        where: the folder.
-        options: of `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        CheckpointError: it needs code of its own, names files elsewhere, or cannot be read.
-    """
-    settings = tokenizer_folder / "tokenizer_config.json"
-    said = read_json(settings) if settings.exists() else {}
-    if not isinstance(said, dict):
+    """Read the tokenizer in a folder, without its own code; `options` are of `AutoTokenizer`."""
+    path = tokenizer_folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    if not isinstance(settings, dict):
         raise CheckpointError(
-            f"{settings} holds a {type(said).__name__}; expected a tokenizer's settings by name"
+            f"{path} holds a {type(settings).__name__}; expected a tokenizer's settings by name"
         )
-    named = [key for key in said if str(key).endswith("_file") and said[key] is not None]
-    if any(os.path.exists(str(said[key])) for key in named):
-        raise CheckpointError(f"{settings} names files outside of its folder: {', '.join(named)}")
+    files = [key for key in settings if str(key).endswith("_file") and settings[key] is not None]
+    if any(os.path.exists(str(settings[key])) for key in files):
+        raise CheckpointError(f"{path} names files outside of its folder: {', '.join(files)}")
     options |= {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
@@ -189,10 +168,9 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def own_tokenizer(tokenizer: Any) -> Any:
-    """Return a model's tokenizer as its files have it, for use without TransformerLens.
+    """Return a model's tokenizer as in its files; unchanged if these are gone or hold another.
 
-    TransformerLens makes it add a BOS, and makes EOS its BOS and its padding where it has none.
-    Where the files are gone or hold another, it is returned as it is.
+    TransformerLens makes it add a BOS, and makes EOS its BOS and its padding if it has none.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -203,12 +181,12 @@ def own_tokenizer(tokenizer: Any) -> Any:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the text of an error of others in one line, as far as it may fill an error of ours."""
+    """Return the start of an error's text, in one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return why a tokenizer is not that of a model; tokens that were added to it do not count."""
+    """Return why a tokenizer is not the model's; tokens that were added to it do not count."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [
@@ -218,17 +196,13 @@ def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
 
 
 def memory_reasons(n_bytes: int) -> list[str]:
-    """Return why so large a model is not loaded here."""
+    """Return why a model of this size is not loaded."""
     free = free_bytes(torch.device("cpu"))
     return [f"the model takes {n_bytes:,} bytes, and {free:,} are free"] if n_bytes > free else []
 
 
 def check_grown(folder: Path) -> None:
-    """Hold the files of a folder that `grow` wrote against the digests in its provenance.
-
-    Raises:
-        CheckpointError: with everything that is missing or changed.
-    """
+    """Compare the files of a folder that `grow` wrote with the digests in its provenance."""
     if not (folder / PROVENANCE).exists():
         return
     files = GROWN.read(path_inside(folder, PROVENANCE))["files"]
@@ -242,11 +216,7 @@ def check_grown(folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the two files: the configuration, whose values are not checked, and the state dict.
-
-    Raises:
-        CheckpointError: one cannot be read, or is not the one that `grow` wrote.
-    """
+    """Read the configuration, without a check of its values, and the state dict."""
     check_grown(folder)
     config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
@@ -268,11 +238,7 @@ def _plain(value: Any) -> Any:
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a floating-point type by name.
-
-    Raises:
-        CheckpointError: it is not one of `DTYPES`.
-    """
+    """Return a floating-point type by name; raise CheckpointError unless it is in `DTYPES`."""
     parsed = DTYPES.get(str(dtype).removeprefix("torch."))
     if parsed is None:
         raise CheckpointError(f"got dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -280,11 +246,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """Return a device by name, if this machine has it.
-
-    Raises:
-        CheckpointError: it has no such device, or nothing can be stored there.
-    """
+    """Return a device by name; raise CheckpointError if this machine cannot use it."""
     try:
         parsed = torch.device(device)
         torch.zeros(1, device=parsed).item()

@@ -21,7 +21,7 @@ from attn_only_lens import (
     save,
 )
 from attn_only_lens.models.checkpoint import MANIFEST
-from attn_only_lens.models.checkpoint.packing import pack, unpack
+from attn_only_lens.models.checkpoint.bridge import pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 

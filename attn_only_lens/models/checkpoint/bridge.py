@@ -1,13 +1,12 @@
 """TransformerBridges with neuron-heads in place.
 
-A bridge is built again the way it was: the wrapped model from its own configuration, with random
-weights; the bridge around it; `enable_compatibility_mode`, where that was called. Then every tensor
-is given its numbers, processed weights included, and the neuron-heads are exposed.
+A bridge is built again as before: the wrapped model from its configuration, with random weights;
+the bridge around it; `enable_compatibility_mode`, if it was called. Then all tensors get their
+values, including processed weights, and the neuron-heads are exposed.
 
-That this leads back to the saved model is not assumed but tried before anything is written, on the
-model's own tensors: names and types of all modules, names of all hook points, the configuration,
-and the logits on a few tokens, which have to be bitwise equal. A bridge in any other state is
-refused, whatever the reason.
+`save` tries this before it writes anything, with the model's tensors. It compares the names and
+types of all modules, the names of all hook points, the configuration, and the logits on a few
+tokens, which must be bitwise equal. A bridge that differs is refused.
 """
 
 import json
@@ -27,10 +26,9 @@ from typing_extensions import TypedDict
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.models.checkpoint.hooked import expose_again
-from attn_only_lens.models.checkpoint.packing import pack, unpack
+from attn_only_lens.models.checkpoint.hooked import MISFIT, expose_again
 from attn_only_lens.models.in_place import exposed_heads
-from attn_only_lens.models.source_folder import parse_dtype, plain_config
+from attn_only_lens.models.source_folder import parse_dtype, plain_config, refuse
 from attn_only_lens.models.transformers_module import build_module, config_from
 from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.storage import out_of_range, require_few_layers
@@ -52,6 +50,9 @@ class _BridgeConfig(TypedDict):
     cfg: dict[str, Any]
 
 
+Placement = list[Any]  # of a tensor: its flat tensor's name, offset, shape, stride, dtype
+
+
 class BridgeFields(TypedDict):
     """The entries of a manifest that only a TransformerBridge has."""
 
@@ -63,23 +64,16 @@ class BridgeFields(TypedDict):
 
 
 def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the entries of an exposed bridge's manifest, and its tensors.
-
-    Raises:
-        CheckpointError: `rebuild_bridge` would not build it.
-    """
+    """Return the entries of an exposed bridge's manifest, and its tensors, once they are tried."""
     config = _config(model)
     twin = _skeleton(config)
     named, expected = _named(model), _named(twin)
     # What a forward pass leaves behind in attributes is not part of the model.
     kept = {name: tensor for name, tensor in named.items() if name in expected}
     held = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    unknown = [name for name in sorted(named.keys() - expected) if id(named[name]) in held]
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - named)]
-    wrong += [
-        f"{name} is not known"
-        for name in sorted(named.keys() - expected)
-        if id(named[name]) in held
-    ]
+    wrong += [f"{name} is not known" for name in unknown]
     if wrong:
         raise _lost(wrong)
     placements, flat = pack(kept)
@@ -102,11 +96,7 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
 
 
 def rebuild_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> TransformerBridge:
-    """Build the bridge of a manifest.
-
-    Raises:
-        CheckpointError: it cannot be built, or the tensors do not fit it.
-    """
+    """Build the bridge of a manifest; raise CheckpointError if the tensors do not fit it."""
     model = _skeleton(manifest["config"], tensors)
     _finish(model, manifest, unpack(manifest["placements"], tensors))
     unknown = set(manifest["other_mode"]) - dict(_modules(model)).keys()
@@ -118,18 +108,11 @@ def rebuild_bridge(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Tran
 def _skeleton(
     config: dict[str, Any], tensors: Mapping[str, Tensor] | None = None
 ) -> TransformerBridge:
-    """Build the bridge, not exposed; the caller's random state stays as it was.
+    """Build the bridge of a manifest's configuration, not exposed; keep the random state.
 
-    Args:
-        config: its entry in the manifest.
-        tensors: what is to fill it; a configuration of far more is refused before it takes time and
-            memory.
-
-    Raises:
-        CheckpointError: it has numbers that no model can have. Errors of constructors pass.
+    A configuration of far more numbers than `tensors` is refused before it takes time and memory.
     """
-    if wrong := list(out_of_range(config, "config")):
-        raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
+    refuse(list(out_of_range(config, "config")), "this is no configuration")
     with keep_random_state(torch.device("cpu")), torch.device("cpu"):
         if tensors is not None:
             _require_modest(config, tensors)
@@ -139,7 +122,7 @@ def _skeleton(
 
 
 def process_as_saved(bridge: TransformerBridge, config: dict[str, Any]) -> None:
-    """Do to a bridge what had been done to the one that was saved; `config` of its manifest."""
+    """Process the weights of a bridge as in the saved one; `config` is of its manifest."""
     if config["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=config["quiet"], no_processing=not config["processed"]
@@ -160,7 +143,7 @@ def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> No
 
 
 def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """The wrapped model, and how to build a bridge around it."""
+    """Return the arguments of `build_bridge_from_module`."""
     dtype = parse_dtype(config["dtype"])
     how = {"architecture": config["architecture"], "model_name": config["cfg"]["model_name"]}
     if config["architecture"] == _NATIVE:
@@ -179,7 +162,7 @@ def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
-    """Every text that names an implementation of attention or the like; transformers loads them."""
+    """Return the names of implementations of attention and so on, which transformers loads."""
     if isinstance(value, dict):
         for key, item in value.items():
             here = str(key) == "attention" or str(key).endswith(("implementation", "_internal"))
@@ -192,7 +175,7 @@ def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
 
 
 def _class_in_transformers(name: str, kind: type) -> Any:
-    """Look up a class of models or configurations in transformers, and nothing else there."""
+    """Look up a class of models or configurations in transformers."""
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, kind):
         raise ValueError(f"transformers has no {kind.__name__} named {name!r}")
@@ -200,7 +183,7 @@ def _class_in_transformers(name: str, kind: type) -> Any:
 
 
 def _config(model: TransformerBridge) -> dict[str, Any]:
-    """The settings that a skeleton is built from, as JSON."""
+    """Return the settings that a skeleton is built from, as JSON."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")
@@ -233,7 +216,7 @@ def _config(model: TransformerBridge) -> dict[str, Any]:
 
 
 def _settings(model: TransformerBridge) -> dict[str, Any]:
-    """The bridge's configuration, as far as JSON holds it."""
+    """Return the part of the bridge's configuration that JSON can hold."""
     settings = {}
     for key, value in plain_config(model.cfg).items():
         try:
@@ -244,7 +227,7 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
 
 
 def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> None:
-    """Give a skeleton its numbers, settings, neuron-heads and mode."""
+    """Give a skeleton its weights, settings, neuron-heads and mode."""
     named = _named(model)
     frozen, other_mode = set(manifest["frozen"]), set(manifest["other_mode"])
     wrong = tensor_misfits(named, values)
@@ -256,10 +239,9 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
         if (key in _SIZES and saved.get(key) != current[key])
         or (saved.get(key) is not None and _type(current[key]) not in (_type(saved[key]), None))
     ]
-    if wrong:
-        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong[:5])}")
+    refuse(wrong, MISFIT)
     for name, tensor in named.items():
-        tensor.data = values[name]  # whatever shares the tensor sees it
+        tensor.data = values[name]  # also for modules that share the tensor
         tensor.requires_grad_(name not in frozen)
     for key, value in saved.items():
         if key not in _NOT_RESTORED and current.get(key) != value:
@@ -272,12 +254,12 @@ def _finish(model: Any, manifest: dict[str, Any], values: dict[str, Tensor]) -> 
 
 
 def _type(value: Any) -> type | None:
-    """The type of a setting, one for all numbers; None for a setting that is not set."""
+    """Return the type of a setting, one for all numbers; None for a setting that is not set."""
     return None if value is None else float if type(value) is int else type(value)
 
 
 def _named(model: Any) -> dict[str, Tensor]:
-    """Every tensor that the modules hold, once each; those that are no parameters, too."""
+    """Return every tensor that modules hold, once, also those that are no parameters."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
         for held in (module._parameters, module._buffers, vars(module)):
@@ -288,7 +270,7 @@ def _named(model: Any) -> dict[str, Tensor]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """The modules of the bridge, then those of the wrapped model that it does not own."""
+    """Return the modules of the bridge, then the others of the wrapped model."""
     modules = dict(model.named_modules())
     known = {id(module) for module in modules.values()}
     wrapped = model.original_model.named_modules(prefix="original_model")
@@ -336,3 +318,64 @@ def _differences(model: Any, twin: Any) -> list[str]:
 
 def _lost(reasons: list[str]) -> CheckpointError:
     return CheckpointError(f"this bridge could not be loaded again: {'; '.join(reasons)}")
+
+
+def pack(named: dict[str, Tensor]) -> tuple[dict[str, Placement], dict[str, Tensor]]:
+    """Return the placement of each tensor, and the flat tensors to write.
+
+    A bridge of a model with joint attention has q, k and v as views of one weight; training one
+    trains the others. So each piece of memory is written once, flat, under the name of the first
+    tensor in it. Strides and offsets are kept, since the rounding of a matrix product depends on
+    the layout of its factors.
+    """
+    sharing: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        sharing.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    placements, flat = {}, {}
+    for names in sharing.values():
+        first, tensors = names[0], {name: named[name].detach() for name in names}
+        if len(names) == 1 and _end(tensors[first]) != tensors[first].numel():  # part of something
+            tensors[first] = tensors[first].clone(memory_format=torch.contiguous_format)
+        flat[first] = tensors[first].as_strided((max(map(_end, tensors.values())),), (1,), 0)
+        for name, tensor in tensors.items():
+            if tensor.dtype != flat[first].dtype:
+                raise CheckpointError(
+                    f"{name} shares memory with {first}, which is of another type: copy one of them"
+                )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            layout = list(tensor.shape), list(tensor.stride())
+            placements[name] = [first, int(tensor.storage_offset()), *layout, dtype]
+    return {name: placements[name] for name in named}, flat
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the number of entries of a tensor's memory, up to its last entry."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + 1 + sum((size - 1) * step for size, step in steps)
+
+
+def unpack(placements: dict[str, Placement], flat: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Restore the tensors that were packed; raise CheckpointError if the flat ones do not fit."""
+    flat = {name: tensor.clone().flatten() for name, tensor in flat.items()}
+    firsts = {placement[0] for placement in placements.values()}
+    wrong = [f"{name} is missing" for name in sorted(firsts - flat.keys())]
+    wrong += [f"{name} is not known" for name in sorted(flat.keys() - firsts)]
+    tensors = {}
+    for name, (first, offset, shape, stride, dtype) in placements.items():
+        if first not in flat:
+            continue
+        if str(flat[first].dtype) != f"torch.{dtype}":
+            wrong.append(f"{first} is {flat[first].dtype}; expected {dtype}")
+        reach = 1  # of the entries along the axes before, which no later axis may step within
+        for step, size in sorted(zip(stride, shape, strict=False)):
+            if size > 1 and step < reach:
+                wrong.append(f"entries of {name} would lie in one place")
+            reach = max(reach, step * size)
+        try:
+            tensors[name] = flat[first].as_strided(shape, stride, offset)
+        except RuntimeError as error:
+            wrong.append(f"{first} does not hold {name}: {error}")
+    refuse(wrong, MISFIT)
+    return tensors

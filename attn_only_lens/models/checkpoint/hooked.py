@@ -1,7 +1,7 @@
 """HookedTransformers, converted to two blocks a layer or with neuron-heads in place.
 
-Both are built from the configuration of the source and then given their tensors. What does not fit
-is refused, on saving as on loading. Layers of a converted model may differ in size: the
+Both are built from the configuration of the source, and then get their tensors. Tensors that do not
+fit are refused, by `save` and by `load`. Layers of a converted model may differ in size: the
 configuration is that of layer 0, and `layers` holds the sizes of all.
 """
 
@@ -17,7 +17,12 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden
 from attn_only_lens.models.in_place.known_mlps import known_mlps
-from attn_only_lens.models.source_folder import parse_dtype, plain_config, reasons_against_config
+from attn_only_lens.models.source_folder import (
+    parse_dtype,
+    plain_config,
+    reasons_against_config,
+    refuse,
+)
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes
 from attn_only_lens.models.two_blocks.build import (
     converted_skeleton,
@@ -30,6 +35,8 @@ from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
+MISFIT = "the weights do not fit their manifest"
+
 
 class HookedFields(TypedDict):
     """The entries of a manifest that only a HookedTransformer has."""
@@ -40,11 +47,7 @@ class HookedFields(TypedDict):
 
 
 def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the entries of a model's manifest, and its tensors: what is tied once.
-
-    Raises:
-        CheckpointError: `rebuild_hooked` would not build it.
-    """
+    """Return the entries of a model's manifest, and its tensors, tied ones once."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
         layout, cfg, gating = "two blocks a layer", model.cfg.layer_cfg(0), model.cfg.gating
@@ -78,28 +81,19 @@ def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str,
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {name: tensor.detach() for name, tensor in named}
     reasons = reasons or skeleton_misfits(_skeleton(entries), tensors, entries["tied"])
-    if reasons:
-        raise CheckpointError(
-            "this model is more than its configuration leads to, and could not be loaded: "
-            + "; ".join(reasons)
-        )
+    refuse(reasons, "this model is more than its configuration leads to, and could not be loaded")
     return entries, tensors
 
 
 def rebuild_hooked(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Build the model of a manifest.
-
-    Raises:
-        CheckpointError: the configuration cannot be built, or the tensors do not fit it.
-    """
+    """Build the model of a manifest; raise CheckpointError if the tensors do not fit it."""
     model = _skeleton(manifest)
     tied, frozen = manifest["tied"], manifest["frozen"]
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrong = skeleton_misfits(model, tensors, tied)
     wrong += [f"{name} is no parameter" for name in {*tied, *tied.values(), *frozen} - names]
     wrong += [f"{name} is tied in a ring" for name in tied.keys() & tied.values()]
-    if wrong:
-        raise CheckpointError(f"the weights do not fit their manifest: {'; '.join(wrong[:5])}")
+    refuse(wrong, MISFIT)
     fill(model, tensors, tied, set(frozen))
     if manifest["layout"] == "in place":
         expose_again(model, manifest)
@@ -107,11 +101,7 @@ def rebuild_hooked(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def expose_again(model: Any, manifest: dict[str, Any]) -> None:
-    """Expose the neuron-heads of a model with the gates of its manifest.
-
-    Raises:
-        CheckpointError: its MLPs are not known, or the gates do not fit them.
-    """
+    """Expose the neuron-heads of a model with the gates of its manifest."""
     problem = "its neuron-heads cannot be exposed again"
     try:
         gating = Gating.from_json(manifest["gate"])
@@ -121,22 +111,18 @@ def expose_again(model: Any, manifest: dict[str, Any]) -> None:
 
 
 def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
-    """The model without numbers, its neuron-heads not yet exposed."""
+    """Return the model without weights, its neuron-heads not yet exposed."""
     require_hooked_transformer()
     config = manifest["config"]
-    if wrong := reasons_against_config(config, "config"):
-        raise CheckpointError(f"this is no configuration: {'; '.join(wrong[:5])}")
-    # Code from a hub is not run whatever a file says, and a file need not say otherwise.
+    refuse(reasons_against_config(config, "config"), "this is no configuration")
+    # Code from a hub never runs, whatever the file says.
     chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
     source = stock_skeleton({"device": "cpu", **config, **chosen})
     gating = Gating.from_json(manifest["gate"])
     give_activation(source, gating)
-    if reasons := reasons_against(source, silu=gating.silu):
-        raise CheckpointError(f"its configuration cannot be built: {'; '.join(reasons)}")
-    source_sizes, sizes = (
-        sizes_of(source.cfg),
-        [LayerSizes(**layer) for layer in manifest["layers"]],
-    )
+    refuse(reasons_against(source, silu=gating.silu), "its configuration cannot be built")
+    source_sizes = sizes_of(source.cfg)
+    sizes = [LayerSizes(**layer) for layer in manifest["layers"]]
     first = [size.stock_fields for size in sizes[:1]]
     if (len(sizes), *first) != (source.cfg.n_layers, source_sizes.stock_fields):
         raise CheckpointError(

@@ -4,7 +4,7 @@
     attn_only_lens.json   a manifest: kind of model, configuration, gate, digest of every file
     tokenizer/            the tokenizer's own files, where the model has one
 
-A folder is written beside its destination and moved there when it is complete.
+A folder is written next to its destination, and moved there when it is complete.
 """
 
 import os
@@ -28,6 +28,7 @@ from attn_only_lens.models.source_folder import (
     WEIGHTS,
     checkpoint_errors,
     load_tokenizer,
+    refuse,
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
@@ -63,7 +64,7 @@ class _Manifest(TypedDict):
 
 
 class _Kind(NamedTuple):
-    """A kind of model: its own entries of the manifest, and the way there and back."""
+    """A kind of model: its entries of the manifest, and how to save and load it."""
 
     fields: Any
     describe: Callable[[Any], tuple[dict[str, Any], dict[str, Tensor]]]
@@ -78,22 +79,17 @@ _KINDS = {
 _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
 
 
-@torch.inference_mode(False)  # as `load`, which is what the folder is tried with
-def save(
-    model: _Model,
-    folder: str | os.PathLike[str],
-    *,
-    source_name: str | None = None,
-) -> Path:
-    """Write a model with neuron-heads to a folder, all of it or nothing.
+@torch.inference_mode(False)  # as in `load`
+def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
+    """Write a model with neuron-heads to a folder, completely or not at all.
 
-    A `TransformerBridge` is written with its weights as they are, processed by
-    `enable_compatibility_mode` or not. It is built once more on the spot, and compared, before
-    anything is written: that takes the memory of a second model for a moment.
+    A `TransformerBridge` is written with its present weights, processed by
+    `enable_compatibility_mode` or not. Before anything is written, it is built again and compared,
+    which takes the memory of a second model for a moment.
 
     Args:
-        model: what `convert` or `load` returned, or a model with `expose_neuron_heads`, as it is
-            now (trained or edited since, perhaps). Hooks are not saved.
+        model: a model that `convert` or `load` returned, or a model with `expose_neuron_heads`, in
+            its present state. Hooks are not saved.
         folder: the destination; an earlier save there is replaced, anything else is refused.
         source_name: the name of the source; by default `cfg.model_name`.
 
@@ -143,12 +139,7 @@ def save(
 
 
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Read a saved model back: without pickle or a network, no code of its own, no other folder.
-
-    Raises:
-        UnsupportedCallError: it is a HookedTransformer, and transformer-lens 4 has none.
-        CheckpointError: the folder is damaged, tampered with, or newer than this package.
-    """
+    """Read a saved model: no pickle, no network, no code, no other folder."""
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"], closed=TOKENIZER)
     tensors, _ = read_tensors(folder / WEIGHTS)
@@ -159,12 +150,12 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
         model.tokenizer.padding_side = manifest["padding_side"]
     if dtype is not None:
         model.to(dtype, print_details=False)
-    # By its name: of a torch.device, a HookedTransformer notes the type alone, not the index.
+    # By name: of a torch.device, a HookedTransformer keeps only the type, without the index.
     return model.to(str(device), print_details=False)
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """True for a folder that `save` wrote."""
+    """Return True for a folder that `save` wrote."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
@@ -173,20 +164,13 @@ def is_saved(folder: str | os.PathLike[str]) -> bool:
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
     """Write the manifest of a model whose files are in a folder already."""
-    versions = {
-        "attn_only_lens": version("attn-only-lens"),
-        "transformer_lens": version("transformer-lens"),
-    }
+    names = ("attn_only_lens", "transformer_lens")
+    versions = {name: version(name.replace("_", "-")) for name in names}
     _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read what `write_manifest` wrote; checking the files that it names is left to `check_files`.
-
-    Raises:
-        CheckpointError: it is missing, unreadable or changed, of another version, or describes no
-            model that `save` writes.
-    """
+    """Read and check a manifest, but not the files that it names (see `check_files`)."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(
@@ -203,6 +187,5 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for name in names
         if name != WEIGHTS and not name.startswith(f"{TOKENIZER}/")
     ]
-    if wrong:
-        raise CheckpointError(f"{path} cannot be used: {'; '.join(wrong[:5])}")
+    refuse(wrong, f"{path} cannot be used")
     return manifest
