@@ -70,8 +70,8 @@ def convert(
             option is not None for option in (heads_per_neuron, tolerance, text, tokens)
         ):
             raise AttnOnlyLensError(
-                "--heads-per-neuron, --tolerance, --text and --tokens are of bilinear gates; give "
-                "--gate bilinear with them"
+                "only bilinear gates use --heads-per-neuron, --tolerance, --text and --tokens; "
+                "give --gate bilinear with them"
             )
         if is_saved(model):
             manifest = read_manifest(open_folder(model))

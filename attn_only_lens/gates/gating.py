@@ -69,7 +69,7 @@ class GeneralizedSiLU:
         if not reasons and not _is_coefficient(self.a_1 * self.a_2):
             product = f"a_1 · a_2 = {self.a_1 * self.a_2!r}"
             reasons = [f"got {product}; expected a number other than 0, {_SIZE}"]
-        InputError.raise_if(reasons, "there is no such generalized SiLU")
+        InputError.raise_if(reasons, "GeneralizedSiLU cannot use these values")
 
     def __call__(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return a_1 SiLU(a_2 x)."""

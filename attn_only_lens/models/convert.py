@@ -63,28 +63,18 @@ def convert(
         1
     """
     if isinstance(model, TransformerBridge):
-        raise UnsupportedModelError(
-            [
-                "it is a TransformerBridge, which runs the blocks of the model that it wraps: use "
-                "expose_neuron_heads(bridge, copy=True).model, a copy with its neurons as heads "
-                "in place"
-            ]
+        reason = (
+            "it is a TransformerBridge, which runs the blocks of the model that it wraps: use "
+            "expose_neuron_heads(bridge, copy=True).model, a copy with its neurons as heads in "
+            "place"
         )
+        raise UnsupportedModelError([reason])
     silu = gate if isinstance(gate, GeneralizedSiLU) else None
     reasons, gating = reasons_against(model, silu=silu), EXACT
     if isinstance(model, HookedTransformer):
-        reasons += [*hook_reasons(model), *non_finite_weights(model)]
         cfg = model.cfg
-        try:
-            gating = gating_for(
-                gate,
-                act_fn=cfg.act_fn,
-                gated=cfg.gated_mlp,
-                dtype=cfg.dtype,
-                n_layers=cfg.n_layers,
-            )
-        except ValueError as error:
-            reasons.append(str(error))
+        gating, unknown = gating_for(gate, cfg.act_fn, cfg.gated_mlp, cfg.dtype, cfg.n_layers)
+        reasons += [*hook_reasons(model), *non_finite_weights(model), *unknown]
     UnsupportedModelError.raise_if(reasons)
     converted = convert_as(model, gating, copy_weights=copy_weights)
     if not copy_weights:

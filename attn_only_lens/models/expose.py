@@ -1,7 +1,6 @@
 """Expose neuron-heads in place: the model keeps its class and modules, its neurons become heads."""
 
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.devices import normal_numbers
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import EXACT, Gating, GeneralizedSiLU
+from attn_only_lens.gates import Gating, GeneralizedSiLU
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.gate_option import GateOption, gating_for
@@ -73,12 +72,7 @@ class ExposedNeurons:
     def __enter__(self) -> Any:
         return self.model
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._first:
             self.undo()
 
@@ -156,19 +150,12 @@ def expose_neuron_heads(
             source, model = model, copy_model(model, copy_weights=copy_weights)
         if isinstance(model, HookedTransformer) and not copy_weights:
             share_weights(source, model)
-    mlps, gating = known_mlps(model, _PROBLEM, silu), EXACT
-    reasons = [] if exposed_heads(model) else non_finite_weights(model)
-    W_out: Any = mlps[0].mlp.W_out
-    try:
-        gating = gating_for(
-            gate,
-            act_fn=mlps[0].act_fn,
-            gated=mlps[0].points.pre_linear is not None,
-            dtype=W_out.dtype,
-            n_layers=len(mlps),
-        )
-    except ValueError as error:
-        reasons.append(str(error))
+    mlps = known_mlps(model, _PROBLEM, silu)
+    first, W_out = mlps[0], cast(Tensor, mlps[0].mlp.W_out)
+    gated = first.points.pre_linear is not None
+    gating, reasons = gating_for(gate, first.act_fn, gated, W_out.dtype, len(mlps))
+    if not exposed_heads(model):
+        reasons = [*non_finite_weights(model), *reasons]
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     return expose_as(model, mlps, gating)
 
@@ -222,26 +209,19 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
 @full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
-    """Show the heads, and compare every MLP: before, after, and with all hooks live.
-
-    If one differs, hide the heads again and raise UnsupportedModelError.
-    """
+    """Show the heads if every MLP computes the same before, after, and with all hooks live."""
     reasons = []
     try:
-        inputs = [
-            normal_numbers((2, 7, layer.W_out.shape[1]), 2).to(layer.W_out) for layer in heads
-        ]
-        before = [
-            run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in zip(heads, inputs, strict=True)
-        ]
+        inputs = [normal_numbers((2, 7, mlp.W_out.shape[1]), 2).to(mlp.W_out) for mlp in heads]
+        runs = zip(heads, inputs, strict=True)
+        before = [run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in runs]
         show(model, heads)
         for layer, x, expected in zip(heads, inputs, before, strict=True):
             try:
-                reasons += [
-                    f"layer {layer.layer}: {why}" for why in _differences(layer, x, expected)
-                ]
+                differences = _differences(layer, x, expected)
             except UnknownMLPError as error:
-                reasons.append(f"layer {layer.layer}: {error}")
+                differences = [str(error)]
+            reasons += [f"layer {layer.layer}: {difference}" for difference in differences]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
     except BaseException:  # even an interruption must not leave a model half exposed
         hide(model)

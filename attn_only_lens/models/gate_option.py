@@ -90,11 +90,9 @@ def calibrate(
         for layer, mlp in enumerate(mlps):
             stack.callback(mlp.points.pre.register_forward_hook(measure(layer)).remove)
         model(tokens)
-    infinite = [layer for layer, value in enumerate(largest) if not value < float("inf")]
-    if infinite:
-        raise UnsupportedModelError(
-            [f"its gate pre-activations are not finite in layers {infinite}"], _PROBLEM
-        )
+    if infinite := [layer for layer, value in enumerate(largest) if not value < float("inf")]:
+        reason = f"its gate pre-activations are not finite in layers {infinite}"
+        raise UnsupportedModelError([reason], _PROBLEM)
     ranges = tuple(max(margin * value, 1e-6) for value in largest)
     return Calibration(ranges, margin, tokens.numel())
 
@@ -145,33 +143,36 @@ class Bilinear:
             named = name == "slope" and value == "paper"
             if value is not None and not named and type(value) not in types:  # True is no number
                 wrong.append(f"got {name}={value!r}; expected {expected}")
-        InputError.raise_if(wrong, "there are no such bilinear gates")
+        InputError.raise_if(wrong, "Bilinear cannot use these values")
 
 
 GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 
 
 def gating_for(
-    gate: GateOption, *, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
-) -> Gating:
-    """Return the gates of an option for a model with such MLPs; raise ValueError if none exist."""
+    gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
+) -> tuple[Gating, list[str]]:
+    """Return the gates of an option for a model with such MLPs, and why they do not exist."""
     if isinstance(gate, str) and gate == "exact":
-        return EXACT
+        return EXACT, []
     if isinstance(gate, GeneralizedSiLU):
-        return Gating(silu=gate)
+        return Gating(silu=gate), []
     if not isinstance(gate, Bilinear):
-        raise ValueError(
-            f"got gate={gate!r}; expected 'exact', attn_only_lens.Bilinear(...) or "
-            "attn_only_lens.GeneralizedSiLU(a_1, a_2)"
+        expected = (
+            "'exact', attn_only_lens.Bilinear(...) or attn_only_lens.GeneralizedSiLU(a_1, a_2)"
         )
-    return _gated(gate, act_fn, n_layers) if gated else _plain(gate, act_fn, dtype)
+        return EXACT, [f"got gate={gate!r}; expected {expected}"]
+    try:
+        gating = _gated(gate, act_fn, n_layers) if gated else _plain(gate, act_fn, dtype)
+    except ValueError as error:
+        return EXACT, [str(error)]
+    return gating, []
 
 
 def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
     if option.calibration is not None:
         raise ValueError(
-            "got a calibration for plain MLPs, whose bilinear gates hold for every input: leave it "
-            "out"
+            "got a calibration for plain MLPs, whose bilinear gates hold for every input: omit it"
         )
     gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
     slope, room = max(gate.b), torch.finfo(dtype).max / 64  # for pre-activations

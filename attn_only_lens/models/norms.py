@@ -41,19 +41,12 @@ _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The linear part of a norm, without its scale.
+    """The linear part of a norm, without its scale."""
 
-    Attributes:
-        weight: w; None for ones.
-        centres: whether it subtracts the mean.
-        bias: the bias added last; None for zero.
-        module: the module that computes it; None if there is no norm.
-    """
-
-    weight: Float[Tensor, "d_model"] | None
-    centres: bool
-    bias: Float[Tensor, "d_model"] | None = None
-    module: nn.Module | None = None
+    weight: Float[Tensor, "d_model"] | None  # w; None for ones
+    centres: bool  # whether it subtracts the mean
+    bias: Float[Tensor, "d_model"] | None = None  # added last; None for zero
+    module: nn.Module | None = None  # that computes it; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
         """Return N W, for weights that read through this norm."""
@@ -63,8 +56,7 @@ class Norm:
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
         """Return o N, for rows that are written through this norm."""
-        rows = rows - rows.mean(dim=-1, keepdim=True) if self.centres else rows
-        return rows if self.weight is None else rows * self.weight.to(rows)
+        return self.gain(self.centred(rows))
 
     def centred(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
         """Return x without its mean, if the norm subtracts it."""
@@ -81,21 +73,13 @@ NO_NORM = Norm(None, centres=False)
 
 @dataclass(frozen=True, eq=False)
 class LayerNorms:
-    """The norms of one source layer.
+    """The norms of one source layer."""
 
-    Attributes:
-        attention: the norms before and after its attention.
-        neuron: the norms before and after its MLP.
-        query: the norm of the queries, for each head or for all heads together.
-        key: the norm of the keys.
-        parallel: whether attention and MLP read the same stream.
-    """
-
-    attention: tuple[Norm, Norm]
-    neuron: tuple[Norm, Norm]
-    query: Norm
+    attention: tuple[Norm, Norm]  # before and after its attention
+    neuron: tuple[Norm, Norm]  # before and after its MLP
+    query: Norm  # of the queries, for each head or for all heads together
     key: Norm
-    parallel: bool
+    parallel: bool  # whether attention and MLP read the same stream
 
 
 def hooked_norms(
@@ -121,14 +105,11 @@ def hooked_final_norm(model: Any) -> Norm:
     return _known(getattr(model, "ln_final", None))
 
 
-@torch.no_grad()
 def bridge_final_norm(model: Any) -> Norm:
     """Return the norm before the unembedding of a bridge, by a run on two tokens."""
     last = getattr(model, "ln_final", None)
     traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"norm": last}))
-    with ExitStack() as stack:
-        traffic.watch(stack)
-        _run_two_tokens(model)
+    _record_two_tokens(model, [traffic])
     inputs, outputs = traffic.inputs, traffic.outputs
     try:
         if "norm" not in inputs or not torch.equal(outputs["norm"], inputs["unembed"]):
@@ -160,22 +141,15 @@ def norm_of(module: nn.Module, x: Tensor, y: Tensor) -> Norm:
     if not isinstance(module, NormalizationBridge):
         return _known(module)
     try:
-        return _fitted(module, f"{type(module).__name__}", x, y)
+        return _fitted(module, type(module).__name__, x, y)
     except _UnknownError as error:
         raise InputError([str(error)], _PROBLEM) from error
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Return the norms of each layer of a bridge, by a run on two tokens.
-
-    Raises:
-        InputError: with every reason: unknown norms, or an unknown order of attention and MLP.
-    """
+    """Return the norms of each layer of a bridge, by a run on two tokens; or raise InputError."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
-    with ExitStack() as stack, torch.no_grad():
-        for block in blocks:
-            block.watch(stack)
-        _run_two_tokens(model)
+    _record_two_tokens(model, blocks)
     layers, reasons = [], []
     for layer, block in enumerate(blocks):
         try:
@@ -198,10 +172,7 @@ def stream_is_centred(model: Any) -> bool:
         if not {"o", "in", "out", "ln1", "ln2"} <= {n for n, m in modules.items() if m}:
             return False
         blocks.append(_Traffic(modules))
-    with ExitStack() as stack, torch.no_grad():
-        for traffic in blocks:
-            traffic.watch(stack)
-        _run_two_tokens(model)
+    _record_two_tokens(model, blocks)
     try:
         return all(
             _parallel(traffic.inputs[norm], traffic.inputs[reads] + traffic.outputs[writes])
@@ -211,11 +182,6 @@ def stream_is_centred(model: Any) -> bool:
         )
     except _UnknownError:
         return False
-
-
-def _run_two_tokens(model: Any) -> None:
-    first = model.cfg.d_vocab - 1  # no tokenizer uses it for padding
-    model(checked_tokens(model, torch.tensor([[first, 0]], device="cpu")))
 
 
 class _UnknownError(Exception):
@@ -246,6 +212,16 @@ class _Traffic:
         return _fitted(self.modules[name], name, self.inputs[name], self.outputs[name])
 
 
+@torch.no_grad()
+def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
+    """Run a bridge on two tokens, and record the inputs and outputs of modules."""
+    first = model.cfg.d_vocab - 1  # no tokenizer uses it for padding
+    with ExitStack() as stack:
+        for traffic in blocks:
+            traffic.watch(stack)
+        model(checked_tokens(model, torch.tensor([[first, 0]], device="cpu")))
+
+
 class _BlockTraffic(_Traffic):
     """Inputs and outputs of the sublayers and norms of a bridge's block."""
 
@@ -263,14 +239,10 @@ class _BlockTraffic(_Traffic):
         super().watch(stack)
 
     def norms(self) -> LayerNorms:
-        missing = [
-            name
-            for name in ("attn", "mlp", "q_norm", "k_norm")
-            if name not in self.inputs and (name in self.modules or name in ("attn", "mlp"))
-        ]
-        if missing:
+        sublayers, scaled = ("attn", "mlp"), ("q_norm", "k_norm")
+        needed = [*sublayers, *(name for name in scaled if name in self.modules)]
+        if missing := [name for name in needed if name not in self.inputs]:
             raise _UnknownError(f"its {' and '.join(missing)} did not run")
-        sublayers = ("attn", "mlp")
         before = {name: self._norm_with(self.outputs, self.inputs[name]) for name in sublayers}
         after = {name: self._norm_with(self.inputs, self.outputs[name]) for name in sublayers}
         read = {name: self.inputs[norm or name] for name, norm in before.items()}
@@ -281,7 +253,7 @@ class _BlockTraffic(_Traffic):
                 "its MLP reads neither its attention's input, nor that plus its attention's output"
             )
         around = {name: (self.norm(before[name]), self.norm(after[name])) for name in sublayers}
-        query, key = (self.norm(n if n in self.modules else None) for n in ("q_norm", "k_norm"))
+        query, key = (self.norm(name if name in self.modules else None) for name in scaled)
         return LayerNorms(around["attn"], around["mlp"], query, key, parallel)
 
     def _norm_with(self, side: dict[str, Tensor], value: Tensor) -> str | None:
@@ -331,13 +303,12 @@ def require_bridge_weights(model: Any) -> None:
     """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply."""
     reasons = []
     for layer, block in enumerate(model.blocks):
-        attn, mlp = block.attn, block.mlp
-        gated = getattr(mlp, "W_gate", None) is not None
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
         matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
-        matrices |= {"mlp.gate": "W_gate"} if gated else {}
+        if getattr(block.mlp, "W_gate", None) is not None:
+            matrices["mlp.gate"] = "W_gate"
         for path, name in matrices.items():
-            owner = attn if path.startswith("attn") else mlp
+            owner = block.attn if path.startswith("attn") else block.mlp
             if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
                 reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
     InputError.raise_if(reasons, "the names of some weights of this model are wrong")

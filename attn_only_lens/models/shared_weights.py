@@ -1,11 +1,10 @@
 """Models that share weights: detect that the norms of one were folded into the weights of all.
 
-`convert` and `expose_neuron_heads(copy=True)` share the weights of their source. A change of the
-weights in place, such as training, changes all of these models in the same way. So does
-TransformerLens' weight processing, which preserves their function except for one step: fold_ln
-multiplies the gains of the norms into the next weights, and replaces the norms of one model only.
-The other models keep their norms, so that the gains act twice. (Bridges are not affected: their
-weights are not processed in place.)
+`convert` and `expose_neuron_heads(copy=True)` share the weights of their source, so training
+changes all of these models in the same way. TransformerLens' weight processing preserves the
+function of all of them except for one step: fold_ln multiplies the gains of the norms into the next
+weights, and replaces the norms of one model only. The other models keep their norms, and the gains
+act twice. (Bridges are not affected: their weights are not processed in place.)
 
 So a model is refused if another model of its group has new norms, and its own weights differ from a
 sample taken when it joined. If only the norms were replaced, or the weights were moved or cast
@@ -25,35 +24,18 @@ _CLOSE = 1e-2  # for entries that were cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
-class _Group:
-    """Models that share weights, each with its norms when it joined."""
-
-    def __init__(self) -> None:
-        self.norms: weakref.WeakKeyDictionary[nn.Module, list[nn.Module | None]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def has_new_norms(self, model: nn.Module) -> bool:
-        """Return whether another model of the group has norms that are new."""
-        return any(
-            norm is not old_norm
-            for member, old_norms in list(self.norms.items())
-            if member is not model
-            for norm, old_norm in zip(_norms(member), old_norms, strict=True)
-        )
-
-
-_groups: "weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]" = (
-    weakref.WeakKeyDictionary()
-)
+# The models that share weights, each with its norms when it joined.
+_Group = weakref.WeakKeyDictionary[nn.Module, list[nn.Module | None]]
+# The group of each model, and a sample of its weights when it joined.
+_groups = weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]()
 
 
 def share_weights(source: nn.Module, model: nn.Module) -> None:
     """Remember that two models share their weights."""
     group = _groups[source][0] if source in _groups else _Group()
     for member in (source, model):
-        if member not in group.norms:
-            group.norms[member] = list(_norms(member))
+        if member not in group:
+            group[member] = list(_norms(member))
             _groups[member] = group, _sample(member)
 
 
@@ -62,7 +44,13 @@ def parted_reasons(model: nn.Module) -> list[str]:
     if model not in _groups:
         return []
     group, before = _groups[model]
-    if not group.has_new_norms(model) or _alike(_sample(model), before):
+    others = [(member, norms) for member, norms in list(group.items()) if member is not model]
+    folded = any(
+        norm is not old_norm
+        for member, old_norms in others
+        for norm, old_norm in zip(_norms(member), old_norms, strict=True)
+    )
+    if not folded or _alike(_sample(model), before):
         return []
     return [
         "the norms of a model that shares its weights were folded into them (fold_ln, by "
@@ -74,7 +62,7 @@ def parted_reasons(model: nn.Module) -> list[str]:
 
 def sharing_reasons(model: nn.Module) -> list[str]:
     """Return why the norms of a model must not be folded; empty if it shares no weights."""
-    if model not in _groups or all(member is model for member in _groups[model][0].norms):
+    if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [
         "another model shares its weights, and would then compute something else; "

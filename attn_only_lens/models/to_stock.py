@@ -106,9 +106,7 @@ def to_stock(
         >>> cache["pattern", 1].shape  # [batch, d_mlp, query_pos, key_pos]
         torch.Size([11, 512, 3, 3])
     """
-    reasons = _reasons_against(attn_only, max_bytes)
-    if reasons:
-        raise UnsupportedModelError(reasons, problem=_PROBLEM)
+    UnsupportedModelError.raise_if(_reasons_against(attn_only, max_bytes), _PROBLEM)
     stock = _empty(attn_only)
     with torch.no_grad():
         for name in ("embed", "pos_embed", "ln_final", "unembed"):
@@ -341,8 +339,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
     """Return the kinds of neurons that no stock head computes, and whether the model has them."""
-    cfg: Any = model.cfg.layer_cfg(0)
-    exact = model.cfg.gating.kind == "exact"
+    cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
         "its MLPs are gated, with exact gates: the value of a neuron is the product of two linear "

@@ -24,6 +24,7 @@ from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
+_PROBLEM = "these models cannot be compared"
 _ROUNDING = 1e-14  # of an activation in float64: the bound of silu is 0
 
 
@@ -93,19 +94,17 @@ class Verification:
         return bool(within) and self.rounding <= self.tolerance
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        exact = self.activations.empty
+        name, exact = str(self.dtype).removeprefix("torch."), self.activations.empty
         lines = [f"{'ok' if self.ok else 'DIFFERENT'}: {self.n_tokens} tokens in {name}"]
         if exact:
-            equal = "bitwise equal" if self.bitwise else "NOT bitwise equal"
-            lines.append(f"no hooks:   logits {equal}")
+            lines.append(f"no hooks:   logits {'' if self.bitwise else 'NOT '}bitwise equal")
         else:
-            lines.append(
+            lines += [
                 f"the source with approximated activations: logits within {self.rounding:.2g} of "
-                f"the largest (bound {self.tolerance:.0e})"
-            )
-            lines.append("activations, bilinear against exact:")
-            lines.append(_text(self.activations))
+                f"the largest (bound {self.tolerance:.0e})",
+                "activations, bilinear against exact:",
+                _text(self.activations),
+            ]
         bound = f"; bound {self.tolerance:.0e}" if exact else ""
         lines.append(
             f"all hooks:  max |Δ logit| {self.max_abs_logit:.3g} ({self.relative:.2g} of the "
@@ -145,7 +144,7 @@ def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tens
     return hook
 
 
-def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> pd.DataFrame:
+def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> list[dict[str, float]]:
     """Measure the error of the activation in each layer of a model with bilinear gates."""
     layers = host.neurons
     act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]
@@ -170,14 +169,11 @@ def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> pd.DataFrame:
                 )
             else:
                 handle = heads.register_forward_pre_hook(
-                    lambda heads, x, layer=layer: measure(layer, heads.pre_activation(x[0]))
+                    lambda heads, x, layer=layer: measure(layer, heads.projections(x[0])[0])
                 )
             stack.callback(handle.remove)
         host.model(tokens)
-    return pd.DataFrame(rows)
-
-
-_SIZES = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
+    return rows
 
 
 @full_precision()
@@ -216,9 +212,7 @@ def verify(
         ...     verify(model, model, tokens).ok
         True
     """
-    UnsupportedModelError.raise_if(
-        _mismatches(source, converted), "these models cannot be compared"
-    )
+    UnsupportedModelError.raise_if(_mismatches(source, converted), _PROBLEM)
     tokens = checked_tokens(source, tokens)
     host = host_of(converted)
     layers = host.neurons
@@ -236,6 +230,12 @@ def verify(
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
     logits = _row("logits", expected, live)
+    by_layer = [
+        _row(point, stream[source_hook], cache[hook])
+        for point, source_hook, hook in points
+        if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires its last
+    ]
+    activations = [] if exact else _activation_errors(host, source.cfg.act_fn, tokens)
     return Verification(
         bitwise=torch.equal(expected, silent),
         rounding=_max_or_nan([_row("", approximated, x)["relative"] for x in outputs]),
@@ -244,19 +244,11 @@ def verify(
         mean_kl=kl.mean().item(),
         max_kl=kl.max().item(),
         top1_agreement=(expected.argmax(-1) == live.argmax(-1)).cpu().double().mean().item(),
-        by_layer=pd.DataFrame(
-            [
-                _row(point, stream[source_hook], cache[hook])
-                for point, source_hook, hook in points
-                if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires its last
-            ]
-        ),
+        by_layer=pd.DataFrame(by_layer),
         n_tokens=kl.numel(),
         dtype=expected.dtype,
         tolerance=logit_tolerance(layers, expected.dtype),
-        activations=pd.DataFrame()
-        if exact
-        else _activation_errors(host, source.cfg.act_fn, tokens),
+        activations=pd.DataFrame(activations),
     )
 
 
@@ -287,24 +279,20 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
             return reasons
     expected = TransformerBridge if isinstance(converted, TransformerBridge) else HookedTransformer
     if not isinstance(source, expected) or has_neuron_heads(source):
-        reasons.insert(
-            0,
-            f"source: got {type(source).__name__}; expected the model before conversion, "
-            f"a {expected.__name__}",
-        )
+        name = type(source).__name__
+        wanted = f"expected the model before conversion, a {expected.__name__}"
+        reasons = [f"source: got {name}; {wanted}", *reasons]
     if reasons:
         return reasons
     try:
         converted_cfg = converted.cfg if in_place else converted.source_cfg
     except UnsupportedCallError as error:
         return [str(error)]
-    for name in (*_SIZES, "dtype", "device"):
+    sizes = ("n_layers", "d_model", "d_mlp", "d_vocab", "d_vocab_out", "gated_mlp")
+    for name in (*sizes, "dtype", "device"):
         before, after = (getattr(cfg, name, None) for cfg in (source.cfg, converted_cfg))
         if before != after:
-            reasons.append(
-                f"{name}: got {before} in the source and {after} in the converted model; expected "
-                "the same"
-            )
+            reasons.append(f"{name}: got {before} in the source and {after} in the converted model")
     return reasons
 
 

@@ -112,10 +112,6 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         )
         return self._write(z)
 
-    def pre_activation(self, x: Residual) -> PreActivation:
-        """Return q, which the gates read, for the normalised residual stream `x`."""
-        return self.projections(x)[0]
-
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
         """Return the pre-activation q, and u in a gated MLP."""
         if self.W_gate is None:

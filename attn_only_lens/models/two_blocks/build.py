@@ -138,20 +138,11 @@ def rebuild(
     gating: Gating | None = None,
     **changes: Any,
 ) -> AttentionOnlyTransformer:
-    """Build a model of the same kind with other weights, in layers of other sizes or number.
+    """Build a model like `model` with other weights, in layers of other sizes or number.
 
-    Args:
-        model: gives everything that the other arguments do not; it is not changed.
-        tensors: every parameter and buffer of the new model by name, which the model takes over.
-        sizes: the sizes of each source layer.
-        frozen: parameters that need no gradient.
-        tied: for each further name of a tied parameter, its first name.
-        gating: other gates.
-        changes: other fields of the source's configuration, such as `d_model`.
-
-    Raises:
-        UnsupportedModelError: tensors are missing, not known, or have another shape.
-        ValueError: the gates have ranges, but not one for each layer.
+    `tensors` holds all parameters and buffers by name, except for names in `tied`, which maps each
+    further name of a tied parameter to its first; `frozen` parameters need no gradient. `changes`
+    are fields of the source's configuration, such as `d_model`.
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
     gating = model.cfg.gating if gating is None else gating
@@ -199,18 +190,15 @@ def fill(
     frozen: Collection[str],
 ) -> None:
     """Put tensors that fit into a skeleton; `frozen` parameters get no gradient."""
+
+    def put(name: str, tensor: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        setattr(skeleton.get_submodule(path), leaf, tensor)
+
     for name in dict(skeleton.named_parameters(remove_duplicate=False)):
-        module, leaf = _owner(skeleton, name)
         if name not in tied:
-            setattr(module, leaf, nn.Parameter(tensors[name], requires_grad=name not in frozen))
+            put(name, nn.Parameter(tensors[name], requires_grad=name not in frozen))
     for name, first in tied.items():
-        module, leaf = _owner(skeleton, name)
-        setattr(module, leaf, skeleton.get_parameter(first))
+        put(name, skeleton.get_parameter(first))
     for name in dict(skeleton.named_buffers()):
-        module, leaf = _owner(skeleton, name)
-        setattr(module, leaf, tensors[name])
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
+        put(name, tensors[name])

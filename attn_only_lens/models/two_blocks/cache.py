@@ -20,11 +20,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.models.two_blocks.config import (
-    block_kind,
-    block_layer,
-    neurons_block,
-)
+from attn_only_lens.models.two_blocks.config import block_kind, block_layer, neurons_block
 
 _MLP_POINTS = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
 _RESHAPES = ("reshape", "reshape_as", "unflatten", "view", "view_as")

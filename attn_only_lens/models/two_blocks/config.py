@@ -39,26 +39,14 @@ def block_kind(block: int) -> HeadKind:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer, named as in a stock configuration, and d_value.
-
-    Attributes:
-        n_heads: attention heads.
-        n_key_value_heads: grouped keys and values; None if each head has its own.
-        d_head: the width of queries and keys.
-        d_value: the width of values, and of z; in TransformerLens equal to d_head.
-        d_mlp: neurons.
-        attn_scale: the divisor of attention scores, if the model uses one.
-
-    Raises:
-        ValueError: a size is not a positive whole number, or heads do not form equal groups.
-    """
+    """The sizes of one source layer, named as in a stock configuration, and d_value."""
 
     n_heads: int
-    n_key_value_heads: int | None
-    d_head: int
-    d_value: int
+    n_key_value_heads: int | None  # None if keys and values are not grouped
+    d_head: int  # the width of queries and keys
+    d_value: int  # the width of values, and of z; in TransformerLens equal to d_head
     d_mlp: int
-    attn_scale: float
+    attn_scale: float  # the divisor of attention scores, if the model uses one
 
     def __post_init__(self) -> None:
         groups = 1 if self.n_key_value_heads is None else self.n_key_value_heads
@@ -99,9 +87,8 @@ def by_layer(values: Sequence[Any]) -> str:
     )
 
 
-_READ_ONLY = (
-    *("act_fn", "attn_only", "d_mlp", "d_model", "gated_mlp", "gating", "layer_sizes", "n_layers"),
-)
+_READ_ONLY = {"act_fn", "attn_only", "d_mlp", "d_model", "gated_mlp"}
+_READ_ONLY |= {"gating", "layer_sizes", "n_layers"}
 
 
 class AttentionOnlyConfig(HookedTransformerConfig):
