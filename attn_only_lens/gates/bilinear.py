@@ -290,9 +290,11 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
             f"got limit={limit}; expected a positive number, the largest |q| measured, up to "
             f"{_LARGEST_LIMIT:g}"
         )
-    if act_fn == "relu":
+    if act_fn == "relu":  # one fit, scaled by a power of two, which is exact
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
-        return _scaled(gates[0], 2.0 ** (exponent - (mantissa == 0.5)))
+        gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
+        w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)
+        return replace(gate, w=w, b=b, bound=factor * gate.bound, limit=factor * gate.limit)
     covering = [gate for gate in gates if gate.limit >= limit]
     if not covering:
         largest = max(gate.limit for gate in gates)
@@ -301,17 +303,6 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
             f"pass limit={largest:g} and let `verify` measure the error of larger inputs"
         )
     return min(covering, key=lambda gate: gate.limit)
-
-
-def _scaled(gate: BilinearGate, factor: float) -> BilinearGate:
-    """Return the gate of factor · α(q / factor); exact for a power of two."""
-    return replace(
-        gate,
-        w=tuple(factor * w for w in gate.w),
-        b=tuple(b / factor for b in gate.b),
-        bound=factor * gate.bound,
-        limit=factor * gate.limit,
-    )
 
 
 def _with_heads(gates: Sequence[BilinearGate], heads: int) -> Sequence[BilinearGate]:

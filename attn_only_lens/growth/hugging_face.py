@@ -34,7 +34,7 @@ from attn_only_lens.expansion.weights import Constants, Norm, NormPlace, block_n
 from attn_only_lens.growth.bridge import PARAMETERS, WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.growth.growable import PROBLEM
 from attn_only_lens.models.in_place import copy_model
-from attn_only_lens.models.source_folder import own_tokenizer
+from attn_only_lens.models.source_folder import original_tokenizer
 from attn_only_lens.models.transformers_module import (
     BY_LAYER,
     build_module,
@@ -287,7 +287,7 @@ class HuggingFaceBridge(BridgeModel):
         for path in folder.glob("*.safetensors"):  # written for the owner alone
             path.chmod(0o666 & ~umask)
         if self.model.tokenizer is not None:
-            own_tokenizer(self.model.tokenizer).save_pretrained(folder)
+            original_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
         """Return the reason if a grown bridge computes something else, on a few tokens.

@@ -107,12 +107,13 @@ def _refuse(reasons: list[str]) -> None:
 def _other_task(config: Any) -> list[str]:
     """Return why a folder does not hold a language model, though its layers would make one."""
     names = config.get("architectures") if isinstance(config, dict) else None
-    others = [n for n in names if str(n).endswith(_OTHER_TASKS)] if isinstance(names, list) else []
-    return [
-        f"it is a {name}, whose head is not a language model's and would be left out; "
-        "expected a language model, such as the one that it was trained from"
-        for name in others[:1]
-    ]
+    for name in names if isinstance(names, list) else []:
+        if str(name).endswith(_OTHER_TASKS):
+            return [
+                f"it is a {name}, whose head is not a language model's and would be left out; "
+                "expected a language model, such as the one that it was trained from"
+            ]
+    return []
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
@@ -130,8 +131,8 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
             return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside of the folder"]
         missing = [name for name in names if not (folder / name).is_file()]
         return [folder / name for name in names], [f"{name} is missing" for name in missing]
-    there = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
-    instead = f"; {', '.join(there[:_SHOWN])} is not read" if there else ""
+    unread = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+    instead = f"; {', '.join(unread[:_SHOWN])} is not read" if unread else ""
     return [], [
         f"{WEIGHTS} is missing{instead}: expected safetensors, which save_pretrained of "
         "transformers writes (a pickle, such as .bin, can run any code)"
@@ -145,11 +146,11 @@ def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
         try:
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118
-                    one = file.get_slice(key)
-                    shape = one.get_shape()
-                    empty = file.get_tensor(key) if not shape else one[:0]
+                    stored = file.get_slice(key)
+                    shape = stored.get_shape()
+                    empty = stored[:0] if shape else file.get_tensor(key)
                     tensors[key] = torch.empty(shape, dtype=empty.dtype, device="meta")
-        except Exception as error:  # of safetensors, of torch, of the file system
+        except Exception as error:  # safetensors, torch and the file system raise all kinds
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     return tensors
 
@@ -169,21 +170,21 @@ def _build(folder: Path, name: str, dtype: torch.dtype) -> tuple[Any, str, dict[
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **offline)
     architecture = determine_architecture_from_hf_config(config)
-    # What the architecture's adapter asks of transformers, as `boot_transformers` does.
+    # The options of the architecture's adapter, as in `boot_transformers`.
     cfg = build_bridge_config_from_hf(config, architecture, name, dtype)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
-    asked: dict[str, Any] = {"config": config, "dtype": dtype}
-    asked["attn_implementation"] = getattr(adapter.cfg, "attn_implementation", None) or "eager"
-    adapter.prepare_loading(str(folder), asked)
+    options: dict[str, Any] = {"config": config, "dtype": dtype}
+    options["attn_implementation"] = getattr(adapter.cfg, "attn_implementation", None) or "eager"
+    adapter.prepare_loading(str(folder), options)
     model, info = get_hf_model_class_for_architecture(architecture).from_pretrained(
         folder,
-        **asked | offline,
+        **options | offline,
         use_safetensors=True,
-        ignore_mismatched_sizes=True,  # they are refused with the rest
+        ignore_mismatched_sizes=True,  # `_misfits` refuses them
         output_loading_info=True,
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # those that the class holds in float32, too
+        parameter.data = parameter.data.to(dtype)  # some classes keep parameters in float32
     return model.eval(), architecture, info
 
 

@@ -167,7 +167,7 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
         ) from error
 
 
-def own_tokenizer(tokenizer: Any) -> Any:
+def original_tokenizer(tokenizer: Any) -> Any:
     """Return a model's tokenizer as in its files; unchanged if these are gone or hold another.
 
     TransformerLens makes it add a BOS, and makes EOS its BOS and its padding if it has none.

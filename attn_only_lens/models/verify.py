@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -238,7 +239,7 @@ def verify(
     activations = [] if exact else _activation_errors(host, source.cfg.act_fn, tokens)
     return Verification(
         bitwise=torch.equal(expected, silent),
-        rounding=_max_or_nan([_row("", approximated, x)["relative"] for x in outputs]),
+        rounding=float(np.max([_row("", approximated, x)["relative"] for x in outputs])),
         max_abs_logit=float(logits["max_abs"]),
         relative=float(logits["relative"]),
         mean_kl=kl.mean().item(),
@@ -301,11 +302,6 @@ def _row(point: str, expected: Tensor, computed: Tensor) -> dict[str, str | floa
     error = (computed - expected).abs().max()
     relative = error / expected.abs().max() if error != 0 else error  # all may be zero
     return {"point": point, "max_abs": error.item(), "relative": relative.item()}
-
-
-def _max_or_nan(errors: list[Any]) -> float:
-    """Return the maximum, or nan if any entry is nan."""
-    return torch.tensor(errors, dtype=torch.float64, device="cpu").max().item()
 
 
 def _kl(expected: Tensor, computed: Tensor) -> Tensor:

@@ -33,8 +33,9 @@ from attn_only_lens.models.transformers_module import build_module, config_from
 from attn_only_lens.models.two_blocks.build import tensor_misfits
 from attn_only_lens.storage import out_of_range, require_few_layers
 
+_LOST = "this bridge could not be loaded again"
 _NATIVE = "TransformerLensNative"
-_SLACK = 2  # numbers of the model, for each that is saved: those that share memory are saved once
+_SLACK = 2  # numbers of the model per saved number: numbers in shared memory are saved once
 # Settings of the configuration that are not restored.
 _NOT_RESTORED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _SIZES = ("n_layers", "n_heads", "n_key_value_heads", "d_model", "d_head", "d_mlp", "d_vocab")
@@ -68,14 +69,12 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
     config = _config(model)
     twin = _skeleton(config)
     named, expected = _named(model), _named(twin)
-    # What a forward pass leaves behind in attributes is not part of the model.
+    # Attributes that a forward pass leaves behind are not part of the model.
     kept = {name: tensor for name, tensor in named.items() if name in expected}
-    held = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    unknown = [name for name in sorted(named.keys() - expected) if id(named[name]) in held]
+    registered = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    unknown = [name for name in sorted(named.keys() - expected) if id(named[name]) in registered]
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - named)]
-    wrong += [f"{name} is not known" for name in unknown]
-    if wrong:
-        raise _lost(wrong)
+    refuse([*wrong, *(f"{name} is not known" for name in unknown)], _LOST)
     placements, flat = pack(kept)
     heads = exposed_heads(model)[0]
     entries: dict[str, Any] = {
@@ -88,10 +87,9 @@ def describe_bridge(model: TransformerBridge) -> tuple[dict[str, Any], dict[str,
         "other_mode": [name for name, m in _modules(model) if m.training != model.training],
     }
     mode = {"training": model.training}
-    one = next(model.parameters()).device  # of a model that is split over several
-    _finish(twin, entries | mode, {name: item.detach().to(one) for name, item in kept.items()})
-    if wrong := _differences(model, twin):
-        raise _lost(wrong)
+    device = next(model.parameters()).device  # the first, if the model is on several
+    _finish(twin, entries | mode, {name: item.detach().to(device) for name, item in kept.items()})
+    refuse(_differences(model, twin), _LOST)
     return entries, flat
 
 
@@ -145,11 +143,12 @@ def _require_modest(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> No
 def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `build_bridge_from_module`."""
     dtype = parse_dtype(config["dtype"])
-    how = {"architecture": config["architecture"], "model_name": config["cfg"]["model_name"]}
+    options = {"architecture": config["architecture"], "model_name": config["cfg"]["model_name"]}
     if config["architecture"] == _NATIVE:
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
         cfg = TransformerBridgeConfig.from_dict(config["cfg"] | chosen)
-        return {**how, "model": NativeModel(cfg).to(dtype=dtype), "tl_config": cfg, "dtype": dtype}
+        native = {"model": NativeModel(cfg).to(dtype=dtype), "tl_config": cfg, "dtype": dtype}
+        return options | native
     if hub := [name for name in _implementations(config) if "/" in name or ":" in name]:
         raise ValueError(f"it runs code from a hub: {', '.join(hub)}")
     kind = _class_in_transformers(config["config_class"], PretrainedConfig)
@@ -158,7 +157,7 @@ def _wrapped(config: dict[str, Any]) -> dict[str, Any]:
         config_from(kind, config["hf_config"]),
     )
     model.set_attn_implementation(config["attention"])
-    return {**how, "model": model.to(dtype), "hf_config": model.config}
+    return options | {"model": model.to(dtype), "hf_config": model.config}
 
 
 def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
@@ -198,7 +197,7 @@ def _config(model: TransformerBridge) -> dict[str, Any]:
     if model.cfg.architecture != _NATIVE:
         kind = type(wrapped).__name__
         if getattr(transformers, kind, None) is not type(wrapped):
-            reasons.append(f"it wraps a {kind}, which transformers does not have: code of its own")
+            reasons.append(f"it wraps a {kind}, which transformers does not have")
         hf_config = getattr(wrapped, "config", None)
         if not isinstance(hf_config, transformers.PretrainedConfig):
             reasons.append(f"the {kind} that it wraps has no transformers configuration")
@@ -209,8 +208,7 @@ def _config(model: TransformerBridge) -> dict[str, Any]:
                 "hf_config": json.loads(hf_config.to_json_string(use_diff=False)),
                 "attention": hf_config._attn_implementation,
             }
-    if reasons:
-        raise _lost(reasons)
+    refuse(reasons, _LOST)
     as_json: dict[str, Any] = json.loads(json.dumps(config))
     return as_json
 
@@ -262,8 +260,8 @@ def _named(model: Any) -> dict[str, Tensor]:
     """Return every tensor that modules hold, once, also those that are no parameters."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
-        for held in (module._parameters, module._buffers, vars(module)):
-            for name, tensor in held.items():
+        for attributes in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in attributes.items():
                 if isinstance(tensor, Tensor):
                     tensors.setdefault(id(tensor), (f"{path}.{name}", tensor))
     return dict(tensors.values())
@@ -314,10 +312,6 @@ def _differences(model: Any, twin: Any) -> list[str]:
             "and enable_compatibility_mode's own options lead to"
         )
     return wrong
-
-
-def _lost(reasons: list[str]) -> CheckpointError:
-    return CheckpointError(f"this bridge could not be loaded again: {'; '.join(reasons)}")
 
 
 def pack(named: dict[str, Tensor]) -> tuple[dict[str, Placement], dict[str, Tensor]]:

@@ -97,10 +97,9 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
         The folder.
 
     Raises:
-        CheckpointError: the model has no neuron-heads, or could not be loaded again (it has
-            parameters or an activation that its configuration does not lead to, or a tokenizer
-            that needs its own code; a bridge: code, hooks or processing options of its own), or the
-            folder holds something else.
+        CheckpointError: the model has no neuron-heads; or it could not be loaded again, because
+            its configuration does not lead to its parameters, activation, code, hooks or processing
+            options, or its tokenizer needs its own code; or the folder holds something else.
 
     Example:
         >>> import tempfile, torch
