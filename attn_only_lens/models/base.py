@@ -13,7 +13,7 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.engine.model_checks import weight_hook_reasons
 from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.heads.host import CHANGED, Host
-from attn_only_lens.models.norms import Norm, hooked_final_norm, norm_modules, norm_of
+from attn_only_lens.models.norms import Norm, known_norm, norm_modules, norm_of
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -38,7 +38,7 @@ class HookedTransformerHost(ModelHost):
 
     def final_norm(self) -> Norm:
         """Return the norm before the unembedding."""
-        return hooked_final_norm(self.model)
+        return known_norm(getattr(self.model, "ln_final", None))
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the length of the keys in the first block's entry of a cache."""

@@ -46,11 +46,6 @@ HUB_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safe
 """The files that `load_hf_folder` reads, as patterns."""
 
 
-def is_hugging_face(config: dict[str, Any]) -> bool:
-    """Return True for the `config.json` of a folder of transformers."""
-    return bool(config.keys() & {"model_type", "architectures", "transformers_version"})
-
-
 def load_hf_folder(
     folder: Path, *, name: str, dtype: torch.dtype, device: torch.device
 ) -> TransformerBridge:

@@ -10,7 +10,7 @@ from transformer_lens.supported_models import MODEL_ALIASES
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST, is_saved, load_saved, read_manifest
-from attn_only_lens.models.hf_folder import HUB_FILES, is_hugging_face, load_hf_folder
+from attn_only_lens.models.hf_folder import HUB_FILES, load_hf_folder
 from attn_only_lens.models.source_folder import (
     CONFIG,
     first_words,
@@ -117,14 +117,15 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
-    return "Hugging Face" if is_hugging_face(config) else "HookedTransformer"
+    of_transformers = config.keys() & {"model_type", "architectures", "transformers_version"}
+    return "Hugging Face" if of_transformers else "HookedTransformer"
 
 
 def is_hooked(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds a HookedTransformer, by its files."""
-    kind = folder_kind(folder)
+    kind: str = folder_kind(folder)
     if kind == "saved":
-        return bool(read_manifest(open_folder(folder))["model"] == "HookedTransformer")
+        kind = read_manifest(open_folder(folder))["model"]
     return kind == "HookedTransformer"
 
 

@@ -91,18 +91,13 @@ def hooked_norms(
     """
     layers = []
     for attn, norms in zip(attention, modules, strict=True):
-        ln1, ln2, ln1_post, ln2_post = map(_known, norms)
+        ln1, ln2, ln1_post, ln2_post = map(known_norm, norms)
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
             ln1, ln2, ln1_post, ln2_post = NO_NORM, NO_NORM, ln1, ln2
-        query, key = (_known(getattr(attn, name, None)) for name in ("q_norm", "k_norm"))
+        query, key = (known_norm(getattr(attn, name, None)) for name in ("q_norm", "k_norm"))
         ends = (ln1, ln1_post), (ln2, ln2_post)
         layers.append(LayerNorms(*ends, query, key, cfg.parallel_attn_mlp))
     return layers
-
-
-def hooked_final_norm(model: Any) -> Norm:
-    """Return the norm before the unembedding of a HookedTransformer."""
-    return _known(getattr(model, "ln_final", None))
 
 
 def bridge_final_norm(model: Any) -> Norm:
@@ -119,7 +114,7 @@ def bridge_final_norm(model: Any) -> Norm:
         raise InputError([str(error)], _PROBLEM) from error
 
 
-def _known(norm: Any) -> Norm:
+def known_norm(norm: Any) -> Norm:
     """Return a norm of a HookedTransformer: no other classes can be converted or exposed."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(
@@ -139,7 +134,7 @@ def norm_modules(model: Any) -> list[nn.Module]:
 def norm_of(module: nn.Module, x: Tensor, y: Tensor) -> Norm:
     """Return the norm that a module is, with an input and its output; raise InputError if none."""
     if not isinstance(module, NormalizationBridge):
-        return _known(module)
+        return known_norm(module)
     try:
         return _fitted(module, type(module).__name__, x, y)
     except _UnknownError as error:

@@ -1,7 +1,7 @@
 """A converted model, a `HookedTransformer` in which every head has a name; and its host."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -149,8 +149,7 @@ class TwoBlocksHost(HookedTransformerHost):
     @property
     def passing(self) -> PassState:
         """The values of a forward pass, shared by all blocks."""
-        passing: PassState = self.model.passing
-        return passing
+        return cast(PassState, self.model.passing)
 
     @property
     def n_heads(self) -> list[int]:
@@ -233,9 +232,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     @property
     def passing(self) -> PassState:
         """The values that blocks leave for each other in a forward pass."""
-        block: Any = self.blocks[0]
-        passing: PassState = block.passing
-        return passing
+        return cast(PassState, self.blocks[0].passing)
 
     # Names and weights
 
