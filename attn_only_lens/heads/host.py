@@ -167,8 +167,7 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return the class that a module has without its neuron-heads."""
     kind = type(module)
-    stock: type = vars(kind).get("_stock", kind)  # not of a subclass, which may compute otherwise
-    return stock
+    return vars(kind).get("_stock", kind)  # not of a subclass, which may compute otherwise
 
 
 def has_neuron_heads(model: object) -> bool:

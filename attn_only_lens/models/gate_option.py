@@ -172,7 +172,7 @@ def gating_for(
 def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
     if option.calibration is not None:
         raise ValueError(
-            "got a calibration for plain MLPs, whose bilinear gates hold for every input: omit it"
+            "got a calibration for plain MLPs, whose gates hold for every input: leave it out"
         )
     gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
     slope, room = max(gate.b), torch.finfo(dtype).max / 64  # for pre-activations

@@ -129,8 +129,7 @@ def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> T
                 hooks[points.pre_linear] = _keep(read, "u")
             for point, hook in hooks.items():
                 stack.callback(point.register_forward_hook(hook).remove)
-        logits: Tensor = source(tokens)
-    return logits
+        return source(tokens)
 
 
 def _keep(read: dict[str, Tensor], name: str) -> Callable[..., None]:

@@ -209,8 +209,7 @@ def _config(model: TransformerBridge) -> dict[str, Any]:
                 "attention": hf_config._attn_implementation,
             }
     refuse(reasons, _LOST)
-    as_json: dict[str, Any] = json.loads(json.dumps(config))
-    return as_json
+    return json.loads(json.dumps(config))
 
 
 def _settings(model: TransformerBridge) -> dict[str, Any]:

@@ -91,8 +91,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     @property
     def gate(self) -> AnyGate:
         """The gate of this block's activation (looked up, so that a saved model holds no code)."""
-        gate: AnyGate = self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
-        return gate
+        return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
 
     @property
     def module(self) -> nn.Module:
@@ -277,10 +276,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
             shape = len(entry.past_keys), 0, self.cfg.n_key_value_heads or self.cfg.n_heads
             entry.past_keys = entry.past_keys.new_empty((*shape, self.cfg.d_head))
             entry.past_values = entry.past_values.new_empty((*shape, self.cfg.d_value))
-        resid_post: Residual = super().forward(
-            resid_pre, shortformer_pos_embed, entry, attention_mask
-        )
-        return resid_post
+        return super().forward(resid_pre, shortformer_pos_embed, entry, attention_mask)
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
         """Return zero for the missing MLP; in a parallel model, leave the input in `passing`."""
@@ -331,8 +327,7 @@ class NeuronBlock(_WithoutMLP):
         resid_post = resid_pre + out
         if is_live(self.hook_mlp_out):
             resid_post = resid_post + self.hook_mlp_out.zero(out)
-        hooked: Tensor = self.hook_resid_post(resid_post)
-        return hooked
+        return self.hook_resid_post(resid_post)
 
     def _layer_input(self) -> Residual:
         """Return the input of the attention block of this layer, in this forward pass."""

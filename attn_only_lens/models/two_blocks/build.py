@@ -73,8 +73,7 @@ def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[st
     for shared in (model.tokenizer, model.dataset):
         memo[id(shared)] = shared
     unneeded: dict[str, Any] = {"mod_dict": {}, "hook_dict": {}}  # `setup` builds them again
-    cloned: dict[str, Any] = copy.deepcopy({**model.__dict__, **unneeded}, memo)
-    return cloned
+    return copy.deepcopy({**model.__dict__, **unneeded}, memo)
 
 
 _POSITIONS = ("standard", "rotary", "shortformer", "alibi")

@@ -136,8 +136,7 @@ class AttentionOnlyCache(ActivationCache):
                     "bilinear gates, these are of heads: model.blocks[2l+1].attn.neuron_outputs(z) "
                     "sums those of each neuron)"
                 )
-        activation: Tensor = self.cache_dict[key]
-        return activation
+        return self.cache_dict[key]
 
     def accumulated_resid(
         self,
@@ -316,10 +315,9 @@ class AttentionOnlyCache(ActivationCache):
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
         self._require_norm(end)
-        normalised: Tensor = super().apply_ln_to_stack(
+        return super().apply_ln_to_stack(
             residual_stack, end, False, pos_slice, batch_slice, has_batch_dim, recompute_ln
         )
-        return normalised
 
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "AttentionOnlyCache":
         """As in TransformerLens; the result is again a cache of a converted model."""
@@ -428,8 +426,7 @@ class _Stack:
         self.labels: list[str] = []
 
     def at_positions(self, activation: Tensor) -> Tensor:
-        sliced: Tensor = self.positions.apply(activation, dim=-2)
-        return sliced
+        return self.positions.apply(activation, dim=-2)
 
     def _project(self, components: Tensor) -> Tensor:
         return components if self.columns is None else components @ self.columns

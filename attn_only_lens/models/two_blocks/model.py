@@ -149,7 +149,7 @@ class TwoBlocksHost(HookedTransformerHost):
     @property
     def passing(self) -> PassState:
         """The values of a forward pass, shared by all blocks."""
-        return cast(PassState, self.model.passing)
+        return self.model.passing
 
     @property
     def n_heads(self) -> list[int]:
