@@ -20,15 +20,13 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import load_source, parse_device, parse_dtype, read_folder
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer, convert_tl_checkpoint
 
+MODULUS = 113
+
 
 def load_bridge(
     folder: Path, *, dtype: str | torch.dtype, device: str | torch.device
 ) -> TransformerBridge:
-    """Read a shipped model from its folder.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the two do not belong together.
-    """
+    """Read a shipped model from its folder; refuse files that are damaged or do not fit."""
     config, state = read_folder(folder)
     to_dtype, to_device = parse_dtype(dtype), parse_device(device)
     try:
@@ -40,9 +38,6 @@ def load_bridge(
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder} does not hold one model: {error}") from error
     return bridge.eval()
-
-
-MODULUS = 113
 
 
 @torch.inference_mode(False)  # weights of inference mode could never be trained

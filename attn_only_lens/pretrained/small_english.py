@@ -36,8 +36,7 @@ def small_english(
     """Return a language model of four layers that is small enough to run anywhere.
 
     A LLaMA (gated MLPs, RMS norm, rotary positions) with 450 words, trained by
-    `analyses/tools/train_small_english.py` on text of a grammar: verbs agree with their subjects
-    and
+    `analyses/tools/train_small_english.py` on text of a grammar: verbs agree with their subjects,
     pronouns with names, brackets close, lists repeat themselves. `tasks.agreement`,
     `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts for what it has learnt.
 
@@ -98,9 +97,8 @@ def _no_bars() -> Iterator[None]:
 
 
 def _hooked(folder: Path, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
-    source: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    source = source.to(device)
-    config = source.config
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    source, config = loaded.to(device), loaded.config
     cfg = HookedTransformerConfig(
         n_layers=config.num_hidden_layers,
         d_model=config.hidden_size,

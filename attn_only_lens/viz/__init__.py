@@ -7,11 +7,10 @@ from attn_only_lens.viz.attention import attention_view
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.comparison_pages import comparison_circuit, comparison_report
+from attn_only_lens.viz.figures import sweep_bars, sweep_heatmap, transfer_heatmap
 from attn_only_lens.viz.graph_view import circuit_view
 from attn_only_lens.viz.neurons import neuron_page
 from attn_only_lens.viz.page import Page, write_html, write_svg
-from attn_only_lens.viz.sweeps import sweep_bars, sweep_heatmap
-from attn_only_lens.viz.transfer import transfer_heatmap
 
 __all__ = [
     "NodeDetails",

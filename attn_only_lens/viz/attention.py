@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from attn_only_lens.arguments import as_plain
+from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.engine.model_checks import dropout_reasons
 from attn_only_lens.engine.sites import Selection, Sites, resolve_sites
@@ -26,8 +26,8 @@ from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
-from attn_only_lens.viz.checks import import_extra, prompt_values, refuse, token_reasons
-from attn_only_lens.viz.page import Page, page_of_tokens, visible_token, with_space
+from attn_only_lens.viz.checks import import_extra, refuse, token_reasons
+from attn_only_lens.viz.page import Page, page_of_tokens, short_numbers, visible_token, with_space
 
 MOST_CELLS = 400_000
 """Cells of heatmaps in one page: each is drawn by itself, twice as many keep a browser waiting."""
@@ -82,27 +82,39 @@ def attention_view(
     if is_cache:
         require_neuron_heads(source)
     model = source.model if is_cache else source
-    heads = _heads(model, names)
+    heads, entries = _heads(model, names), as_plain(text)
+    is_texts = isinstance(entries, list | tuple) and any(isinstance(x, str) for x in entries)
     if is_cache:
-        cache, texts = source, _texts(model, text)
+        cache, texts = source, list(entries) if is_texts else token_texts(model, entries)
     else:
         refuse(*host_of(model).reasons(), *dropout_reasons(model))
-        tokens = _tokens(model, text)
-        texts, cache = token_texts(model, tokens[0]), _run(model, tokens, heads)
+        if is_texts:
+            refuse("got a list of texts; expected one text, or the tokens of one")
+        tokens = _tokens(model, entries)
+        hooks = {
+            host_of(model).hook_name(head.layer, head.kind, point)
+            for head in heads
+            for point in _POINTS[head.kind]
+        }
+        with torch.no_grad():
+            _, cache = model.run_with_cache(tokens, names_filter=sorted(hooks))
+        texts = token_texts(model, tokens[0])
     attention = [head for head in heads if head.kind == "attention"]
     patterns = {
         layer: _pattern(cache, layer, prompt) for layer in {head.layer for head in attention}
     }
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
-    refuse(*token_reasons(texts, n_tokens), *_size_reasons(len(attention) * n_tokens**2))
+    refuse(*token_reasons(texts, n_tokens))
+    if (n_cells := len(attention) * n_tokens**2) > MOST_CELLS:
+        refuse(f"these patterns have {n_cells:,} cells; expected {MOST_CELLS:,}: shorten the text")
     shown = [{"shown": with_space(text_), "name": visible_token(text_)} for text_ in texts]
     data: dict[str, Any] = {"tokens": shown, "neurons": neurons, "heads": None}
     libraries = []
     if attention:
         square = [patterns[head.layer][head.index] for head in attention]
         data["heads"] = {
-            "attention": [_rounded(matrix) for matrix in square],
+            "attention": [[short_numbers(row, 4) for row in matrix.tolist()] for matrix in square],
             "attentionHeadNames": [str(head) for head in attention],
             "tokens": [head["name"] for head in shown],
             # Grey only what no head can see; a bidirectional model has nothing of the kind.
@@ -113,12 +125,13 @@ def attention_view(
         # Its own HTML would load this from a content delivery network.
         bundle = files("circuitsvis").joinpath("dist/cdn/iife.js")
         libraries.append(bundle.read_text(encoding="utf-8"))
-    listed = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
-    words = "<h2>Attention heads</h2><p class='note'>Blue is the weight of a query on a key, 0 to 1"
-    below = f"{words}; point at a cell for the number.</p><div id='heads'></div>"
-    main = f'<main id="attention"><div id="neurons"></div>{below if attention else ""}</main>'
-    note = f"{len(texts)} tokens"
-    page = page_of_tokens(listed, note, main, data, "attention", libraries)
+    title = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
+    below = (
+        "<h2>Attention heads</h2><p class='note'>Blue is the weight of a query on a key, 0 to 1; "
+        "point at a cell for the number.</p><div id='heads'></div>"
+    )
+    main = f'<main id="attention"><div id="neurons"></div>{below * bool(attention)}</main>'
+    page = page_of_tokens(title, f"{len(texts)} tokens", main, data, "attention", libraries)
     # By lines of tokens, of some 10 px a character in 860, and what a heatmap takes.
     lines = -(-sum(len(text_) + 1 for text_ in texts) * 10 // 860)
     height = 70 + len(neurons) * (90 + 48 * lines) + 900 * bool(attention)
@@ -130,7 +143,7 @@ def _pattern(
 ) -> Float[Tensor, "head_index query_pos key_pos"]:
     """Return the weights of every head of a source layer over one prompt."""
     pattern = cached_activation(cache, layer, "attention", "pattern")
-    pattern = prompt_values(pattern, prompt, cache.has_batch_dim)
+    pattern = _of_prompt(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
     if n_queries != n_keys:
         refuse(f"the pattern is of {n_queries} queries over {n_keys} keys: run without a KV cache")
@@ -141,12 +154,9 @@ def _heads(model: Any, names: Sites) -> list[HeadName]:
     """Return heads in the order given, each once."""
     chosen = as_plain(names)
     if isinstance(chosen, Selection):
-        head_names = [name for site in resolve_sites(model, chosen) for name in site.names]
-    elif isinstance(chosen, list | tuple):
-        head_names = [str(name) for name in chosen]
-    else:
-        head_names = [str(chosen)]
-    head_names = list(dict.fromkeys(head_names))
+        chosen = [name for site in resolve_sites(model, chosen) for name in site.names]
+    listed = chosen if isinstance(chosen, list | tuple) else [chosen]
+    head_names = list(dict.fromkeys(map(str, listed)))
     if not 1 <= len(head_names) <= MOST_HEADS:
         refuse(
             f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: filter first, such as "
@@ -158,41 +168,16 @@ def _heads(model: Any, names: Sites) -> list[HeadName]:
 
 def _tokens(model: Any, text: Any) -> Tensor:
     """Return the tokens of one text."""
-    entries = as_plain(text)
-    if isinstance(entries, str):
-        return checked_tokens(model, entries)
-    if isinstance(entries, list | tuple) and any(isinstance(token, str) for token in entries):
-        refuse("got a list of texts; expected one text, or the tokens of one")
-    tokens = text if isinstance(text, Tensor) else _as_tensor(entries)
+    if isinstance(text, str):
+        return checked_tokens(model, text)
+    try:
+        tokens = torch.tensor(text, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedCallError(f"text: expected a text, or tokens: {error}") from error
     tokens = checked_tokens(model, tokens[None] if tokens.ndim == 1 else tokens)
     if len(tokens) > 1:
         refuse(f"got {len(tokens)} prompts; expected one: give tokens[0], or a cache")
     return tokens
-
-
-def _as_tensor(tokens: Any) -> Tensor:
-    try:
-        return torch.tensor(tokens, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedCallError(f"text: expected a text, or tokens: {error}") from error
-
-
-def _texts(model: Any, text: Any) -> list[str]:
-    prompt = as_plain(text)
-    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
-        return list(prompt)
-    return token_texts(model, text)
-
-
-def _run(model: Any, tokens: Tensor, heads: list[HeadName]) -> ActivationCache:
-    hooks = {
-        host_of(model).hook_name(head.layer, head.kind, point)
-        for head in heads
-        for point in _POINTS[head.kind]
-    }
-    with torch.no_grad():
-        _, cache = model.run_with_cache(tokens, names_filter=sorted(hooks))
-    return cache
 
 
 def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, Any]:
@@ -211,23 +196,18 @@ def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, An
         z = of_heads["z"][..., first]
     quantities = {"z": z, "gate": gate, "value": of_heads["v"][..., first]}
     numbers = {
-        key: _rounded(prompt_values(x, prompt, cache.has_batch_dim))
+        key: short_numbers(_of_prompt(x, prompt, cache.has_batch_dim).tolist(), 4)
         for key, x in quantities.items()
     }
     return {"name": name, **numbers}
 
 
-def _size_reasons(n_cells: int) -> list[str]:
-    if n_cells <= MOST_CELLS:
-        return []
-    return [
-        f"these patterns have {n_cells:,} cells, and a browser draws {MOST_CELLS:,}: shorten the "
-        "text"
-    ]
-
-
-def _rounded(weights: Tensor) -> Any:
-    """Return nested lists to four figures: a page ten times as short, in the same colours."""
-    if weights.ndim > 1:
-        return [_rounded(row) for row in weights]
-    return [float(f"{weight:.4g}") for weight in weights.tolist()]
+def _of_prompt(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, "..."]:
+    """Return the cached values of one prompt, in float64 on the CPU."""
+    batch = values if has_batch else values[None]
+    if not is_count(prompt, 0, len(batch) - 1):
+        refuse(f"got prompt={prompt!r}; the cache holds prompts 0 to {len(batch) - 1}")
+    one = batch[prompt].detach().cpu().double()
+    if not bool(one.isfinite().all()):
+        refuse("the cache holds values that are not finite")
+    return one

@@ -4,10 +4,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
-from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
 
 
@@ -36,14 +32,3 @@ def token_reasons(tokens: Any, n_tokens: int | None = None) -> list[str]:
     if n_tokens is not None and len(tokens) != n_tokens:
         return [f"got {len(tokens)} tokens; expected {n_tokens}, as in the cache"]
     return []
-
-
-def prompt_values(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, "..."]:
-    """Return the cached values of one prompt, in float64 on the CPU."""
-    n_prompts = len(values) if has_batch else 1
-    if not is_count(prompt, 0, n_prompts - 1):
-        refuse(f"got prompt={prompt!r}; the cache holds prompts 0 to {n_prompts - 1}")
-    one = (values[prompt] if has_batch else values).detach().cpu().double()
-    if not bool(one.isfinite().all()):
-        refuse("the cache holds values that are not finite")
-    return one

@@ -205,8 +205,8 @@ def _plain(details: NodeDetails) -> dict[str, list[Any]]:
     page_data["examples"] = [
         {
             "tokens": [visible_token(token) for token in example.tokens],
-            "values": [float(f"{value:.3g}") for value in example.values],
-            "gates": [float(f"{gate:.3g}") for gate in example.gates],
+            "values": short_numbers(example.values, 3),
+            "gates": short_numbers(example.gates, 3),
             "position": example.position,
             "text": example.text,
         }

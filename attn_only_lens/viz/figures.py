@@ -1,17 +1,223 @@
-"""Figures of plotly, which is imported when the first one is drawn."""
+"""Figures of plotly: sweeps as a heatmap and as ranked bars, and circuits on tasks as a heatmap.
 
+Of a sweep, they show
+
+    effect = score - score of the run that is patched into        (`Sweep.effect`)
+
+so that a patch without effect is white, whatever the direction of the sweep. Of several prompts it
+is their mean, and the standard error of that mean is drawn as an error bar:
+
+    means                     the sweep's own `score_standard_error`
+    rows of each prompt       s/√n of the effects of the n prompts; their mean weighs them alike
+
+plotly is imported when the first figure is drawn.
+"""
+
+from collections.abc import Iterable
 from html import escape
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, Literal
 
-from attn_only_lens.viz.checks import import_extra
-from attn_only_lens.viz.page import visible_token
+import numpy as np
+import pandas as pd
+
+from attn_only_lens.arguments import is_count
+from attn_only_lens.patching import Sweep
+from attn_only_lens.patching.over_prompts import SPREAD
+from attn_only_lens.patching.results import MEASURED
+from attn_only_lens.viz.checks import import_extra, refuse
+from attn_only_lens.viz.page import HEAD_PLURALS, model_title, visible_token
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-DIVERGING = [[0, "#b2182b"], [0.25, "#f4a582"], [0.5, "#ffffff"], [0.75, "#92c5de"], [1, "#2166ac"]]
-"""Red for less, white for 0, blue for more: told apart in any colour vision."""
-HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # tell apart in any colour vision
+MOST_ROWS = 100
+"""Rows of a heatmap, or bars, whose names one can still read."""
+MOST_LABELS = 60
+"""Positions of a heatmap that are all labelled; rows and columns whose numbers can be read."""
+HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # told apart in any colour vision
+_DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red, white for 0, blue
+_OTHER = "#666666"
+_LINE = 95  # characters of a title, which are 860 px at most
+
+
+def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
+    """Draw the effect of patches by layer and position, or by head and position.
+
+    Effects of single patches do not add up, so the cell of a layer shows not their sum but the
+    effect of its strongest site, which is named under the pointer. Positions are labelled by the
+    tokens that the sweep was run on; where the corrupted prompt has another token, it follows after
+    "/".
+
+    Args:
+        sweep: the results; `sweep.query` and `sweep.top` narrow them. Of rows of each prompt, the
+            mean over prompts is drawn.
+        rows: "layer", a row for the heads and one for the neurons of each layer, upward; "name", a
+            row for each of up to 100 heads, the strongest on top.
+
+    Returns:
+        A plotly figure; `viz.write_html` writes it to a page that works offline.
+
+    Raises:
+        InputError: the sweep is empty, or has too many heads; `rows` is another word.
+        ImportError: plotly is not installed.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import patching, viz
+        >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
+        ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
+        >>> sweep = patching.Sweep(values, part="z", direction="denoise", metric="logit_diff",
+        ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
+        >>> figure = viz.sweep_heatmap(sweep)
+        >>> figure.data[0].y[0], float(figure.data[0].z[0][0])
+        ('L0 neurons', 0.75)
+    """
+    frame = _effects(sweep)
+    if rows not in ("layer", "name"):
+        refuse(f"got rows={rows!r}; expected 'layer' or 'name'")
+    if rows == "name":
+        frame["row"] = frame["name"]
+        order = list(dict.fromkeys(frame["row"]))[::-1]  # plotly's first row is the lowest
+        if len(order) > MOST_ROWS:
+            refuse(f"{len(order)} heads; expected {MOST_ROWS} at most: sweep.query(...) narrows it")
+    else:
+        kinds = frame["kind"].map(lambda kind: HEAD_PLURALS.get(kind, kind))
+        frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
+        order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
+    positions = sorted(set(frame["position"]))
+    if frame["position"].dtype == "category":  # roles, in the order asked for
+        positions = list(frame["position"].cat.categories)
+    labels = _position_labels(sweep, positions)
+    frame["said"] = frame["name"].map(plotly_text) + _errors_as_text(frame)
+    strongest = frame.drop_duplicates(["row", "position"])  # the first is: see _effects
+    grid, named = (
+        strongest.pivot(index="row", columns="position", values=column).reindex(order)[positions]
+        for column in ("effect", "said")
+    )
+    limit = float(frame["effect"].abs().max()) or 1.0
+    figure = _heatmap(
+        grid,
+        limit,
+        "effect",
+        "%{x}<br>effect %{z:.4g}<br>%{customdata}",
+        customdata=named.fillna("").to_numpy(),
+        hoverongaps=False,
+    )
+    figure.update_traces(x=[labels[position] for position in positions])
+    figure.update_xaxes(
+        title={"text": _position_title(sweep, labels.values()), "standoff": 12},
+        tickmode="linear" if len(positions) <= MOST_LABELS else "auto",  # every position, or some
+        tickfont_size=12 if len(positions) <= 30 else 10,
+    )
+    figure.update_layout(plot_bgcolor="#e4e4e4")  # where nothing was patched
+    notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
+    return _titled(figure, sweep, (14 if len(order) > 30 else 20) * len(order), *notes)
+
+
+def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
+    """Draw the k patches of largest |effect| as bars, the largest on top.
+
+    Args:
+        sweep: the results.
+        k: how many, 100 at most.
+
+    Returns:
+        A plotly figure. Of several prompts, an error bar is the standard error of the mean over
+        prompts; there is none if the metric is one number of all prompts.
+
+    Raises:
+        InputError: the sweep is empty; k is not positive, or too large.
+        ImportError: plotly is not installed.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import patching, viz
+        >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
+        ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
+        >>> sweep = patching.Sweep(values, part="z", direction="denoise", metric="logit_diff",
+        ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
+        >>> viz.sweep_bars(sweep, k=1).data[0].y
+        ('L0N5 at 2',)
+    """
+    frame = _effects(sweep)
+    if not is_count(k, 1):
+        refuse(f"got k={k!r}; expected 1 or more")
+    n_patches, frame = len(frame), frame.head(k)
+    if len(frame) > MOST_ROWS:
+        refuse(f"got k={k}; expected {MOST_ROWS} at most")
+    labels = _position_labels(sweep, frame["position"].unique().tolist())
+    places = frame["position"].astype(object).map(labels)
+    frame["label"] = frame["name"].map(plotly_text) + " at " + places
+    frame["said"] = _errors_as_text(frame)
+    figure = empty_figure()
+    for kind, part in frame.groupby("kind", observed=True, sort=False):
+        errors = {"array": part["error"].tolist(), "thickness": 1.2, "width": 3, "color": "#222"}
+        figure.add_bar(
+            x=part["effect"].tolist(),
+            y=part["label"].tolist(),
+            orientation="h",
+            name=plotly_text(HEAD_PLURALS.get(str(kind), str(kind))),
+            marker_color=HEAD_COLOURS.get(str(kind), _OTHER),
+            error_x=errors if part["error"].notna().any() else None,
+            customdata=part[["value", "said"]].to_numpy(),
+            hovertemplate="%{y}<br>effect %{x:.4g}%{customdata[1]}<br>"
+            "metric %{customdata[0]:.4g}<extra></extra>",
+        )
+    figure.update_xaxes(
+        title_text="effect on the score (0 corrupted, 1 clean)", zeroline=True, zerolinecolor="#444"
+    )
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=frame["label"].tolist()[::-1],
+        automargin=True,
+        tickmode="linear",
+        ticklabelstandoff=5,
+    )
+    figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1, "yanchor": "bottom"})
+    notes = f"{len(frame)} of {n_patches} patches", _mean_note(sweep, bars=True)
+    return _titled(figure, sweep, 22 * len(frame), *notes, legend=25)
+
+
+def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
+    """Draw the faithfulness of each circuit on each task, with its number in the cell.
+
+    Args:
+        matrix: of `circuits.transfer`: a row for each circuit, a column for each task.
+
+    Returns:
+        A plotly figure. White is 0: a circuit that keeps nothing of the effect of all sites.
+
+    Raises:
+        InputError: no frame, or an empty one; names that repeat; entries that are not finite.
+        ImportError: plotly is not installed.
+
+    Example:
+        >>> import pandas as pd
+        >>> from attn_only_lens import viz
+        >>> matrix = pd.DataFrame({"nurse": [0.9, 0.1], "judge": [0.2, 1.0]}, ["nurse", "judge"])
+        >>> viz.transfer_heatmap(matrix).data[0].z.tolist()
+        [[0.9, 0.2], [0.1, 1.0]]
+    """
+    refuse(*_matrix_reasons(matrix))
+    rows, columns = ([plotly_text(str(name)) for name in axis] for axis in matrix.axes)
+    faithfulness = pd.DataFrame(matrix.to_numpy(dtype=float), rows, columns)
+    figure = _heatmap(
+        faithfulness,
+        max(1.0, float(faithfulness.abs().to_numpy().max())),
+        "faithfulness",
+        "circuit of %{y}<br>on %{x}<br>faithfulness %{z:.4g}",
+        texttemplate="%{z:.2f}",
+    )
+    figure.update_xaxes(title="measured on")
+    figure.update_yaxes(title="circuit found on", autorange="reversed")
+    return style_figure(
+        figure,
+        "Faithfulness of each circuit (row) on each task (column)",
+        height=max(300, 200 + 34 * len(rows)),
+        margin={"l": 60, "r": 20, "t": 60, "b": 60},
+    )
 
 
 def empty_figure() -> "go.Figure":
@@ -27,12 +233,108 @@ def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
 
 
 def plotly_text(raw: str) -> str:
-    """Escape a text for plotly, which reads some HTML in titles and labels.
-
-    Spaces stay; what cannot be seen gets a sign.
-
-    Example:
-        >>> plotly_text("' <b>' & co\\n")
-        "' &lt;b&gt;' &amp; co↵"
-    """
+    """Escape a text for plotly, which reads some HTML; characters that cannot be seen get signs."""
     return escape(" ".join(map(visible_token, raw.split(" "))), quote=False)
+
+
+def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: Any) -> "go.Figure":
+    """Draw a frame in colours from -limit to limit."""
+    figure = empty_figure().add_heatmap(
+        z=frame.to_numpy(),
+        x=frame.columns.tolist(),
+        y=frame.index.tolist(),
+        hovertemplate=f"{hover}<extra></extra>",
+        colorscale=_DIVERGING,
+        **{"zmid": 0, "zmin": -limit, "zmax": limit, "xgap": 1, "ygap": 1},
+        colorbar={"title": title},
+        **more,
+    )
+    shared = {"type": "category", "automargin": True, "tickmode": "linear", "showgrid": False}
+    return figure.update_xaxes(**shared, autotickangles=[0, -45, -90]).update_yaxes(**shared)
+
+
+def _effects(sweep: Sweep) -> pd.DataFrame:
+    """Return the effect of each patch and its error, the strongest first; ties keep their order."""
+    refuse(*["the sweep has no rows"] * (not len(sweep)))
+    frame = sweep.to_frame().assign(effect=sweep.effect)
+    for column in ("name", "kind"):
+        frame[column] = frame[column].astype(str)
+    if sweep.has_prompts:
+        site = ["layer", "kind", "name", "position"]
+        of_site = frame.groupby(site, sort=False, observed=True)[["effect", "value"]]
+        frame = of_site.mean().assign(error=of_site.sem()["effect"]).reset_index()
+    else:
+        frame["error"] = frame.get(SPREAD[1], np.nan)
+    return frame.sort_values("effect", key=abs, ascending=False, kind="stable")
+
+
+def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
+    return frame["error"].map(lambda error: "" if np.isnan(error) else f" ± {error:.2g}")
+
+
+def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
+    """Return the label of each position: itself, and the tokens that are there."""
+    if sweep.tokens is None:
+        return {position: plotly_text(str(position)) for position in positions}
+    numbers = sweep.frame.get("prompt")
+    prompts = None if numbers is None else np.unique(numbers).tolist()
+    text = sweep.tokens.text
+    texts = [text(position, prompts, visible_token) for position in positions]
+    return {
+        position: plotly_text(f"{position} {text}".rstrip())
+        for position, text in zip(positions, texts, strict=True)
+    }
+
+
+def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
+    if sweep.tokens is None:
+        return "position"
+    differ = bool(sweep.tokens.corrupted) and any(" / " in label for label in labels)
+    return f"position and token{' (clean / corrupted where they differ)' * differ}"
+
+
+def _mean_note(sweep: Sweep, bars: bool = False) -> str:
+    """Return the words for the mean over several prompts and its error bars."""
+    numbers = sweep.frame
+    n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
+    if n == 1:
+        return ""
+    mean = f"mean over {n} prompts"
+    if not bars:
+        return mean
+    if not sweep.has_prompts and np.isnan(numbers.get(SPREAD[1], np.full(1, np.nan))).all():
+        return f"{mean}, without error bars: the metric is one number of all prompts"
+    return f"{mean} ± its standard error"
+
+
+def _titled(
+    figure: "go.Figure", sweep: Sweep, height: int, *notes: str, legend: int = 0
+) -> "go.Figure":
+    method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
+    title = f"{model_title(sweep.model)}: {sweep.part}, {sweep.direction} · {sweep.metric}"
+    below = " · ".join(note for note in (method, *notes) if note)
+    lines = [plotly_text(line) for line in wrap(title, _LINE)]
+    lines += [
+        f"<span style='font-size:12px'>{plotly_text(line)}</span>" for line in wrap(below, _LINE)
+    ]
+    top = 50 + 20 * len(lines) + legend
+    return style_figure(
+        figure,
+        "<br>".join(lines),
+        height=max(300, 100 + top + height),
+        margin={"l": 60, "r": 20, "t": top, "b": 60},
+    ).update_layout(title={"y": 1, "yanchor": "top", "yref": "container", "pad": {"t": 36}})
+
+
+def _matrix_reasons(matrix: object) -> list[str]:
+    if not isinstance(matrix, pd.DataFrame):
+        return [f"got a {type(matrix).__name__}; expected the frame of circuits.transfer"]
+    if not 0 < min(matrix.shape) <= max(matrix.shape) <= MOST_LABELS:
+        size = f"{matrix.shape[0]} × {matrix.shape[1]}"
+        return [f"got {size} entries; expected 1 to {MOST_LABELS} of each"]
+    names = [axis.map(str) for axis in matrix.axes]
+    reasons = [f"got {name!r} twice" for axis in names for name in axis[axis.duplicated()].unique()]
+    numbers = matrix.apply(pd.to_numeric, errors="coerce").to_numpy(dtype=float)
+    if not np.isfinite(numbers).all():
+        reasons.append("got entries that are not finite numbers; expected faithfulness")
+    return reasons

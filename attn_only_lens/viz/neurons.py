@@ -30,7 +30,14 @@ from attn_only_lens.neurons._top_examples import By
 from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUANTITIES
 from attn_only_lens.neurons.corpus import Texts
 from attn_only_lens.viz.checks import refuse
-from attn_only_lens.viz.page import Page, asset, model_title, page_of_tokens, with_space
+from attn_only_lens.viz.page import (
+    Page,
+    asset,
+    model_title,
+    page_of_tokens,
+    short_numbers,
+    with_space,
+)
 
 MOST_NEURONS = 3_000
 """Neurons of one page; `attn-only-lens atlas` makes a page of each layer."""
@@ -137,7 +144,7 @@ def page_of_statistics(
             for end in ENDS
             if f"{end}.z" in statistics.examples
         },
-        "limits": [_short(x) for x in _limits(statistics)],
+        "limits": short_numbers(_limits(statistics), 4),
         "histograms": {name: _histogram(statistics, name) for name in QUANTITIES},
         "zeros": statistics.counts["zeros"].tolist(),
         "joint": _packed(_log_shares(statistics.counts["joint"]), "u1"),
@@ -248,10 +255,6 @@ def _log_shares(counts: Tensor) -> Tensor:
 def _packed(x: Tensor, kind: str) -> str:
     array = np.ascontiguousarray(x.numpy().astype(np.dtype(kind)))
     return base64.b64encode(array.tobytes()).decode()
-
-
-def _short(x: float) -> float:
-    return float(f"{x:.4g}")
 
 
 def index_of_layers(statistics: NeuronStatistics, pages: dict[int, str]) -> Page:

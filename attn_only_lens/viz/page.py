@@ -22,9 +22,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
+from attn_only_lens.arguments import as_plain
 from attn_only_lens.storage import write_text
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
 _WHITE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
-_FIGURES = 5  # significant
 
 
 class Page(str):
@@ -59,8 +58,7 @@ class Page(str):
     def __new__(cls, text: str, picture: str | None = None, height: int = 760) -> "Page":
         """Take the text, the picture beside it, and the height of a notebook's frame."""
         page = super().__new__(cls, text)
-        page.picture = picture
-        page.height = height
+        page.picture, page.height = picture, height
         return page
 
     def _repr_html_(self) -> str:
@@ -91,14 +89,9 @@ class Page(str):
 
 
 def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
-    """Write a picture to one HTML file that works offline: whole, or not at all.
+    """Write a page or a figure of plotly to one HTML file that works offline; return its path.
 
-    Args:
-        picture: a page of this module, or a figure of plotly.
-        path: the file; folders on the way to it are made.
-
-    Returns:
-        The path.
+    The file is written whole or not at all, and its folders are made.
 
     Raises:
         TypeError: it is neither.
@@ -122,14 +115,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
 
 
 def write_svg(page: Page, path: str | Path) -> Path:
-    """Write the picture of a page to a file: whole, or not at all.
-
-    Args:
-        page: of a circuit.
-        path: the file; folders on the way to it are made.
-
-    Returns:
-        The path.
+    """Write the picture of a circuit's page to a file, as `write_html`; return its path.
 
     Raises:
         TypeError: there is no picture of this page.
@@ -176,12 +162,7 @@ def page_of_tokens(
 
 
 def script_data(data: Any) -> str:
-    r"""Return JSON that can stand in a script element.
-
-    Example:
-        >>> print(script_data("</script>"))
-        "\u003c/script\u003e"
-    """
+    """Return JSON that can stand in a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -201,22 +182,12 @@ def asset(name: str) -> str:
 
 
 def model_title(name: str) -> str:
-    """Return a model's name; of a folder that, and not its whole path.
-
-    Example:
-        >>> model_title("gpt2"), model_title(str(Path("folder/gpt2-larger").resolve()))
-        ('gpt2', 'gpt2-larger')
-    """
+    """Return a model's name; of a folder, its last part."""
     return (Path(name).name if Path(name).is_absolute() else name) or "model"
 
 
 def visible_token(token: str) -> str:
-    r"""Return a token with signs for white space and for characters that cannot be printed.
-
-    Example:
-        >>> visible_token(" the"), visible_token("a\n"), visible_token("\x00\ud800")
-        ('·the', 'a↵', '\\x00\\ud800')
-    """
+    """Return a token with signs for white space and for characters that cannot be printed."""
     return "".join(
         _WHITE.get(c, c if c.isprintable() else c.encode("unicode_escape").decode()) for c in token
     )
@@ -228,14 +199,13 @@ def with_space(token: str) -> str:
     return kept + visible_token(token.removeprefix(kept))
 
 
-def short_numbers(values: Iterable[Any]) -> list[Any]:
-    """Return plain numbers to five significant figures, missing ones as None, texts as they are."""
-    return [_short(value) for value in values]
+def short_numbers(values: Iterable[Any], figures: int = 5) -> list[Any]:
+    """Return plain numbers to some significant figures, missing ones as None, texts unchanged."""
+    return [_short(value, figures) for value in values]
 
 
-def _short(value: Any) -> Any:
+def _short(value: Any, figures: int) -> Any:
     if not isinstance(value, str) and pd.isna(value):
         return None
-    if isinstance(value, float | np.floating):
-        return float(f"{value:.{_FIGURES}g}")
-    return value.item() if isinstance(value, np.generic) else value
+    value = as_plain(value)
+    return float(f"{value:.{figures}g}") if isinstance(value, float) else value
