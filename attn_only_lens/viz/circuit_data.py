@@ -5,7 +5,7 @@ does not fit is refused, with every reason.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,27 +107,25 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
         reasons += [f"got {value!r} for a node's {column}; expected a text" for value in odd[:1]]
     twice = nodes.loc[nodes["id"].duplicated(), "id"]
     reasons += [f"{len(twice)} ids are there twice, such as {value!r}" for value in twice[:1]]
-    reasons += _word_reasons(nodes, "kind", NODE_KINDS, "nodes")
-    more = [column for column in OPTIONAL if column.startswith(("exact", "inclu"))]
-    more = [column for column in more if column in nodes]
-    for column in ("layer", "position", "value", "attribution", *more):
+    for column, words in {"kind": NODE_KINDS, "stability": STABILITIES, "status": STATUSES}.items():
+        reasons += _word_reasons(nodes, column, words, "nodes")
+    ranges = {"layer": (np.inf, "0 or more"), "position": (n_tokens - 1, f"0 to {n_tokens - 1}")}
+    ranges |= {column: (1, "0 to 1") for column in OPTIONAL if column.startswith("inclusion")}
+    for column in ("layer", "position", "value", "attribution", *OPTIONAL):
+        if column not in nodes or column in ("stability", "status"):
+            continue
         numbers = _numbers(nodes, column, "nodes", reasons)
-        infinite = int(np.isinf(numbers).sum())
-        reasons += [f"{infinite} nodes have an infinite {column}"] * bool(infinite)
-        if column in ("layer", "position"):
-            end = n_tokens if column == "position" else np.inf
-            finite = numbers[np.isfinite(numbers)]
-            outside = finite[(finite < 0) | (finite >= end) | (finite != np.floor(finite))]
-            expected = f"0 to {n_tokens - 1}" if column == "position" else "0 or more"
+        reasons += [f"nodes have an infinite {column}"] * bool(np.isinf(numbers).any())
+        if column in ranges:
+            most, expected = ranges[column]
+            outside = (numbers < 0) | (numbers > most)
+            if column in ("layer", "position"):
+                outside |= numbers % 1 > 0
             reasons += [
-                f"{len(outside)} nodes have a {column} such as {value:g}; expected {expected}, or "
-                "none"
-                for value in outside[:1]
+                f"nodes have a {column} such as {number:g}; expected {expected}, or none"
+                for number in numbers[outside & ~np.isinf(numbers)][:1]
             ]
-        if column.startswith("inclusion") and ((numbers < 0) | (numbers > 1)).any():
-            reasons.append(f"nodes have an {column} outside [0, 1]")
-    reasons += _word_reasons(nodes, "stability", STABILITIES, "nodes")
-    return reasons + _word_reasons(nodes, "status", tuple(STATUSES), "nodes")
+    return reasons
 
 
 def _edge_reasons(edges: pd.DataFrame, nodes: pd.DataFrame) -> list[str]:
@@ -142,7 +140,7 @@ def _edge_reasons(edges: pd.DataFrame, nodes: pd.DataFrame) -> list[str]:
     reasons += [f"{twice} edges repeat a source, target and kind"] * bool(twice)
     bad = int((~np.isfinite(_numbers(edges, "weight", "edges", reasons))).sum())
     reasons += [f"{bad} edges have a weight that is not finite"] * bool(bad)
-    return reasons + _word_reasons(edges, "status", tuple(STATUSES), "edges")
+    return reasons + _word_reasons(edges, "status", STATUSES, "edges")
 
 
 def _details_reasons(
@@ -155,28 +153,23 @@ def _details_reasons(
         if not isinstance(item, NodeDetails):
             reasons.append(f"got a {type(item).__name__} for {key!r}; expected NodeDetails")
             continue
-        if item.pattern is not None:
-            weights = np.asarray(item.pattern, dtype=float)
-            if weights.shape != (n_tokens,):
+        for what, unit, row in (("pattern", "weight", item.pattern), ("z", "number", item.z)):
+            numbers = np.asarray([0.0] * n_tokens if row is None else row, dtype=float)
+            if numbers.shape != (n_tokens,):
                 reasons.append(
-                    f"the pattern of {key!r} has the shape {list(weights.shape)}; expected one "
-                    f"weight for each of {n_tokens} tokens"
+                    f"{what} of {key!r} has {numbers.size} numbers; expected one {unit} for each "
+                    f"of {n_tokens} tokens"
                 )
-            elif not ((weights >= 0) & (weights <= 1)).all():
+            elif not np.isfinite(numbers).all():
+                reasons.append(f"{what} of {key!r} has a number that is not finite")
+            elif what == "pattern" and not ((numbers >= 0) & (numbers <= 1)).all():
                 reasons.append(f"the pattern of {key!r} leaves [0, 1]")
-        if item.z is not None and (
-            len(item.z) != n_tokens or not np.isfinite(np.asarray(item.z, dtype=float)).all()
-        ):
-            reasons.append(
-                f"z of {key!r} has {len(item.z)} numbers; expected a finite one for each of "
-                f"{n_tokens} tokens"
-            )
         for what, tokens in (("writes", item.writes), ("reads", item.reads)):
             if any(not isinstance(t, str) or not np.isfinite(a) for t, a in tokens):
                 reasons.append(f"the tokens that {key!r} {what} are not (text, finite number)")
-        for one in item.examples:
-            sizes = {len(one.tokens), len(one.values), len(one.gates)}
-            if len(sizes) > 1 or not np.isfinite([*one.values, *one.gates]).all():
+        for example in item.examples:
+            sizes = {len(example.tokens), len(example.values), len(example.gates)}
+            if len(sizes) > 1 or not np.isfinite([*example.values, *example.gates]).all():
                 reasons.append(
                     f"an example of {key!r} has tokens, values and gates that do not fit, or a "
                     "number that is not finite"
@@ -206,19 +199,22 @@ def _state_reasons(state: Mapping[str, Any], nodes: pd.DataFrame) -> list[str]:
         for kind in kinds
         if kind not in EDGE_KINDS
     ]
-    odd = [group for group in groups if not _is_group(group)]
     reasons += [
-        f"got the group {value!r}; expected a name, and a list of members" for value in odd[:1]
+        f"got the group {group!r}; expected a name, and a list of members"
+        for group in groups
+        if not _is_group(group)
     ]
     if not all(isinstance(name, str) for name in names.values()):
         reasons.append(f"got the names {names!r}; expected a text for each id")
-    members = [key for group in groups if _is_group(group) for key in group["members"]]
+    if reasons:
+        return reasons
+    members = [str(key) for group in groups for key in group["members"]]
     known = set(nodes["id"])
     unknown = [key for key in (*pinned, *names, *members) if str(key) not in known]
     reasons += [
         f"the state is of another circuit: it has {key!r}, no node's id" for key in unknown[:1]
     ]
-    twice = [key for key, count in Counter(map(str, members)).items() if count > 1]
+    twice = [key for key, count in Counter(members).items() if count > 1]
     return reasons + [f"{key!r} is in the state's groups twice" for key in twice[:1]]
 
 
@@ -243,12 +239,12 @@ def _numbers(
 
 
 def _word_reasons(
-    frame: pd.DataFrame, column: str, expected: Sequence[str], what: str
+    frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
     """Return a reason if a column holds another word; optional ones may be missing."""
-    allowed = (*expected, None) if column in OPTIONAL else expected
-    known = short_numbers(frame[column].unique()) if column in frame else []
-    odd = [word for word in known if word not in allowed]
+    allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
+    words = short_numbers(frame[column].unique()) if column in frame else []
+    odd = [word for word in words if word not in allowed]
     return [
         f"there are {what} of {column} {word!r}; expected one of {list(expected)}"
         for word in odd[:1]

@@ -2,8 +2,7 @@
 
 A page of 1,000 nodes stays under 3 MB: it holds the edges of largest |weight| into each node, with
 the others added up in "rest" as `CircuitGraph.prune_edges` does, and the patterns and examples of
-the nodes of largest |attribution|. Where a bound cuts, the page says so; and always, how much of
-the attribution the graph's nodes have.
+the nodes of largest |attribution|. The page says what is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from attn_only_lens.axes import SELF
 from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.circuits.stability import Stability
-from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Recording, record
@@ -35,7 +34,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
-from attn_only_lens.viz.page import Page
+from attn_only_lens.viz.page import Page, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # of patterns, to three decimals
@@ -97,11 +96,10 @@ def circuit_view(
         The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
 
     Raises:
-        InputError: the graph belongs to another model or other prompts, or only one of the two is
-        given. InputError: a sweep of another metric or other prompts, or of no single positions.
-        InputError: a stability of other sites; groups of other nodes.
-        InputError: the model's norms or embedding are not known, so that there are no top tokens.
-        InputError: prompts that do not fit the model.
+        InputError: the graph is of another model or other prompts, or only one of the two is given;
+            a sweep of another metric or other prompts, or of no single positions; a stability of
+            other sites; groups of other nodes; a model whose norms or embedding are not known, so
+            that there are no top tokens; prompts that do not fit the model.
 
     Example:
         >>> import torch
@@ -112,8 +110,15 @@ def circuit_view(
         >>> len(viz.circuit_view(graph, model, prompt)) < 3_000_000
         True
     """
-    if not isinstance(graph, CircuitGraph):
-        refuse(f"got a {type(graph).__name__}; expected a graph, of attribution_graph or from_json")
+    for name, kind, value, expected in (
+        ("graph", CircuitGraph, graph, "a graph, of attribution_graph or from_json"),
+        ("exact", Sweep | None, exact, "a sweep, of activation_patch"),
+        ("stability", Stability | None, stability, "that of discover(…, resamples=20)"),
+        ("groups", NodeGroups | None, groups, "those of circuits.group_nodes"),
+        ("examples", pd.DataFrame | None, examples, "those of top_examples"),
+    ):
+        if not isinstance(value, kind):
+            refuse(f"got a {type(value).__name__} as {name}; expected {expected}")
     reasons = []
     if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph is of {len(graph.tokens)} prompts")
@@ -122,29 +127,27 @@ def circuit_view(
     if (model is None) != (prompts is None):
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
-    refuse(*reasons, *_exact_reasons(graph, exact), *_example_reasons(examples))
-    inclusion = _inclusion(graph, stability)
-    measured, state = _groups(graph, groups, state)
+    if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
+        reasons.append(f"got examples with {list(examples)}; expected those of top_examples")
+    refuse(*reasons, *_exact_reasons(graph, exact))
     notes = [*notes, *_notes_about(graph, prompt)]
+    measured, state = _groups(graph, groups, state)
+    columns = pd.DataFrame(index=graph.heads["id"])
+    if exact is not None:
+        columns["exact"] = _exact_effects(exact)
+    if stability is not None:
+        columns = columns.join(_inclusion(graph, stability))
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
         run = _record_run(graph, model, prompts, mask)
-        heads = graph.heads
-        details = _patterns(run, model, heads, prompt, notes)
+        _add_patterns(details, run, model, graph.heads, prompt, notes)
         if top_tokens:
-            details = _with_tokens(details, run, model, heads, prompt, top_tokens)
+            _add_tokens(details, run, model, graph.heads, prompt, top_tokens)
     if examples is not None:
-        details = _with_examples(details, graph.heads, examples, notes)
+        _add_examples(details, graph.heads, examples, notes)
     drawn = _fewer_edges(graph, notes)
-    nodes = drawn.nodes
-    if exact is not None:
-        nodes = nodes.assign(exact=_exact_effects(nodes, exact))
-    if groups is not None:
-        notes.append(f"Groups: {groups!r}.")
-    if stability is not None:
-        nodes = nodes.join(inclusion, on="id")
-        notes.append(f"Stability: {stability!r}.")
-    columns = [name for name in nodes if name != "error"]
+    notes += [f"Groups: {groups!r}."] * (groups is not None)
+    notes += [f"Stability: {stability!r}."] * (stability is not None)
     meta = {
         "tokens": list(graph.tokens[prompt]),
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
@@ -156,9 +159,8 @@ def circuit_view(
     }
     if graph.corrupted:
         state = {"kinds": list(EDGE_KINDS), **(state or {})}
-    return circuit_page(
-        nodes[list(columns)], drawn.edges[list(EDGE_COLUMNS)], meta, details, state=state
-    )
+    nodes = drawn.nodes.drop(columns="error", errors="ignore").join(columns, on="id")
+    return circuit_page(nodes, drawn.edges[list(EDGE_COLUMNS)], meta, details, state=state)
 
 
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
@@ -218,17 +220,17 @@ def _record_run(
     refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
-        refuse(f"got prompts other than the graph's, {_listed(graph.tokens)}")
+        shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in graph.tokens[:3]]
+        refuse(f"got prompts other than the graph's, {'; '.join(shown)}")
     heads = graph.heads
     names = {(head.layer, head.kind): head for head in map(HeadName.parse, heads["name"])}
     hooks = [hook for head in names.values() for hook in _hooks(model, head)]
     run = record(model, pair.clean, pair.mask, names=hooks)
     expected = heads["value"].to_numpy()
-    values = np.array([_value(run, model, name, pos) for name, pos in _names_and_positions(heads)])
+    values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
     # Another model, not rounding: many bridged norms compute in float32 in whatever dtype.
     allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
-    apart = np.flatnonzero(~(abs(expected - values) <= allowed))
-    for row in apart[:1]:
+    for row in np.flatnonzero(~(abs(expected - values) <= allowed)):
         refuse(
             f"got a model in which {heads['id'].iloc[row]} is {values[row]:.4g}; in the graph it "
             f"is {expected[row]:.4g}: the graph is of another model"
@@ -242,7 +244,7 @@ def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
     return z, pattern
 
 
-def _names_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:
+def _heads_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:
     return [(name, int(pos)) for name, pos in heads[["name", "position"]].to_numpy()]
 
 
@@ -257,8 +259,6 @@ def _value(run: Recording, model: Any, name: str, pos: int) -> float:
 def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     if exact is None:
         return []
-    if not isinstance(exact, Sweep):
-        return [f"got a {type(exact).__name__} as exact; expected a sweep, of activation_patch"]
     base = exact.corrupted_value if graph.corrupted else 0.0
     reasons, apart = [], abs(exact.clean_value - base - graph.value)
     if exact.metric != graph.metric:
@@ -276,22 +276,16 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     return reasons
 
 
-def _exact_effects(nodes: pd.DataFrame, exact: Sweep) -> "pd.Series[float]":
-    """Return the effect of each node that the sweep has, in units of the metric."""
+def _exact_effects(exact: Sweep) -> "pd.Series[float]":
+    """Return the effect of each node of the sweep, in units of the metric, by id."""
     frame = exact.to_frame()
     rises = exact.direction == "denoise"
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
-    effects = effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
-    return nodes["id"].map(effects)
+    return effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
 
 
-def _inclusion(graph: CircuitGraph, stability: Stability | None) -> pd.DataFrame:
+def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
     """Return the inclusion of the graph's nodes that resampled circuits include, by id."""
-    if stability is None:
-        return pd.DataFrame()
-    if not isinstance(stability, Stability):
-        got = type(stability).__name__
-        refuse(f"got a {got} as stability; expected that of discover(…, resamples=20)")
     sites = stability.sites
     frame = sites[["inclusion", "inclusion_low", "inclusion_high"]].assign(stability=sites["class"])
     frame.index = sites["name"].astype(str) + "@" + sites["position"].astype(str)
@@ -309,59 +303,55 @@ def _groups(
     """Return what was measured of groups, and the state with those that it leaves nodes for."""
     if groups is None:
         return [], state
-    if not isinstance(groups, NodeGroups):
-        refuse(f"got a {type(groups).__name__} as groups; expected those of circuits.group_nodes")
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
         refuse(f"got groups of another graph: the node {unknown[0]} is of one of the two alone")
-    state = state or {}
-    own = list(state.get("groups", ()))
-    taken = {node for group in own for node in group.get("members", ())}
-    frame = groups.frame
-    left = [[node for node in members if node not in taken] for members in frame["members"]]
+    state, frame = state or {}, groups.frame
+    kept = list(state.get("groups", ()))
+    taken = {node for group in kept for node in group.get("members", ())}
     new = [
-        {"name": name, "members": members}
-        for name, members in zip(frame["name"], left, strict=True)
-        if len(members) > 1
+        {"name": name, "members": [node for node in members if node not in taken]}
+        for name, members in zip(frame["name"], frame["members"], strict=True)
     ]
-    columns = frame["members"], frame["effect"], frame["sum_of_effects"]
+    columns = (
+        frame["members"],
+        *(short_numbers(frame[column]) for column in ("effect", "sum_of_effects")),
+    )
     measured = [
-        {"members": members, "effect": float(f"{joint:.5g}"), "sum_of_effects": float(f"{x:.5g}")}
-        for members, joint, x in zip(*columns, strict=True)
+        {"members": members, "effect": effect, "sum_of_effects": total}
+        for members, effect, total in zip(*columns, strict=True)
     ]
-    return measured, {**state, "groups": [*own, *new]}
+    new = [group for group in new if len(group["members"]) > 1]
+    return measured, {**state, "groups": [*kept, *new]}
 
 
-def _example_reasons(examples: pd.DataFrame | None) -> list[str]:
-    if examples is None:
-        return []
-    if not isinstance(examples, pd.DataFrame):
-        return [f"got a {type(examples).__name__} as examples; expected those of top_examples"]
-    if {"name", *EXAMPLE_COLUMNS} <= set(examples.columns):
-        return []
-    return [f"got examples with {list(examples.columns)}; expected those of top_examples"]
+def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
+    details[key] = replace(details.get(key, NodeDetails()), **fields)
 
 
-def _with_examples(
+def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
-) -> dict[str, NodeDetails]:
+) -> None:
     """Add the examples of the neurons of largest |attribution|, as many as a page holds."""
     known, left = set(examples["name"]), _EXAMPLES
-    ranked = heads.loc[heads["attribution"].abs().sort_values(ascending=False).index, "name"]
-    shown, names = dict(details), [name for name in ranked.unique() if name in known]
-    for index, name in enumerate(names):
+    ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
+    for index, name in enumerate(name for name in ranked if name in known):
         node_examples = examples_of(examples, name)
         left -= sum(len(example.tokens) for example in node_examples)
         if left < 0:
             notes.append(f"Examples: of the {index} neurons of largest |attribution|.")
             break
-        shown[name] = replace(shown.get(name, NodeDetails()), examples=node_examples)
-    return shown
+        _add(details, name, examples=node_examples)
 
 
-def _patterns(
-    run: Recording, model: Any, heads: pd.DataFrame, prompt: int, notes: list[str]
-) -> dict[str, NodeDetails]:
-    """Return what neurons attend to and put out, by name, and what attention heads do, by id.
+def _add_patterns(
+    details: dict[str, NodeDetails],
+    run: Recording,
+    model: Any,
+    heads: pd.DataFrame,
+    prompt: int,
+    notes: list[str],
+) -> None:
+    """Add what neurons attend to and put out, by name, and what attention heads do, by id.
 
     A neuron that several heads share has no one pattern.
     """
@@ -370,58 +360,41 @@ def _patterns(
     if len(strongest) < len(heads):
         notes.append(f"Patterns: of the {most} nodes of largest |attribution|.")
     shared = host_of(model).neurons[0].heads_per_neuron > 1
-    details_by_id: dict[str, NodeDetails] = {}
     seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
-        if name in details_by_id or (head.kind == "neuron" and shared):
+        if name in details or (head.kind == "neuron" and shared):
             continue
         hooks = _hooks(model, head)
         if hooks not in seen:  # of all heads of a layer at once: a transfer each would take long
             seen[hooks] = tuple(run.hooked[hook][prompt].cpu().double() for hook in hooks)
-        z, pattern = seen[hooks][0], seen[hooks][1][head.index]
+        z, pattern = seen[hooks][0], seen[hooks][1][head.index].numpy().round(3)
         if head.kind == "neuron":
-            put_out = [float(f"{x:.3g}") for x in z[:, head.index, 0].tolist()]
-            details_by_id[name] = NodeDetails(_rounded(pattern[:, SELF]), z=put_out)
+            z_of_neuron = short_numbers(z[:, head.index, 0].tolist(), 3)
+            details[name] = NodeDetails(pattern[:, SELF].tolist(), z=z_of_neuron)
         else:
-            details_by_id[key] = NodeDetails(_rounded(pattern[int(position)]))
-    return details_by_id
+            details[key] = NodeDetails(pattern[int(position)].tolist())
 
 
-def _rounded(pattern: Tensor) -> list[float]:
-    return [round(weight, 3) for weight in pattern.tolist()]
-
-
-def _with_tokens(
+def _add_tokens(
     details: dict[str, NodeDetails],
     run: Recording,
     model: Any,
     heads: pd.DataFrame,
     prompt: int,
     k: int,
-) -> dict[str, NodeDetails]:
+) -> None:
     """Add the tokens that each node writes, by id, and that each neuron reads, by name."""
     try:
         effects = DirectEffects(model)
-        raised = effects.promoted_tokens(run.hooked, _names_and_positions(heads), k, prompt=prompt)
+        raised = effects.promoted_tokens(run.hooked, _heads_and_positions(heads), k, prompt=prompt)
         neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
         read = effects.read_tokens(neurons, k) if neurons else []
     except InputError as error:
         more = "top_tokens=0 draws the graph without its nodes' tokens"
         raise InputError([*error.reasons, more], "there are no top tokens of this model") from error
-    ids = sorted({token for top in (*raised, *read) for token, _ in top})
-    texts = {node_id: token_text(model, node_id) for node_id in ids}
-    shown = dict(details)
-
-    def with_texts(top: TokenScores) -> list[tuple[str, float]]:
-        return [(texts[token], amount) for token, amount in top]
-
-    for key, top in zip(heads["id"], raised, strict=True):
-        shown[key] = replace(shown.get(key, NodeDetails()), writes=with_texts(top))
-    for key, top in zip(neurons, read, strict=True):
-        shown[key] = replace(shown.get(key, NodeDetails()), reads=with_texts(top))
-    return shown
-
-
-def _listed(tokens: Sequence[Sequence[str]]) -> str:
-    return "; ".join("|".join(row[:12]) + ("|…" if len(row) > 12 else "") for row in tokens[:3])
+    tokens = {token for top in (*raised, *read) for token, _ in top}
+    texts = {token: token_text(model, token) for token in tokens}
+    for field, keys, tops in (("writes", heads["id"], raised), ("reads", neurons, read)):
+        for key, top in zip(keys, tops, strict=True):
+            _add(details, key, **{field: [(texts[token], amount) for token, amount in top]})
