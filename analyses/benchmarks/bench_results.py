@@ -127,7 +127,7 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
         calls = {"forward pass": forward, "AtP by plain hooks": plain, "attribution": ours}
         expected = plain().flatten().double().cpu()
         with exposed("attribution"):
-            found = torch.from_numpy(ours().effects)
+            found = torch.from_numpy(ours().effect.to_numpy())
         apart = (found - expected).abs().max() / expected.abs().max()
         took = turns(calls, rounds, device, exposed)
         for clock in ("wall", "processor"):

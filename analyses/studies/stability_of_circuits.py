@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from analyses.tools.benching import markdown
-from analyses.tools.options import Out, Smoke
+from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens.circuits.stability import inclusion_interval
@@ -157,11 +157,11 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
-def main(out: Out = Path("out/stability"), smoke: Smoke = False) -> None:
+def main(out: Out = Path("out/stability"), smoke: Smoke = False, device: Device = "cpu") -> None:
     """Measure coverage, stability and transfer on Small English."""
     started = time.perf_counter()
     warnings.simplefilter("ignore")
-    model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    model = expose_neuron_heads(pretrained.small_english().to(device), copy=True).model
     truth = probabilities(model, 3 if smoke else N_FRESH)
     sites, batches = resampled(model, 2 if smoke else N_BATCHES)
     frame = covered(sites, truth)
@@ -180,7 +180,7 @@ def main(out: Out = Path("out/stability"), smoke: Smoke = False) -> None:
         "batches": batches,
         "transfer": matrix.rename_axis("circuit").reset_index(),
     }
-    keep(__file__, out, page, tables, figure(frame), started=started, smoke=smoke)
+    keep(__file__, out, page, tables, figure(frame), started=started, smoke=smoke, device=device)
 
 
 def _table(frame: pd.DataFrame) -> str:

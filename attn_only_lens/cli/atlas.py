@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens import patching as p
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     clear_errors,
@@ -16,11 +15,7 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import parse_names, parse_numbers
-from attn_only_lens.engine.sites import Sites, resolve_sites
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.neurons import neuron_statistics
-from attn_only_lens.viz import write_html
-from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
 _Texts = Annotated[
     Path,
@@ -59,15 +54,20 @@ def atlas(
 
     Up to 3,000 neurons share one page; for more, there is a page for each layer.
     """
+    from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
+    from attn_only_lens.neurons import neuron_statistics
+    from attn_only_lens.viz import write_html
+    from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
+
     with clear_errors():
         require_folder(out)
         if layers is not None and names is not None:
             raise AttnOnlyLensError("got --layers and --names; expected one of them")
         if not texts.is_file():
-            raise AttnOnlyLensError(f"--texts: {texts} is no file of texts")
+            raise AttnOnlyLensError(f"--texts: there is no file {texts}")
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
         wanted = None if layers is None else parse_numbers(layers, "--layers")
-        sites: Sites = p.neuron_heads(wanted) if names is None else parse_names(names)
+        sites: Sites = neuron_heads(wanted) if names is None else parse_names(names)
         groups = resolve_sites(loaded, sites)
         every = [name for group in groups for name in group.names]
         statistics = neuron_statistics(

@@ -1,12 +1,10 @@
 """`attn-only-lens circuit`: an attribution graph as a file or a page, and a minimal circuit."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_only_lens import circuits
-from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     clear_errors,
@@ -18,7 +16,9 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
-from attn_only_lens.viz import circuit_view, write_html
+
+if TYPE_CHECKING:
+    from attn_only_lens.circuits import Circuit, CircuitGraph
 
 _Out = Annotated[Path, typer.Option(help="output file: .html for a page, .json for the graph")]
 _Corrupted = Annotated[
@@ -66,6 +66,9 @@ def circuit(
     the difference between the two prompts. Without it, the graph describes the clean prompts alone,
     and is exact while attention patterns and norm scales keep their values on these prompts.
     """
+    from attn_only_lens import circuits
+    from attn_only_lens.viz import circuit_view, write_html
+
     with clear_errors():
         require_writable(out, (".html", ".json"), top)
         measure = parse_metric(metric, answer, wrong, tokens)
@@ -99,7 +102,7 @@ def circuit(
             say_page(out, repr(graph))
 
 
-def _print_attributions(graph: CircuitGraph, top: int) -> None:
+def _print_attributions(graph: "CircuitGraph", top: int) -> None:
     heads = graph.heads
     strongest = heads.loc[heads["attribution"].abs().nlargest(top).index]
     columns = ["name", "position", "value", "attribution"]
@@ -108,7 +111,7 @@ def _print_attributions(graph: CircuitGraph, top: int) -> None:
     print_table(title, columns, strongest[columns].to_numpy().tolist())
 
 
-def _print_circuit(circuit: circuits.Circuit, top: int) -> None:
+def _print_circuit(circuit: "Circuit", top: int) -> None:
     columns = ["name", "position", "effect"]
     random = ", ".join(f"{value:.1%}" for value in circuit.random)
     title = (

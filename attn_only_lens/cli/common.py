@@ -1,4 +1,7 @@
-"""The application: its commands load models, report errors and print tables with this code."""
+"""The application: its commands load models, report errors and print tables with this code.
+
+Functions of the command line import torch and what needs it when they run, so that --help is quick.
+"""
 
 import sys
 import warnings
@@ -9,19 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
-from attn_only_lens.heads import has_neuron_heads, host_of
-from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.models.load import load
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.pretrained import small_english
-from attn_only_lens.storage.atomic import as_path
-from attn_only_lens.tl import quiet
 
 app = typer.Typer(
     help="See the MLP neurons of a TransformerLens model as attention heads.",
@@ -55,6 +47,8 @@ def command(panel: Panel, *example: str) -> Callable[[_Function], _Function]:
 
 def path(value: str | Path) -> Path:
     """Return the path that a user gave in a shell; refuse '', which is the current folder."""
+    from attn_only_lens.storage.atomic import as_path
+
     try:
         return as_path(value)
     except CheckpointError as error:
@@ -80,6 +74,9 @@ def say_page(path: Path, what: str = "") -> None:
 @contextmanager
 def clear_errors() -> Iterator[None]:
     """Print errors and warnings of this package as one message each; errors exit with code 2."""
+    from attn_only_lens.engine.input_warnings import warned_once
+    from attn_only_lens.tl import quiet
+
     show = warnings.showwarning
 
     def show_clearly(message: Warning | str, category: type[Warning], *place: Any) -> None:
@@ -100,6 +97,9 @@ def clear_errors() -> Iterator[None]:
 
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
     """Load a model by name or from a folder, and say what it is."""
+    from attn_only_lens.models.load import load
+    from attn_only_lens.pretrained import small_english
+
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
         if model == SHIPPED and not Path(model).exists():
             loaded = small_english(device, dtype or "float32", hooked=hooked)
@@ -111,6 +111,9 @@ def load_model(model: str, dtype: str | None, device: str, hooked: bool = False)
 
 def load_with_neuron_heads(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
     """Load a model; if it has no neuron-heads, expose them."""
+    from attn_only_lens.heads import has_neuron_heads
+    from attn_only_lens.models.expose import expose_neuron_heads
+
     loaded = load_model(model, dtype, device, hooked)
     if not has_neuron_heads(loaded):
         expose_neuron_heads(loaded)
@@ -120,11 +123,18 @@ def load_with_neuron_heads(model: str, dtype: str | None, device: str, hooked: b
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show a message on a terminal while something without a progress bar runs."""
+    from rich.console import Console
+
     with Console(stderr=True).status(f"{what} …"):
         yield
 
 
 def _describe(model: Any) -> str:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from attn_only_lens.heads import has_neuron_heads, host_of
+    from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+
     cfg, parameter = model.cfg, next(model.parameters())
     if isinstance(model, TransformerBridge):
         kind = f"TransformerBridge ({cfg.architecture})"
@@ -173,6 +183,9 @@ def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
 ) -> None:
     """Print a table: numbers in that format (-0 as 0), names on the left."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in _TEXT else "right")

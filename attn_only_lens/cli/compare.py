@@ -3,12 +3,10 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from attn_only_lens import viz
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     clear_errors,
@@ -20,12 +18,10 @@ from attn_only_lens.cli.common import (
 )
 from attn_only_lens.cli.convert import read_tokens
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
-from attn_only_lens.comparison import Comparison
-from attn_only_lens.comparison import compare as compare_models
 from attn_only_lens.errors import AttnOnlyLensError, ComparisonError
-from attn_only_lens.growth import read_provenance
-from attn_only_lens.models.load import is_hooked
-from attn_only_lens.viz.checks import import_extra
+
+if TYPE_CHECKING:
+    from attn_only_lens.comparison import Comparison
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
 _PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, or 3,4,113"
@@ -87,6 +83,14 @@ def compare(
     device: _Device = None,
 ) -> None:
     """Compare a model with one grown from it: write tables and two pages to a folder."""
+    import torch
+
+    from attn_only_lens import viz
+    from attn_only_lens.comparison import compare as compare_models
+    from attn_only_lens.growth import read_provenance
+    from attn_only_lens.models.load import is_hooked
+    from attn_only_lens.viz.checks import import_extra
+
     with clear_errors():
         import_extra("plotly")
         require_folder(out)
@@ -128,7 +132,9 @@ def compare(
 def _require_other_folder(out: Path, folders: Sequence[str | Path | None]) -> None:
     for folder in folders:
         if folder is not None and out.exists() and Path(folder).resolve() == out.resolve():
-            raise AttnOnlyLensError(f"--out: {out} holds a model of this; expected another folder")
+            raise AttnOnlyLensError(
+                f"got --out {out}, the folder of a model to compare; expected another folder"
+            )
 
 
 def _read_prompts(path: Path, option: str) -> Any:
@@ -143,7 +149,7 @@ def _read_prompts(path: Path, option: str) -> Any:
     return parse_prompts(lines, option, all(map(_NUMBERS.fullmatch, lines)))
 
 
-def _print_summary(comparison: Comparison) -> None:
+def _print_summary(comparison: "Comparison") -> None:
     """Print two tables, without the intervals, which are in the files."""
     estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (

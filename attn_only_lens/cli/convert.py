@@ -2,13 +2,9 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import torch
 import typer
-from jaxtyping import Int
-from torch import Tensor
-from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
@@ -18,16 +14,11 @@ from attn_only_lens.cli.common import (
     load_with_neuron_heads,
     working,
 )
-from attn_only_lens.engine.prompts import chat_tokens
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.models import checkpoint
-from attn_only_lens.models.checkpoint import is_saved, process_as_saved, read_manifest
-from attn_only_lens.models.convert import convert as convert_model
-from attn_only_lens.models.gate_option import Bilinear, calibrate
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-from attn_only_lens.models.verify import verify as verify_models
-from attn_only_lens.storage import open_folder, read_tensors
-from attn_only_lens.tl import require_hooked_transformer
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
 
 _BRIDGE = "TransformerBridge"  # in a manifest
 
@@ -62,6 +53,12 @@ def convert(
 
     A folder that `convert` wrote is saved again.
     """
+    from attn_only_lens.models import checkpoint
+    from attn_only_lens.models.convert import convert as convert_model
+    from attn_only_lens.models.gate_option import Bilinear, calibrate
+    from attn_only_lens.storage import open_folder
+    from attn_only_lens.tl import require_hooked_transformer
+
     with clear_errors():
         require_hooked_transformer()
         if gate not in ("exact", "bilinear"):
@@ -70,11 +67,10 @@ def convert(
             option is not None for option in (heads_per_neuron, tolerance, text, tokens)
         ):
             raise AttnOnlyLensError(
-                "only bilinear gates use --heads-per-neuron, --tolerance, --text and --tokens; "
-                "give --gate bilinear with them"
+                "--heads-per-neuron, --tolerance, --text and --tokens need --gate bilinear"
             )
-        if is_saved(model):
-            manifest = read_manifest(open_folder(model))
+        if checkpoint.is_saved(model):
+            manifest = checkpoint.read_manifest(open_folder(model))
             name = manifest["source_name"]
             if manifest["layout"] == "in place":
                 raise AttnOnlyLensError(f"{model} holds a model in place: give its source")
@@ -131,6 +127,13 @@ def verify(
 
     MODEL alone is run without neuron-heads and with them. CONVERTED is compared with MODEL.
     """
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from attn_only_lens.models import checkpoint
+    from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+    from attn_only_lens.models.verify import verify as verify_models
+    from attn_only_lens.storage import open_folder
+
     with clear_errors():
         inputs = _read_input(text, tokens, chat)
         if converted is None:
@@ -138,26 +141,26 @@ def verify(
             if isinstance(source, AttentionOnlyTransformer):
                 raise AttnOnlyLensError(f"{model} is converted: give its source before it")
         else:
-            if not is_saved(converted):
+            if not checkpoint.is_saved(converted):
                 raise AttnOnlyLensError(
                     f"no saved model in {converted}: neither `convert` nor `save` wrote it; "
                     f"`attn-only-lens verify {converted}` exposes its neurons, and "
                     f"`attn-only-lens compare {model} {converted}` holds a grown model against its "
                     "original"
                 )
-            manifest = read_manifest(open_folder(converted))
+            manifest = checkpoint.read_manifest(open_folder(converted))
             loaded = load_model(str(converted), dtype, device)
             saved_in = str(loaded.cfg.dtype).removeprefix("torch.")
             source = load_model(model, saved_in, device, hooked=manifest["model"] != _BRIDGE)
             if manifest["model"] == _BRIDGE and isinstance(source, TransformerBridge):
-                process_as_saved(source, manifest["config"])
+                checkpoint.process_as_saved(source, manifest["config"])
         with working("comparing"):
             report = verify_models(source, loaded, _input_of(source, inputs, chat))
         typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
 
 
-_Input: TypeAlias = str | Int[Tensor, "batch pos"]
+_Input: TypeAlias = "str | Int[Tensor, 'batch pos']"
 
 
 def _read_input(text: str | None, tokens: Path | None, chat: bool = False) -> _Input:
@@ -174,13 +177,21 @@ def _read_input(text: str | None, tokens: Path | None, chat: bool = False) -> _I
 def _input_of(source: Any, inputs: _Input, chat: bool = False) -> _Input:
     if not isinstance(inputs, str):
         return inputs
+    import torch
+
+    from attn_only_lens.engine.prompts import chat_tokens
+
     if source.tokenizer is None:
         raise AttnOnlyLensError("the model has no tokenizer: use --tokens instead of --text")
     return torch.stack(chat_tokens(source, inputs)) if chat else inputs
 
 
-def read_tokens(tokens: Path) -> Int[Tensor, "batch pos"]:
+def read_tokens(tokens: Path) -> "Int[Tensor, 'batch pos']":
     """Read the `tokens` of a safetensors file."""
+    import torch
+
+    from attn_only_lens.storage import read_tensors
+
     tensors, _ = read_tensors(tokens)
     if "tokens" not in tensors:
         raise AttnOnlyLensError(f"{tokens} holds {sorted(tensors)}; expected `tokens`")

@@ -5,11 +5,7 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens import circuits, patching, pretrained, viz
 from attn_only_lens.cli.common import clear_errors, command, print_table, require_folder, say_page
-from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.models.verify import verify
-from attn_only_lens.neurons import neuron_statistics
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
 _SHOWN = 8
@@ -20,6 +16,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="output folder for the pages")] = Path("out"),
 ) -> None:
     """Find and draw a circuit of heads and neurons in the language model of this package."""
+    from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, verify, viz
+    from attn_only_lens.neurons import neuron_statistics
+
     with clear_errors():
         require_folder(out)
         source = pretrained.small_english()

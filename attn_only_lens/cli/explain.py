@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens import circuits
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     clear_errors,
@@ -17,7 +16,6 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
-from attn_only_lens.neurons import top_examples
 
 _Out = Annotated[Path, typer.Option(help="output page, .html")]
 _Corrupted = Annotated[
@@ -77,6 +75,9 @@ def explain(
     into the corrupted run, "noise" the corrupted output into the clean run. The page draws how the
     sites act on each other.
     """
+    from attn_only_lens import circuits
+    from attn_only_lens.neurons import top_examples
+
     with clear_errors():
         require_writable(out, (".html",), top)
         measure = parse_metric(metric, answer, wrong, tokens)

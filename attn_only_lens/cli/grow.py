@@ -9,10 +9,6 @@ from attn_only_lens.cli import options
 from attn_only_lens.cli.common import clear_errors, command, load_model, working
 from attn_only_lens.cli.options import parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.expansion import InsertLayer, compose
-from attn_only_lens.growth import grow as grow_model
-from attn_only_lens.models.in_place import hide
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
 _DMlp = Annotated[int | None, typer.Option(help="neurons in each layer")]
 _NHeads = Annotated[int | None, typer.Option(help="attention heads in each layer")]
@@ -55,11 +51,16 @@ def grow(
     The folder is a MODEL to every command. It holds a plain model, and provenance.json, which says
     where every head and neuron went. For a converted one, grow the source and `convert` that.
     """
+    from attn_only_lens.expansion import InsertLayer, compose
+    from attn_only_lens.growth import grow as grow_model
+    from attn_only_lens.models.in_place import hide
+    from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+
     with clear_errors():
         if Path(model).resolve() == out.resolve():
             raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
         if copy and insert is None:
-            raise AttnOnlyLensError("--copy is of --insert; give it the depths of new layers")
+            raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
         depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
         loaded = load_model(model, dtype, device, hooked)
         if isinstance(loaded, AttentionOnlyTransformer):

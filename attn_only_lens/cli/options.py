@@ -1,15 +1,15 @@
 """The options that several commands share, and the parsers of their values."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from attn_only_lens import patching as p
-from attn_only_lens.engine import metrics
-from attn_only_lens.engine.prompts import Prompts, chat_tokens
 from attn_only_lens.errors import AttnOnlyLensError
+
+if TYPE_CHECKING:
+    from attn_only_lens.engine.metrics import Metric as MetricOfLogits
+    from attn_only_lens.engine.prompts import Prompts
 
 MODEL = (
     "a Hugging Face name, a folder with a model, or small-english, which ships with this package"
@@ -43,8 +43,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or mps")]
 
 def parse_metric(
     metric: str, answer: str | None, wrong: str | None, tokens: bool
-) -> metrics.Metric:
+) -> "MetricOfLogits":
     """Return the metric with that name and those answers."""
+    from attn_only_lens import patching
+
     needs = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
     if metric not in _METRICS:
         raise AttnOnlyLensError(f"got --metric {metric}; expected one of {', '.join(_METRICS)}")
@@ -55,7 +57,7 @@ def parse_metric(
     answers: list[Any] = (
         [_parse_answer(answer) for answer in options_given] if tokens else options_given
     )
-    made: metrics.Metric = getattr(p, metric)(*answers)
+    made: MetricOfLogits = getattr(patching, metric)(*answers)
     return made
 
 
@@ -66,8 +68,10 @@ def _parse_answer(text: str) -> int:
     return numbers[0]
 
 
-def parse_prompts(texts: list[str], option: str, tokens: bool) -> Prompts:
+def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
     """Return prompts as texts, or as a tensor of tokens."""
+    import torch
+
     if not tokens:
         return texts
     rows = [parse_numbers(text, option) for text in texts]
@@ -79,13 +83,15 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> Prompts:
     return torch.tensor(rows, device="cpu")
 
 
-def as_chat(model: Any, prompts: Prompts, chat: bool) -> Prompts:
+def as_chat(model: Any, prompts: Any, chat: bool) -> "Prompts":
     """Return the prompts; with --chat, the tokens of the messages."""
+    from attn_only_lens.engine.prompts import chat_tokens
+
     if not chat:
         return prompts
-    if isinstance(prompts, torch.Tensor):
+    if not isinstance(prompts, list):
         raise AttnOnlyLensError("got --chat and tokens; expected texts, which are messages")
-    return chat_tokens(model, prompts)  # type: ignore[arg-type]  # texts
+    return chat_tokens(model, prompts)
 
 
 def parse_names(text: str) -> list[str]:

@@ -1,11 +1,10 @@
 """`attn-only-lens patch`: activation patching over heads and neuron-heads."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_only_lens import patching as p
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     clear_errors,
@@ -22,11 +21,9 @@ from attn_only_lens.cli.options import (
     parse_prompts,
 )
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.patching.job import is_first
-from attn_only_lens.patching.over_prompts import SPREAD
-from attn_only_lens.patching.results import Sweep
 
-_SELECTIONS = {"neurons": p.neuron_heads, "heads": p.heads, "all": p.all_heads}
+if TYPE_CHECKING:
+    from attn_only_lens.patching import Sweep
 
 
 _Out = Annotated[Path, typer.Option(help="output file (.parquet or .csv)")]
@@ -87,6 +84,9 @@ def patch(
     device: options.Device = "cpu",
 ) -> None:
     """Patch heads and neurons between two prompts, one by one, and rank their effects."""
+    from attn_only_lens.patching import activation_patch
+    from attn_only_lens.patching.job import is_first
+
     with clear_errors():
         require_writable(out, (".parquet", ".csv"), top)
         selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
@@ -97,7 +97,7 @@ def patch(
         first = parse_prompts(clean, "--clean", tokens)
         other_prompts = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
-        sweep = p.activation_patch(
+        sweep = activation_patch(
             loaded,
             as_chat(loaded, first, chat),
             None if other_prompts is None else as_chat(loaded, other_prompts, chat),
@@ -118,14 +118,21 @@ def patch(
 
 
 def _parse_sites(sites: str, layers: str | None) -> Any:
-    if sites in _SELECTIONS:
-        return _SELECTIONS[sites](None if layers is None else parse_numbers(layers, "--layers"))
+    from attn_only_lens import patching
+
+    selections = {
+        "neurons": patching.neuron_heads, "heads": patching.heads, "all": patching.all_heads
+    }  # fmt: skip
+    if sites in selections:
+        return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))
     if layers is not None:
         raise AttnOnlyLensError("got --layers beside names in --sites, which say their layers")
     return parse_names(sites)
 
 
-def _print_effects(sweep: Sweep, top: int) -> None:
+def _print_effects(sweep: "Sweep", top: int) -> None:
+    from attn_only_lens.patching.over_prompts import SPREAD
+
     title = (
         f"{sweep.metric}: {sweep.clean_value:.4g} clean, {sweep.corrupted_value:.4g} corrupted; "
         f"{sweep.part}, {sweep.direction}"

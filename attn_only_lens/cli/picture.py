@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens import circuits
-from attn_only_lens import patching as p
 from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
     clear_errors,
@@ -16,16 +14,7 @@ from attn_only_lens.cli.common import (
     say_page,
 )
 from attn_only_lens.cli.options import as_chat, parse_names, parse_prompts
-from attn_only_lens.engine.prompts import single_prompts
-from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.viz import (
-    attention_view,
-    circuit_view,
-    sweep_bars,
-    sweep_heatmap,
-    write_html,
-)
 
 _PAGE = (".html",)
 
@@ -46,14 +35,18 @@ def picture(
     bars: _Bars = None,
 ) -> None:
     """Draw the results of `patch` as a heatmap or bars, or the graph of `circuit` as a page."""
+    from attn_only_lens.circuits import from_json
+    from attn_only_lens.patching import Sweep
+    from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
+
     with clear_errors():
         require_writable(out, _PAGE)
         if source.suffix == ".json":
             if bars is not None:
                 raise AttnOnlyLensError(f"got --bars with a graph, {source}; expected a sweep")
-            write_html(circuit_view(circuits.from_json(source)), out)
+            write_html(circuit_view(from_json(source)), out)
         else:
-            sweep = p.Sweep.load(source)
+            sweep = Sweep.load(source)
             write_html(sweep_heatmap(sweep) if bars is None else sweep_bars(sweep, k=bars), out)
         say_page(out)
 
@@ -84,6 +77,11 @@ def pattern(
     device: options.Device = "cpu",
 ) -> None:
     """Draw the attention patterns of heads and neuron-heads on a text."""
+    from attn_only_lens.engine.prompts import single_prompts
+    from attn_only_lens.engine.sites import Sites
+    from attn_only_lens.patching import heads
+    from attn_only_lens.viz import attention_view, write_html
+
     with clear_errors():
         require_writable(out, _PAGE)
         if (names is None) == (layer is None):
@@ -91,6 +89,6 @@ def pattern(
         prompts = parse_prompts([prompt], "--prompt", tokens)
         loaded = load_with_neuron_heads(model, dtype, device, hooked)
         ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
-        heads: Sites = p.heads(layer) if names is None else parse_names(names)
-        write_html(attention_view(loaded, heads, ids), out)
+        sites: Sites = heads(layer) if names is None else parse_names(names)
+        write_html(attention_view(loaded, sites, ids), out)
         say_page(out)

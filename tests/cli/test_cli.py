@@ -1,6 +1,8 @@
 """The command line: what it prints, what it writes, how it fails."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -31,6 +33,21 @@ def folder(tmp_path):
     save_file(dict(model.state_dict()), folder / "model.safetensors")
     tiny_tokenizer(41, folder / "tokenizer")
     return folder
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import attn_only_lens", "from attn_only_lens.cli import app; app(['patch', '--help'])"],
+)
+def test_torch_is_not_imported_before_it_is_used(program):
+    heavy = {"torch", "numpy", "pandas", "transformers", "transformer_lens"}
+    at_exit = f"print(sorted({heavy} & sys.modules.keys()))"
+    check = f"import atexit, sys; atexit.register(lambda: {at_exit})"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{check}; {program}"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[]"
 
 
 def test_convert_and_verify(folder, tmp_path):
@@ -141,7 +158,7 @@ def test_bilinear_gates(folder, tmp_path):
     for arguments, message in (
         (("--gate", "bilinear", "--heads-per-neuron", 5), "gelu has gates of [1, 2, 4, 6, 8]"),
         (("--gate", "linear"), "got --gate linear; expected exact or bilinear"),
-        (("--heads-per-neuron", 4), "give --gate bilinear"),
+        (("--heads-per-neuron", 4), "need --gate bilinear"),
         (("--gate", "bilinear", "--text", "w3 w5"), "cannot be calibrated"),
     ):
         result = run("convert", folder, tmp_path / "new", *arguments)

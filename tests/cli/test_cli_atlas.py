@@ -5,7 +5,7 @@ from bridges import original
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
-from attn_only_lens.cli import app, atlas
+from attn_only_lens.cli import app
 
 
 def run(*arguments):
@@ -33,7 +33,9 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
     whole = (out / "index.html").read_text("utf-8")
     assert "74 neurons" in whole
     assert {each.name for each in out.iterdir()} == {"index.html", "statistics"}
-    monkeypatch.setattr(atlas, "MOST_NEURONS", 73)  # and it goes on where it was
+    monkeypatch.setattr(
+        "attn_only_lens.viz.neurons.MOST_NEURONS", 73
+    )  # and it goes on where it was
     assert run(*command).exit_code == 0
     assert "layer-01.html" in (out / "index.html").read_text("utf-8")
     assert "37 neurons" in (out / "layer-01.html").read_text("utf-8")
@@ -44,7 +46,7 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
         (("--layers", "1", "--names", "L1N3"), "got --layers and --names"),
         (("--names", "L1H1"), "got L1H1, an attention head"),
         (("--k", 5), "belongs to another job"),
-        (("--texts", tmp_path / "no.txt"), "is no file of texts"),
+        (("--texts", tmp_path / "no.txt"), "there is no file"),
     ):
         result = run(*command, *more)
         assert result.exit_code == 2

@@ -29,7 +29,11 @@ from attn_only_lens.engine.recording import (
     run,
 )
 from attn_only_lens.engine.replay.base import Joined, Replay, Variants, suppress_refusals
-from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
+from attn_only_lens.engine.replay.key_values import (
+    KeyValues,
+    cache_argument,
+    record_key_values,
+)
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.precision import full_precision
@@ -178,11 +182,13 @@ class BridgeReplay(Replay):
         repeats = joined.n_rows // self.batch
         mask = None if recording.mask is None else recording.mask.repeat(repeats, 1)
         tokens = recording.tokens[:, first:].repeat(repeats, 1)
-        cached: dict[str, Any] = {}
-        if first:
-            assert self._past is not None
-            cached["past_key_values"] = self._past.before(first)
-        with self._enter_blocks(joined), joined.added():
+        with ExitStack() as stack:
+            cached: dict[str, Any] = {}
+            if first:
+                assert self._past is not None
+                cached = stack.enter_context(cache_argument(self.model, self._past.before(first)))
+            stack.enter_context(self._enter_blocks(joined))
+            stack.enter_context(joined.added())
             return run(self.model, tokens, mask, joined.hooks, **cached)
 
     @contextmanager
