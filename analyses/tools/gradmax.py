@@ -15,8 +15,7 @@ from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import Initialiser, Own
-from attn_only_lens.expansion.new_entries import New
+from attn_only_lens.expansion.initialise import Initialiser, New, own
 from attn_only_lens.expansion.weights import in_layer, tail
 from attn_only_lens.growth._grow import growable_of
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
@@ -133,7 +132,7 @@ class _GradMax:
     std: float | None
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        noise = Own()(new, seed)
+        noise = own()(new, seed)
         layer = in_layer(new.name)
         if (
             layer is None

@@ -19,14 +19,14 @@ from torch import Tensor
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import own
-from attn_only_lens.expansion.new_entries import (
+from attn_only_lens.expansion.initialise import (
     Initialiser,
     Made,
     New,
     Units,
     WithoutZeros,
     drawn,
+    own,
 )
 from attn_only_lens.expansion.provenance import (
     IndexMap,
@@ -35,15 +35,7 @@ from attn_only_lens.expansion.provenance import (
     TiedEntries,
     ZeroEntries,
 )
-from attn_only_lens.expansion.weights import (
-    Axis,
-    Constants,
-    Weights,
-    axes_of,
-    block_name,
-    in_layer,
-    tail,
-)
+from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name, in_layer, tail
 
 
 @dataclass(frozen=True)
@@ -138,12 +130,8 @@ def _bytes(weights: Weights, plan: Plan) -> int:
 def apply_plan(
     weights: Weights, plan: Plan, init: Initialiser, seed: int
 ) -> tuple[Weights, Provenance]:
-    """Return the expanded weights, and their provenance.
-
-    Tensors that do not change are those given, not copies.
-    """
+    """Return the expanded weights, and their provenance; tensors that do not change are shared."""
     GrowthError.raise_if(reasons_against_bytes(_bytes(weights, plan)))
-    constants = replace(weights.constants, **plan.constants)
     provenance = Provenance(
         layers=plan.layers or IndexMap.identity(weights.constants.n_layers),
         axes={
@@ -156,40 +144,39 @@ def apply_plan(
         scales=plan.scales,
         activation_scales=plan.activation_scales,
     )
-    kept = _Kept()
-    drawing = _Drawing(weights, plan, init, seed, constants, kept)
+    drawing = _Drawing(weights, plan, init, seed)
     grown = dict(drawing.expanded(name, provenance) for name in weights.tensors)
     for layer, like in plan.like.items():
         for name in [name for name in weights.tensors if in_layer(name) == like]:
             new_name = block_name(layer, tail(name))
             grown[new_name] = drawing.of_new_layer(new_name, name, like)
-    result = Weights(grown, constants)
+    result = Weights(grown, replace(weights.constants, **plan.constants))
+    n_shares = len(drawing.shares)
     return result, replace(
         provenance,
         sizes=result.sizes,
-        zeros=tuple(replace(zero, since=len(kept.shares)) for zero in kept.zeros),
-        ties=tuple(replace(tie, since=len(kept.shares)) for tie in kept.ties),
-        shares=tuple(kept.shares.values()),
+        zeros=tuple(replace(zero, since=n_shares) for zero in drawing.zeros),
+        ties=tuple(replace(tie, since=n_shares) for tie in drawing.ties),
+        shares=tuple(drawing.shares.values()),
     )
 
 
 class _Drawing:
-    """Make the tensors of the grown model, and note which entries must stay as they are."""
+    """Make the tensors of the grown model, and note what must hold of their entries.
 
-    def __init__(
-        self,
-        weights: Weights,
-        plan: Plan,
-        init: Initialiser,
-        seed: int,
-        constants: Constants,
-        kept: "_Kept",
-    ) -> None:
+    Attributes:
+        zeros, ties, shares: as in `Provenance`; shares by axis.
+    """
+
+    def __init__(self, weights: Weights, plan: Plan, init: Initialiser, seed: int) -> None:
         self._weights, self._plan, self._init, self._seed = weights, plan, init, seed
-        self._constants, self._kept = constants, kept
-        self._instead = frozenset[str]()
-        if isinstance(init, WithoutZeros):
-            self._instead = getattr(plan, init.may)
+        self._constants = replace(weights.constants, **plan.constants)
+        self._without_zeros: frozenset[str] = (
+            getattr(plan, init.may) if isinstance(init, WithoutZeros) else frozenset()
+        )
+        self.zeros: list[ZeroEntries] = []
+        self.ties: list[TiedEntries] = []
+        self.shares: dict[Axis, Shares] = {}
 
     def expanded(self, name: str, provenance: Provenance) -> tuple[str, Tensor]:
         """Return the new name of a tensor, and the tensor with its new entries."""
@@ -203,12 +190,12 @@ class _Drawing:
         shape = (*tensor.shape[:dim], len(indices.added), *tensor.shape[dim + 1 :])
         axis = axes_of(name, self._weights.constants)[dim]
         new = New(tensor_map.name, axis, dim, shape, tensor, self._constants)
-        if axis.layer in map(in_layer, self._instead):
+        if axis.layer in map(in_layer, self._without_zeros):
             units = Units(dim, indices.new_of, indices.added, *plan.runs.get(axis, ()))
             new = replace(new, units=units)
-        if name in plan.zero and (new.units is None or name not in self._instead):
+        if name in plan.zero and (new.units is None or name not in self._without_zeros):
             entries = tensor.new_zeros(shape)
-            self._kept.zeros.append(_zero_entries(new, indices.added))
+            self.zeros.append(ZeroEntries(new.name, _grid(shape, dim, indices.added)))
         else:
             made = drawn(self._init, new, self._seed, writes=name in plan.zero)
             entries = made.entries
@@ -218,50 +205,40 @@ class _Drawing:
                 if made.old is not None:
                     made.old[others] = tensor[others]
             tensor = tensor if made.old is None else made.old
-            self._kept.add(new, made, writes=name in plan.zero)
+            self._note(new, made, writes=name in plan.zero)
         return tensor_map.name, indices.combine(tensor, entries, dim)
 
     def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
         """Return a tensor of a new layer, which has the shape of the one called `name`."""
         plan, old = self._plan, self._weights.tensors[name]
         new = New(new_name, None, None, tuple(old.shape), old, self._constants)
-        units = _units_of_layer(new, self._weights, like) if self._instead else None
-        new = replace(new, units=units)
+        if self._without_zeros:
+            new = replace(new, units=_units_of_layer(new, self._weights, like))
         is_zero = tail(name) in plan.zero_in_new
-        if is_zero and tail(name) not in self._instead:
-            self._kept.zeros.append(_zero_entries(new))
+        if is_zero and tail(name) not in self._without_zeros:
+            self.zeros.append(ZeroEntries(new_name, _grid(new.shape)))
             return torch.zeros_like(old)
         if plan.copied is not None:
             return old * plan.copied.get(tail(name), 1.0)
         made = drawn(self._init, new, self._seed, writes=is_zero)
-        self._kept.add(new, made, writes=is_zero)
+        self._note(new, made, writes=is_zero)
         return made.entries
 
-
-@dataclass
-class _Kept:
-    """What must hold of the entries for the function to be the old one."""
-
-    zeros: list[ZeroEntries] = field(default_factory=list)
-    ties: list[TiedEntries] = field(default_factory=list)
-    shares: dict[Axis, Shares] = field(default_factory=dict)
-
-    def add(self, new: New, made: Made, *, writes: bool) -> None:
-        """Add what must hold of units that go together."""
+    def _note(self, new: New, made: Made, *, writes: bool) -> None:
+        """Note what must hold of units that go together."""
         if new.units is None:
             return
         dim, shape = new.units.dim, new.whole
         if made.zero:
             self.zeros.append(ZeroEntries(new.name, _grid(shape, dim, made.zero)))
         if made.tied:
-            ours, others = zip(*made.tied, strict=True)
-            grid = _grid(shape, dim, ours)
-            self.ties.append(TiedEntries(new.name, grid, dim, others, made.factor))
+            indices, of = zip(*made.tied, strict=True)
+            grid = _grid(shape, dim, indices)
+            self.ties.append(TiedEntries(new.name, grid, dim, of, made.factor))
         if made.shares and new.axis is not None:
             before = self.shares.get(new.axis)
-            written = frozenset({new.name} if writes else ()) | (
-                before.written if before else set()
-            )
+            written = before.written if before else frozenset[str]()
+            written |= {new.name} if writes else set()
             indices, of, share = zip(*made.shares, strict=True)
             self.shares[new.axis] = Shares(new.axis, indices, of, share, written)
 
@@ -277,33 +254,21 @@ def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
     return None
 
 
-def _zero_entries(new: New, added: tuple[int, ...] = ()) -> ZeroEntries:
-    """All new entries; `added` are their indices along the axis that grows."""
-    return ZeroEntries(new.name, _grid(new.shape, new.dim, added))
-
-
 def _grid(
-    shape: tuple[int, ...], dim: int | None, indices: tuple[int, ...]
+    shape: tuple[int, ...], dim: int | None = None, indices: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return indices for every dimension: all entries, except along one dimension."""
+    """Return indices for every dimension: all of them, except along `dim`."""
     return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 
 @dataclass(frozen=True)
 class ExpansionSequence(Expansion):
-    """An expansion made of several, one after another.
-
-    Attributes:
-        steps: in this order.
-    """
+    """An expansion made of several steps, in this order."""
 
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return the reasons against every step.
-
-        A later step is asked about the result of the earlier ones, as a sketch without numbers.
-        """
+        """Return the reasons against every step, tried on a sketch (no numbers) of the earlier."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
@@ -327,9 +292,8 @@ class ExpansionSequence(Expansion):
 def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion made of several, in this order.
 
-    In any order the function stays the same; new entries to draw, and hence their numbers, may
-    differ. An expansion counts layers as they are at its turn: after `InsertLayer(at=0)`, layer 0
-    is the new one.
+    The function stays the same in any order; the numbers of new entries may differ. An expansion
+    counts layers as they are at its turn: after `InsertLayer(at=0)`, layer 0 is the new one.
 
     Args:
         *expansions: such as `AddNeurons(256, layers=(0,))`, `AddHeads(2)`, `InsertLayer(at=1)`.
@@ -347,7 +311,7 @@ def is_index(number: object, size: int) -> bool:
 
 
 def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
-    """Return the layers asked for: all if None."""
+    """Return these layers: all if None."""
     return list(range(weights.constants.n_layers) if layers is None else layers)
 
 

@@ -1,4 +1,4 @@
-"""Initialization of new entries that the theorems leave free.
+"""Initialization of the new entries that the theorems leave free.
 
 They do not affect the function of the grown model, but how it learns. At first only the entries
 that must be zero receive gradient from the loss (they see the new units' activations); once they
@@ -7,24 +7,54 @@ makes dead units.
 
 Numbers depend on the seed and on the tensor's name, axis and size, not on the order in which
 tensors are made, nor on the device.
+
+**New units without zeros** (`cancelling`, `splits`). The growth paper, section 5, leaves other
+definitions open. Along an axis that grows, a sublayer's output, or a score, is Σ_i f(r_i; x) w_i.
+Unit i reads with r_i and writes with w_i; f is one function of each unit alone.
+
+Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so they add 0. Gradients by r are opposite:
+    they part at the first step.
+Shares. A new unit j has r_j = r_i of an old one; w_i becomes α w_i - n, and w_j is (1 - α) w_i + n.
+    (Net2Net: Chen, Goodfellow, Shlens, 2016; with unequal outputs, LEMON: Wang et al., 2023.)
+    Without the noise n, Adam's first step would be the same for both.
+
+    axis                 reads with                                writes with
+    neurons (3.1)        W_in, W_gate, b_in, b_gate                W_out
+    heads (3.2)          W_Q, W_K, W_V, and biases, sinks, gains   W_O
+    values (3.3)         W_V, b_V                                  W_O
+    queries, keys (3.4)  W_Q, b_Q                                  W_K, b_K
+    stream (3.5)         W_Q, W_K, W_V, W_in, W_gate, W_U          W_E, W_pos, W_O, W_out and biases
+    a new layer (3.6)    pairs of its heads and of its neurons; b_O and b_out are zero
+
+Heads that share a key and a value are shared out, or paired, as groups. Zeros stay where neither
+keeps the function:
+
+- the last of an odd number of units to pair;
+- where a norm sees new units, which change its mean square: in the stream (unless there is no norm)
+  and in normed queries and keys;
+- queries and keys under rotary positions that turn whole heads (where they turn the first
+  coordinates only, new ones are not turned and may cancel, but cannot be shared out);
+- keys that `clip_qkv` bounds are not shared out, nor values and keys that grow in some heads only;
+- heads beside ALiBi, whose slopes make a pair two functions;
+- a new layer that is a copy, or whose norms after sublayers would divide roundings by √ε.
+
+In exact arithmetic the function is the same; sums of what cancels round. Under dropout, pairs
+cancel on average.
 """
 
-from dataclasses import dataclass
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.expansion.new_entries import (
-    Initialiser,
-    New,
-    Own,
-    deviation,
-    generator,
-    normal_numbers,
-)
-from attn_only_lens.expansion.weights import Axis
-from attn_only_lens.expansion.without_zeros import cancelling, splits
+from attn_only_lens.expansion.weights import Axis, Constants, is_gain
 
 __all__ = [
     "Initialiser",
@@ -39,11 +69,187 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class Units:
+    """Old and new units of an axis, where new ones may go together instead of writing zeros.
+
+    Attributes:
+        dim: the axis, as a dimension of the tensor.
+        old: the indices of old units, in the grown model.
+        added: the indices of new units.
+        runs: in how many parts of equal length old and new units lie: heads that are added to
+            several groups.
+        block: how many successive units belong together: heads that share a key and a value.
+    """
+
+    dim: int
+    old: tuple[int, ...]
+    added: tuple[int, ...]
+    runs: int = 1
+    block: int = 1
+
+    def blocks(self, units: Sequence[int]) -> list[list[list[int]]]:
+        """Return old or new units, by run, block, and in order."""
+        blocks: list[list[list[int]]] = np.reshape(units, (self.runs, -1, self.block)).tolist()
+        return blocks
+
+
+@dataclass(frozen=True)
+class New:
+    """New entries to initialize.
+
+    Attributes:
+        name: the tensor's name in the grown model.
+        axis: the axis that grows; None if the whole tensor is new, in a new layer.
+        dim: the dimension of that axis.
+        shape: of the new entries.
+        old: the tensor that grows; for a new layer, the tensor of the layer it is like.
+        constants: of the grown model.
+        units: the units of these entries, if new units may go together.
+    """
+
+    name: str
+    axis: Axis | None
+    dim: int | None
+    shape: tuple[int, ...]
+    old: Tensor
+    constants: Constants
+    units: Units | None = None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the grown tensor."""
+        if self.dim is None:
+            return self.shape
+        sizes = list(self.old.shape)
+        sizes[self.dim] += self.shape[self.dim]
+        return tuple(sizes)
+
+    @property
+    def is_gain(self) -> bool:
+        """True for gains of norms."""
+        return is_gain(self.name)
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for weight matrices: neither biases nor gains nor sinks."""
+        return ".W_" in self.name
+
+
+class Initialiser(Protocol):
+    """Makes new entries."""
+
+    def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
+        """Return the new entries, of `new.shape`, in float64 on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class Made:
+    """Entries of units that go together.
+
+    Attributes:
+        entries: the new ones.
+        old: the old ones, if they change.
+        tied: pairs of indices along the axis: a new unit, and the unit whose entries it has,
+        factor: times this.
+        zero: indices of units whose entries must be zero.
+        shares: for each new unit that has a share of an old one, their indices and the share.
+    """
+
+    entries: Float[Tensor, "..."]
+    old: Float[Tensor, "..."] | None = None
+    tied: tuple[tuple[int, int], ...] = ()
+    factor: float = 1.0
+    zero: tuple[int, ...] = ()
+    shares: tuple[tuple[int, int, float], ...] = ()
+
+
+def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Made:
+    """Return the entries in the dtype and on the device of the tensor that grows.
+
+    Initialisers see and make true gains, even if the model stores gain - 1.
+    """
+    if new.old.device.type == "meta":  # a sketch has shapes only
+        return Made(new.old.new_empty(new.shape))
+    offset = new.constants.gain_offset if new.is_gain else 0.0
+    seen = replace(new, old=new.old + offset) if offset else new
+    if new.units is not None and isinstance(init, WithoutZeros):
+        made = init.together(seen, new.units, seed, writes=writes)
+    else:
+        made = Made(init(seen, seed))
+    if tuple(made.entries.shape) != new.shape:
+        got = tuple(made.entries.shape)
+        raise ValueError(f"{init} made {got} for {new.name}; expected {new.shape}")
+
+    def stored(entries: Tensor) -> Tensor:
+        return (entries - offset if offset else entries).to(new.old)
+
+    old = None if made.old is None else stored(made.old)
+    return replace(made, entries=stored(made.entries), old=old)
+
+
+def _generator(seed: int, *what: object) -> torch.Generator:
+    """A generator for one draw, so that the order of draws does not matter."""
+    digest = hashlib.sha256(repr((seed, *what)).encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _key_of(new: New, seed: int) -> torch.Generator:
+    # A second growth must not repeat the first: of the same tensor, by its whole shape; of another
+    # that has its name since a layer was inserted, by the number of layers.
+    return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
+
+
+def _axis_of_units(axis: Axis) -> Axis:
+    """One axis for heads and their keys and values, so that all copy the same old heads."""
+    return Axis(axis.label.removeprefix("kv_"), axis.layer)
+
+
+def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
+    return torch.randn(new.shape, generator=_key_of(new, seed), dtype=torch.float64, device="cpu")
+
+
+def _deviation(old: Tensor) -> float:
+    """That of the entries of a tensor; of one number, its size."""
+    return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
+
+
+def _own_std(new: New) -> float:
+    """The deviation of `HookedTransformer.init_weights`, for a tensor of the grown shape."""
+    mode, gain = new.constants.init
+    whole = new.whole
+    heads = whole[0] if len(whole) == 3 else 1
+    fan_in, fan_out = whole[-2], heads * whole[-1]
+    if mode == "gpt2":
+        return gain
+    if mode.startswith("xavier"):
+        return gain * math.sqrt(2 / (fan_in + fan_out))
+    if mode.startswith("kaiming"):
+        return gain * math.sqrt(2 / fan_in)
+    if mode == "muP":
+        return 1.0 if "embed" in new.name else 1 / math.sqrt(fan_in)
+    raise ValueError(f"got init_mode {mode!r}, which is not known; give init=normal(std)")
+
+
+@dataclass(frozen=True)
+class _Own:
+    def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
+        if not new.is_matrix:
+            return torch.full(new.shape, float(new.is_gain), dtype=torch.float64, device="cpu")
+        std = _own_std(new)
+        if not new.constants.init[0].endswith("uniform"):
+            return std * _normal_numbers(new, seed)
+        key = _key_of(new, seed)
+        uniform = torch.rand(new.shape, generator=key, dtype=torch.float64, device="cpu")
+        return std * math.sqrt(3) * (2 * uniform - 1)
+
+
+@dataclass(frozen=True)
 class _Normal:
     std: float
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        return float(new.is_gain) + self.std * normal_numbers(new, seed)
+        return float(new.is_gain) + self.std * _normal_numbers(new, seed)
 
 
 @dataclass(frozen=True)
@@ -57,20 +263,113 @@ class _Copies:
     noise: float
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        old = new.old.detach().cpu().double()
-        if new.dim is None or new.axis is None:
-            made = old
-        else:
+        made = old = new.old.detach().cpu().double()
+        if new.dim is not None and new.axis is not None:
             # The same old unit for every tensor of the axis: a copied neuron has its gate and bias,
             # a copied head its keys (but queries and groups apart, where heads share keys).
             size, n_new = old.shape[new.dim], new.shape[new.dim]
-            axis = Axis(new.axis.label.removeprefix("kv_"), new.axis.layer)
-            key = generator(seed, axis, size, new.constants.n_layers)
-            made = old.index_select(
-                new.dim, torch.randint(size, (n_new,), generator=key, device="cpu")
-            )
-        scale = deviation(old)
-        return made + self.noise * (scale if scale > 0 else 1.0) * normal_numbers(new, seed)
+            key = _generator(seed, _axis_of_units(new.axis), size, new.constants.n_layers)
+            units = torch.randint(size, (n_new,), generator=key, device="cpu")
+            made = old.index_select(new.dim, units)
+        return made + self.noise * (_deviation(old) or 1.0) * _normal_numbers(new, seed)
+
+
+class WithoutZeros(ABC):
+    """An initialiser that says what new units write with, where zeros would do.
+
+    Attributes:
+        free: draws the entries that belong to no such unit.
+        may: which of the plan's tensors it makes.
+    """
+
+    free: Initialiser
+    may: ClassVar[Literal["cancel", "share"]]
+
+    def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
+        """Return free entries, in float64 on the CPU."""
+        return self.free(new, seed)
+
+    @abstractmethod
+    def together(self, new: New, units: Units, seed: int, *, writes: bool) -> Made:
+        """Return the entries of units in one tensor, in float64 on the CPU."""
+
+
+@dataclass(frozen=True)
+class _Cancelling(WithoutZeros):
+    free: Initialiser
+    may: ClassVar[Literal["cancel", "share"]] = "cancel"
+
+    def together(self, new: New, units: Units, seed: int, *, writes: bool) -> Made:
+        positions = range(len(units.added))
+        like, sign = list(positions), [0.0] * len(positions)
+        for run in units.blocks(positions):
+            for first, second in zip(run[::2], run[1::2], strict=False):
+                for one, opposite in zip(first, second, strict=True):
+                    like[opposite], sign[one], sign[opposite] = one, 1.0, -1.0
+        made = self(new, seed).index_select(units.dim, _index(like))
+        if writes:
+            made = made * _along(sign, units.dim, made.ndim)
+        added = units.added
+        return Made(
+            made,
+            tied=tuple((added[j], added[i]) for j, i in enumerate(like) if i != j),
+            factor=-1.0 if writes else 1.0,
+            zero=tuple(added[j] for j in positions if sign[j] == 0.0) if writes else (),
+        )
+
+
+@dataclass(frozen=True)
+class _Splits(WithoutZeros):
+    share: float
+    noise: float
+    free: Initialiser = _Own()
+    may: ClassVar[Literal["cancel", "share"]] = "share"
+
+    def together(self, new: New, units: Units, seed: int, *, writes: bool) -> Made:
+        sources = self._sources(new, units, seed)
+        old = new.old.detach().cpu().double()
+        copies, dim = old.index_select(units.dim, _index(sources)), units.dim
+        pairs = [(j, units.old[i]) for j, i in zip(units.added, sources, strict=True)]
+        n_copies = [sources.count(i) for i in range(len(units.old))]
+        shares = [(1 - self.share) / n_copies[i] for i in sources]
+        shared = tuple((*pair, share) for pair, share in zip(pairs, shares, strict=True))
+        if not writes:
+            return Made(copies, tied=tuple(pairs), shares=shared)
+        kept = [self.share if n else 1.0 for n in n_copies]
+        std = _deviation(old)
+        if std == 0 and new.is_matrix:
+            std = _own_std(new)
+        noise = self.noise * std * _normal_numbers(new, seed)
+        return Made(
+            copies * _along(shares, dim, old.ndim) + noise,
+            old=(old * _along(kept, dim, old.ndim)).index_add(dim, _index(sources), -noise),
+            shares=shared,
+        )
+
+    def _sources(self, new: New, units: Units, seed: int) -> list[int]:
+        """For each new unit, the position of the old one that it shares: each once, then again."""
+        assert new.axis is not None  # in a new layer there is none
+        olds, news = units.blocks(range(len(units.old))), units.blocks(range(len(units.added)))
+        n_blocks = len(olds[0])
+        axis = _axis_of_units(new.axis)
+        key = _generator(seed, "splits", axis, n_blocks, new.constants.n_layers)
+        sources = [0] * len(units.added)
+        for of_old, of_new in zip(olds, news, strict=True):
+            order = torch.randperm(n_blocks, generator=key, device="cpu").tolist()
+            for unit, block in enumerate(of_new):
+                for j, i in zip(block, of_old[order[unit % n_blocks]], strict=True):
+                    sources[j] = i
+        return sources
+
+
+def _index(positions: list[int]) -> Tensor:
+    return torch.tensor(positions, dtype=torch.long, device="cpu")
+
+
+def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
+    """Factors by position along a dimension, to multiply a tensor with."""
+    shape = [-1 if axis == dim else 1 for axis in range(ndim)]
+    return torch.tensor(factors, dtype=torch.float64, device="cpu").reshape(shape)
 
 
 def own() -> Initialiser:
@@ -78,7 +377,7 @@ def own() -> Initialiser:
 
     Biases and sinks start at zero and gains of norms at one, as in TransformerLens.
     """
-    return Own()
+    return _Own()
 
 
 def normal(std: float) -> Initialiser:
@@ -109,3 +408,58 @@ def copies(noise: float = 0.1) -> Initialiser:
     if not noise > 0:
         raise ValueError(f"got noise={noise}; expected more than 0: equal units stay equal")
     return _Copies(noise)
+
+
+def cancelling(std: float | None = None) -> Initialiser:
+    """Draw new units in pairs that read the same and write the opposite.
+
+    So all their entries see a gradient from the first step. The last of an odd number writes zeros,
+    and so do units that cannot cancel (coordinates of a stream that is normed, of queries and keys
+    that are normed or turn as a whole; `expansion/initialise.py` has the list and the proofs).
+
+    Args:
+        std: of what is drawn; by default as the model draws its own weights.
+
+    Raises:
+        ValueError: the standard deviation is not positive.
+
+    Example:
+        >>> from attn_only_lens import expansion as ex, grow, pretrained
+        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
+        >>> grown = grow(model, d_mlp=516, init=ex.init.cancelling(), seed=0)
+        >>> W_in, W_out = grown.model.W_in[0], grown.model.W_out[0]
+        >>> W_in[:, 512].equal(W_in[:, 513]), W_out[512].equal(-W_out[513])
+        (True, True)
+        >>> bool((grown.model(tokens) - model(tokens)).abs().max() < 1e-3)
+        True
+    """
+    if std is not None and not 0 < std < math.inf:
+        raise ValueError(f"got std={std}; expected more than 0: with zeros new units are dead")
+    return _Cancelling(_Own() if std is None else _Normal(std))
+
+
+def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
+    """Make new units copies of old ones, drawn at random, which share what these write.
+
+    Each old unit is shared out once before any is a second time. Where that cannot be
+    (`expansion/initialise.py` says where), new units are drawn as the model's own, and write zeros.
+
+    Args:
+        share: what the old unit keeps; its copies have the rest in equal parts.
+        noise: that copies write more, and the old unit less, in units of the tensor's deviation.
+
+    Raises:
+        ValueError: the share is not between 0 and 1, or there is no noise.
+
+    Example:
+        >>> from attn_only_lens import expansion as ex, grow, pretrained
+        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
+        >>> grown = grow(model, n_heads=8, init=ex.init.splits(), seed=0)
+        >>> bool((grown.model(tokens) - model(tokens)).abs().max() < 1e-3)
+        True
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"got share={share}; expected more than 0 and less than 1")
+    if not 0 < noise < math.inf:
+        raise ValueError(f"got noise={noise}; expected more than 0: equal units stay equal")
+    return _Splits(share, noise)

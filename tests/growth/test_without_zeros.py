@@ -8,7 +8,7 @@ from models import build
 
 from attn_only_lens import GrowthError, convert, grow
 from attn_only_lens import expansion as ex
-from attn_only_lens.expansion.without_zeros import _Splits
+from attn_only_lens.expansion.initialise import _Splits
 from attn_only_lens.growth import read, read_provenance
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
