@@ -6,10 +6,10 @@ the new indices of its layer and its own. Provenances compose as functions do.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -32,12 +32,7 @@ from attn_only_lens.heads.names import HeadName
 
 @dataclass(frozen=True)
 class IndexMap:
-    """The new indices of an axis, or of layers, after growth.
-
-    Attributes:
-        new_of: the new index of each old one.
-        size: how many there are now.
-    """
+    """The new index of each old one, along an axis or of layers, and how many there are now."""
 
     new_of: tuple[int, ...]
     size: int
@@ -99,13 +94,9 @@ class IndexMap:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The entries of an old tensor in the grown model.
+    """The entries of an old tensor in the grown tensor `name`: (old + offset) · scale - offset.
 
-    Attributes:
-        name: of the grown tensor.
-        axes: of the tensor.
-        scale: factor of the old entries.
-        offset: what the model adds to them first: 1 to a gain that is stored as gain - 1.
+    The offset is 1 for a gain that is stored as gain - 1.
     """
 
     name: str
@@ -119,7 +110,7 @@ class TensorMap:
         return tuple(axis.size for axis in self.axes)
 
     def scaled(self, old: Tensor) -> Tensor:
-        """Return old entries as the grown tensor holds them; themselves if the scale is 1."""
+        """Return old entries as the grown tensor holds them; the same tensor if the scale is 1."""
         if self.scale == 1.0:
             return old
         return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
@@ -131,7 +122,7 @@ class TensorMap:
         return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown tensor, with their scale."""
+        """Return the old entries of a grown tensor, still scaled."""
         for dim, axis in enumerate(self.axes):
             grown = axis.select_old(grown, dim)
         return grown
@@ -140,10 +131,8 @@ class TensorMap:
         """Return a copy of `into`, of the grown shape, with `old` at the old entries, unscaled."""
         if all(axis.is_identity for axis in self.axes):
             return old.clone()
-        grid = torch.meshgrid(
-            *(_index(axis.new_of, into.device) for axis in self.axes), indexing="ij"
-        )
-        return into.clone().index_put(grid, old)
+        indices = (_index(axis.new_of, into.device) for axis in self.axes)
+        return into.index_put(torch.meshgrid(*indices, indexing="ij"), old)
 
 
 @dataclass(frozen=True)
@@ -153,15 +142,15 @@ class ZeroEntries:
     Attributes:
         name: the tensor.
         indices: along each of its axes; the entries are their product.
-        since: how many `Provenance.shares` there were by then.
+        since: how many `Provenance.shares` there were already.
     """
 
     name: str
     indices: tuple[tuple[int, ...], ...]
-    since: int = 0
+    since: int = field(default=0, kw_only=True)
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return by how much they are off."""
+        """Return the deviation of the entries from what they must be."""
         return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
@@ -172,42 +161,34 @@ class ZeroEntries:
 
 
 @dataclass(frozen=True)
-class TiedEntries:
-    """Entries that must be multiples of others of their tensor, for the function to be the old one.
+class TiedEntries(ZeroEntries):
+    """Entries that must be multiples of other entries of their tensor.
 
     Attributes:
-        name: the tensor.
-        indices: along each of its axes; the entries are their product.
-        dim: the axis along which the others lie.
-        of: the indices of the others, one for each of `indices[dim]`.
+        dim: the axis along which the other entries lie.
+        of: the indices of the other entries, one for each of `indices[dim]`.
         factor: 1, or -1 for entries that cancel.
-        since: how many `Provenance.shares` there were by then.
     """
 
-    name: str
-    indices: tuple[tuple[int, ...], ...]
     dim: int
     of: tuple[int, ...]
     factor: float
-    since: int = 0
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return by how much they are off."""
-        ours = ZeroEntries(self.name, self.indices).entries(tensor)
+        """Return the deviation of the entries from what they must be."""
         others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
-        return ours - self.factor * ZeroEntries(self.name, others).entries(tensor)
+        return self.entries(tensor) - self.factor * ZeroEntries(self.name, others).entries(tensor)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """New units with a share of what old ones wrote, along an axis.
+    """New units with a share of what old ones wrote, along an axis of the grown model.
 
     Attributes:
-        axis: of the grown model.
-        new: their indices.
-        of: the index of the old unit of each.
-        share: what each has of it, but for noise; the old unit kept the rest.
-        written: the tensors that it was shared out in. In others of the axis each is a copy.
+        new: the indices of the new units.
+        of: for each new unit, the index of the old unit.
+        share: the part that each new unit has, but for noise; the old unit kept the rest.
+        written: the tensors that were shared out. In other tensors new units are copies.
     """
 
     axis: Axis
@@ -224,7 +205,7 @@ class Shares:
         return rest
 
 
-_EntriesT = TypeVar("_EntriesT", ZeroEntries, TiedEntries)
+_EntriesT = TypeVar("_EntriesT", bound=ZeroEntries)
 
 
 def _index(indices: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
@@ -296,8 +277,8 @@ class Provenance:
             like=grown | inserted,
             scales=self._times(self.scales, after.scales),
             activation_scales=self._times(self.activation_scales, after.activation_scales),
-            zeros=tuple(map(after._moved_zeros, self.zeros)) + self._later(after.zeros),
-            ties=tuple(map(after._moved_ties, self.ties)) + self._later(after.ties),
+            zeros=tuple(map(after._moved_entries, self.zeros)) + self._later(after.zeros),
+            ties=tuple(map(after._moved_entries, self.ties)) + self._later(after.ties),
             shares=tuple(map(after._moved_shares, self.shares)) + after.shares,
             centred=self.centred or after.centred,
             source=self.source,
@@ -418,24 +399,17 @@ class Provenance:
             for name in sorted(names)
         }
 
-    def _moved_zeros(self, zeros: ZeroEntries) -> ZeroEntries:
+    def _moved_entries(self, entries: _EntriesT) -> _EntriesT:
         """The same entries, after this growth."""
-        axes = axes_of(zeros.name, self.constants)
-        indices = tuple(map(self._moved, axes, zeros.indices))
-        return replace(zeros, name=self.name(zeros.name), indices=indices)
+        axes = axes_of(entries.name, self.constants)
+        changes: dict[str, Any] = {"indices": tuple(map(self._moved, axes, entries.indices))}
+        if isinstance(entries, TiedEntries):
+            changes["of"] = self._moved(axes[entries.dim], entries.of)
+        return replace(entries, name=self.name(entries.name), **changes)
 
-    def _moved_ties(self, ties: TiedEntries) -> TiedEntries:
-        axes = axes_of(ties.name, self.constants)
-        return replace(
-            ties,
-            name=self.name(ties.name),
-            indices=tuple(map(self._moved, axes, ties.indices)),
-            of=self._moved(axes[ties.dim], ties.of),
-        )
-
-    def _later(self, shares: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """What a later growth says of entries, which is as of its own shares."""
-        return tuple(replace(one, since=one.since + len(self.shares)) for one in shares)
+    def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
+        """Entries of a later growth, which counts its own shares only."""
+        return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
         return replace(
@@ -457,18 +431,14 @@ class Provenance:
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
         """Return the tensors of a grown model that keep it from computing the same, and why."""
         names: dict[str, str] = {}
-        kinds: tuple[tuple[str, Sequence[ZeroEntries | TiedEntries]], ...] = (
-            ("were zero", self.zeros),
-            ("were equal or opposite", self.ties),
-        )
-        for was, kind in kinds:
-            for entries in kind:
-                now = grown[entries.name]
-                before = self._given_back(entries.name, now, entries.since)
-                rounded = 4 * torch.finfo(now.dtype).eps * float(now.abs().max())
-                least = 0.0 if before is now else rounded
-                if not (entries.off(before).abs() <= least).all():
-                    names.setdefault(entries.name, was)
+        for entries in (*self.zeros, *self.ties):
+            now = grown[entries.name]
+            before = self._given_back(entries.name, now, entries.since)
+            rounded = 4 * torch.finfo(now.dtype).eps * float(now.abs().max())
+            tolerance = 0.0 if before is now else rounded
+            if not (entries.off(before).abs() <= tolerance).all():
+                is_tied = isinstance(entries, TiedEntries)
+                names.setdefault(entries.name, f"were {'equal or opposite' if is_tied else 'zero'}")
         return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:

@@ -168,11 +168,11 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         scales=data["scales"],
         activation_scales=data["activation_scales"],
         zeros=tuple(
-            ZeroEntries(name, tuple(map(_indices, runs)), since)
+            ZeroEntries(name, tuple(map(_indices, runs)), since=since)
             for name, runs, since in data["zeros"]
         ),
         ties=tuple(
-            TiedEntries(name, tuple(map(_indices, runs)), dim, _indices(of), factor, since)
+            TiedEntries(name, tuple(map(_indices, runs)), dim, _indices(of), factor, since=since)
             for name, runs, dim, of, factor, since in data["ties"]
         ),
         shares=tuple(
