@@ -13,7 +13,7 @@ d_query    a coordinate of queries and keys; d_value: of values. TransformerLens
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -164,7 +164,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, and constants. No function changes a tensor of one that it is given.
+    """Tensors by name, and constants. No function changes the tensors of weights.
 
     Attributes:
         tensors: by TransformerLens' names; `W_K`, `W_V`, `b_K`, `b_V` by kv_head.
@@ -206,7 +206,10 @@ class Weights:
         layers = range(self.constants.n_layers)
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Weights":
+        """Return weights with a function of each tensor in its place."""
+        return replace(self, tensors={name: change(x) for name, x in self.tensors.items()})
+
     def sketch(self) -> "Weights":
         """Return the same without numbers, on the meta device, to try an expansion at no cost."""
-        tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors)
+        return self.map(lambda tensor: tensor.to("meta"))

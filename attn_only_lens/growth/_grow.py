@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import expansion as ex
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import as_plain, positive_reasons
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Provenance, Weights
@@ -46,19 +46,6 @@ _CENTRED = (
 
 
 @dataclass(frozen=True)
-class _Original:
-    """A tensor that growth changed, to be given back while the grown entries are untouched.
-
-    Attributes:
-        tensor: before growth.
-        grown_digest: of its entries in the grown model.
-    """
-
-    tensor: Tensor
-    grown_digest: str
-
-
-@dataclass(frozen=True)
 class Grown:
     """A grown model, and the way back.
 
@@ -71,7 +58,9 @@ class Grown:
     model: Any
     provenance: Provenance
     notes: tuple[str, ...] = ()
-    _originals: dict[str, _Original] = field(default_factory=dict, repr=False)
+    # Tensors that growth changed, and digests of their entries in the grown model: `shrink` gives
+    # a tensor back, to the bit, while these entries are untouched.
+    _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
         """Remove everything that growth added; right after growth, bit for bit the original.
@@ -106,28 +95,27 @@ class Grown:
             if old is None:
                 continue
             part = provenance.old_part(old, now.tensors)
-            original = self._originals.get(old)
-            if original is not None and _digest(part) == original.grown_digest:
-                part = original.tensor.to(part.device, copy=True)
+            original, digest = self._originals.get(old, (None, ""))
+            if original is not None and _digest(part) == digest:
+                tensors[old] = original.to(part.device, copy=True)
             else:
-                part = provenance.tensor_map(old).unscaled(part)
-            tensors[old] = part
+                tensors[old] = provenance.tensor_map(old).unscaled(part)
         constants = provenance.constants
-        if constants.tied and not _is_tied(tensors):  # untied, and trained since
-            constants = replace(constants, tied=False)
+        if constants.tied and not torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T):
+            constants = replace(constants, tied=False)  # untied by growth, and trained since
         before = Weights(tensors, constants)
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
-        """Return an optimizer for the grown model, in the state of one that trains the original.
+        """Return an optimizer for the grown model that continues the original's.
 
-        Right after growth its next step changes old parameters as the old one's would have, in the
-        units of the original; exactly, unless d_model grew under LayerNorm (`optimizer.py` says by
-        how much). Make learning-rate schedulers anew, with `last_epoch`.
+        Right after growth, its next step changes old parameters as the old optimizer would have;
+        exactly, unless d_model grew under LayerNorm (`growth/optimizer.py` has the difference).
+        Make learning-rate schedulers anew, with `last_epoch`.
 
         Args:
-            optimizer: `SGD`, `Adam` or `AdamW` of torch; it is not touched.
-            model: the model that grew, whose parameters it trains.
+            optimizer: `SGD`, `Adam` or `AdamW` of torch; it is not changed.
+            model: the original model, whose parameters it trains.
 
         Raises:
             GrowthError: another kind of optimizer, or of another model.
@@ -149,12 +137,11 @@ class Grown:
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
         """Write the grown model to a folder, trained since or not, all of it or nothing.
 
-        A bridge of a model of transformers is written as transformers writes one, so that
-        `AutoModelForCausalLM.from_pretrained(folder)` (BERT: `AutoModelForMaskedLM`) needs nothing
-        of this package. A HookedTransformer is written as `config.json`, `model.safetensors` and
-        `tokenizer/`. The provenance is next to these, in `provenance.json`, with a digest of every
-        file: write a model that is trained further by this method again, not over the weights in
-        the folder.
+        A bridge of a model of transformers is written as transformers writes one: for
+        `AutoModelForCausalLM.from_pretrained(folder)` (BERT: `AutoModelForMaskedLM`). A
+        HookedTransformer is written as `config.json`, `model.safetensors` and `tokenizer/`.
+        `provenance.json`, next to these, has a digest of every file: after more training, call
+        this method again; do not overwrite the weights.
 
         Args:
             folder: an earlier save there is replaced, anything else is refused.
@@ -237,13 +224,13 @@ def grow(
     asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
     expansion = _checked_expansion(growable, weights, expansion, asked, init, seed)
     # Expand
-    larger, provenance = expansion.expand(in_float32(weights), init or own(), seed)
+    larger, provenance = expansion.expand(weights.map(float32_if_half), init or own(), seed)
     larger, error = _rounded(larger, weights, provenance)
     originals = {}
     for name, tensor in weights.tensors.items():
         part = provenance.old_part(name, larger.tensors)
         if not torch.equal(part, tensor):
-            originals[name] = _Original(tensor.clone(), _digest(part))
+            originals[name] = tensor.clone(), _digest(part)
     notes = [_CENTRED] * provenance.centred
     notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
     if error is not None:
@@ -270,11 +257,7 @@ def _checked_expansion(
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     reasons = [*growable.attached(), *non_finite_weights(growable.model)]
-    odd = [
-        f"got {name}={size!r}; expected a whole number, 1 or more"
-        for name, size in asked.items()
-        if not is_count(size, 1)
-    ]
+    odd = positive_reasons(**asked)
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
     if init is not None and not callable(init):
@@ -296,19 +279,10 @@ def _checked_expansion(
     return expansion
 
 
-def in_float32(weights: Weights) -> Weights:
-    """Return weights whose tensors in half precision are in float32, exactly."""
-    tensors = {name: float32_if_half(tensor) for name, tensor in weights.tensors.items()}
-    return replace(weights, tensors=tensors)
-
-
 def _rounded(
     larger: Weights, source: Weights, provenance: Provenance
 ) -> tuple[Weights, float | None]:
-    """Round tensors to the precision of the source, once; return the largest relative change.
-
-    None if nothing was scaled, or nothing is in half precision.
-    """
+    """Round tensors to the precision of the source; return the largest relative change, or None."""
     tensors, errors = dict(larger.tensors), []
     for name, tensor in larger.tensors.items():
         tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
@@ -318,10 +292,6 @@ def _rounded(
             errors.append(float((now.float() - part).norm() / part.norm().clamp(min=1e-30)))
     largest = max(errors, default=0.0)
     return replace(larger, tensors=tensors), largest or None
-
-
-def _is_tied(tensors: Mapping[str, Tensor]) -> bool:
-    return torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T)
 
 
 _BY_LAYER = (
@@ -345,10 +315,9 @@ def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, l
 
     for name, label, expansion in _BY_LAYER:
         if name in asked:
-            layers_by_n: dict[int, list[int]] = {}
+            layers_by_n = defaultdict(list)
             for layer in range(n_layers):
-                n = missing(name, sizes.get(Axis(label, layer), 0))
-                layers_by_n.setdefault(n, []).append(layer)
+                layers_by_n[missing(name, sizes.get(Axis(label, layer), 0))].append(layer)
             steps += [expansion(n, layers) for n, layers in layers_by_n.items() if n > 0]
     if "d_model" in asked:
         n = missing("d_model", sizes[Axis("d_model")])
@@ -365,7 +334,7 @@ def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, l
 
 
 def read(model: Any) -> Weights:
-    """Return the weights of a model in the layout of `expansion`; its own tensors, not copies.
+    """Return the weights of a model in the layout of `expansion`; its tensors, not copies.
 
     Raises:
         GrowthError: the model cannot be grown.
@@ -431,11 +400,7 @@ def _all_reasons(growable: Growable) -> list[str]:
 def _unshared(weights: Weights, source: Weights) -> Weights:
     """Copy the tensors that are still the source's."""
     pointers = {tensor.data_ptr() for tensor in source.tensors.values()}
-    tensors = {
-        name: tensor.clone() if tensor.data_ptr() in pointers else tensor
-        for name, tensor in weights.tensors.items()
-    }
-    return replace(weights, tensors=tensors)
+    return weights.map(lambda x: x.clone() if x.data_ptr() in pointers else x)
 
 
 def _digest(tensor: Tensor) -> str:

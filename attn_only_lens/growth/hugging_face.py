@@ -367,20 +367,15 @@ class HuggingFaceBridge(BridgeModel):
         """Return the state dict of a model of transformers with these weights."""
         layouts = {layout.name: layout for layout in self.parameters().values()}
         made: dict[str, Tensor] = {}
-
-        def tensor(name: str, like: str) -> Tensor:
-            return layouts[like].from_weights(weights.tensors[name])
-
-        for name, tails in self._rules.items():
-            layers = range(weights.constants.n_layers) if "{}" in name else [0]
-            for layer in layers:
-                names = [
-                    (block_name(layer, of), block_name(0, of)) if "{}" in name else (of, of)
-                    for of in tails
-                ]
-                parts = [tensor(*old_name) for old_name in names]
-                whole = parts[0] if len(parts) == 1 else _fused(name, parts, weights)
-                made[name.format(layer)] = whole
+        for rule, tails in self._rules.items():
+            in_block = "{}" in rule
+            for layer in range(weights.constants.n_layers) if in_block else [0]:
+                parts = []
+                for of in tails:
+                    name, like = (block_name(i, of) if in_block else of for i in (layer, 0))
+                    parts.append(layouts[like].from_weights(weights.tensors[name]))
+                whole = parts[0] if len(parts) == 1 else _fused(rule, parts, weights)
+                made[rule.format(layer)] = whole
         return made
 
     def _norm_pattern(self, name: str) -> str | None:

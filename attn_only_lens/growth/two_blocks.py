@@ -107,7 +107,7 @@ class ConvertedModel(Growable):
         """Return a new converted model."""
         template, constants = self.model, weights.constants
         parameters = {_source_name(name): p for name, p in template.named_parameters()}
-        names = {name: _own_name(name, grouped=constants.grouped) for name in weights.tensors}
+        names = {name: _converted_name(name, grouped=constants.grouped) for name in weights.tensors}
         cfg = template.cfg.layer_cfg(0)
         tensors = {
             names[name]: parameter_of(name, cfg).from_weights(tensor)
@@ -155,7 +155,7 @@ def _source_name(name: str) -> str:
     return block_name(block_layer(block), f"{part}{rest}".replace("attn._", "attn."))
 
 
-def _own_name(name: str, *, grouped: bool) -> str:
+def _converted_name(name: str, *, grouped: bool) -> str:
     """The name in a converted model of a tensor of `Weights`."""
     layer, of = in_layer(name), tail(name)
     if layer is None:
@@ -169,7 +169,7 @@ def _own_name(name: str, *, grouped: bool) -> str:
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
     """Sizes of every layer; `attn_scale` is set if scores are not divided by √d_head."""
-    constants, constants_ = weights.constants, []
+    constants, layers = weights.constants, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (
             weights.sizes[Axis(label, layer)]
@@ -177,5 +177,5 @@ def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
         )
         scale = math.sqrt(width) if constants.scale is None else attn_scale
         grouped = n_shared if constants.grouped else None
-        constants_.append(LayerSizes(n_heads, grouped, width, d_value, neurons, scale))
-    return constants_
+        layers.append(LayerSizes(n_heads, grouped, width, d_value, neurons, scale))
+    return layers
