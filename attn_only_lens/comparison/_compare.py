@@ -6,7 +6,6 @@
     statistics.py    adds every batch to sums, and makes frames of them
     circuits.py      compares the two models' circuits on the first batch
     results.py       holds, saves and loads the result
-    progress.py      bars that say which of these runs
 
 The dataset streams by with two forward passes and a backward one for each model and batch. Patching
 and the search for circuits run many variants of a batch, so they are done on the first one only.
@@ -17,19 +16,22 @@ batch that, one number for each component and token, and to the end both runs, f
 float64 a component. Nothing grows with the number of batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits._search import Circuit, search_circuit
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
-from attn_only_lens.comparison.batch_runs import add_patching, on_device_of
+from attn_only_lens.comparison.batch_runs import (
+    MODELS,
+    add_patching,
+    on_device_of,
+    stage_bar,
+)
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
-from attn_only_lens.comparison.circuits import CircuitFrames, Resampling, compare_circuits
-from attn_only_lens.comparison.progress import MODELS, stage_bar
+from attn_only_lens.comparison.circuits import Resampling, compare_circuits
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.engine.input_warnings import warned_once
@@ -156,51 +158,16 @@ def compare(
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         first = next(stream)
-        draft = _first_batch(models, alignment, statistics, first, settings, progress)
+        result = _first_batch(models, alignment, statistics, first, settings, progress)
         # The other batches, and patching
         try:
             total = None if first.of is None else (first.of - 1) * statistics.n_steps
             with stage_bar("more batches", total, "step", progress and total != 0) as bar:
                 for batch in stream:
                     statistics.add(batch, bar)
-            return draft.result(n_patched)
+            return result(n_patched)
         except Exception as error:  # any error: hours of work must not be lost
-            raise _stopped(error, draft.result(0)) from error
-
-
-@dataclass(eq=False)
-class _Draft:
-    """A comparison in progress.
-
-    Attributes:
-        statistics: of all batches so far.
-        ablated: on the first batch, for each model.
-        frames: the circuits of the first batch.
-        tokens: the texts of the first prompt's tokens.
-        about: entries of the summary.
-        progress: whether to show bars.
-    """
-
-    statistics: Statistics
-    ablated: Sequence[AblatedModel]
-    frames: CircuitFrames
-    tokens: tuple[str, ...]
-    about: dict[str, Any]
-    progress: bool
-
-    def result(self, n_patched: int | None) -> Comparison:
-        """Return the comparison on the batches so far; patch that many components."""
-        old, new, silent = self.statistics.frames()
-        old, new = add_patching(self.ablated, old, new, n_patched, self.progress)
-        return Comparison(
-            heads=old[old["kind"] == "attention"].reset_index(drop=True),
-            neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
-            new=new,
-            silent=silent,
-            **self.frames._asdict(),
-            tokens=self.tokens,
-            about=self.statistics.about() | self.about,
-        )
+            raise _stopped(error, result(0)) from error
 
 
 def _first_batch(
@@ -210,19 +177,20 @@ def _first_batch(
     first: Batch,
     settings: dict[str, Any],
     progress: bool,
-) -> _Draft:
-    """Find the circuits of the first batch, and compare them."""
-    n_prompts = len(first.pair.clean)
+) -> Callable[[int | None], Comparison]:
+    """Compare the circuits of the first batch.
+
+    Return a function that patches so many components, and returns the comparison on all batches
+    until then.
+    """
     results = [
-        _circuit(
-            *(model, first, settings["faithfulness"], settings["seed"]),
-            progress and f"circuit of {label}",
-        )
+        _circuit(model, first, settings, progress and f"circuit of {label}")
         for model, label in zip(models, MODELS, strict=False)
     ]
     circuits, ablated = zip(*results, strict=True)
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar)
+    n_prompts = len(first.pair.clean)
     resampling = (settings[name] for name in ("n_resamples", "confidence", "seed"))
     frames = compare_circuits(
         *(models, alignment, first, runs, list(map(len, circuits))),
@@ -240,7 +208,21 @@ def _first_batch(
         "settings": settings,
     }
     texts = tuple(token_texts(models[0], first.pair.clean[0]))
-    return _Draft(statistics, ablated, frames, texts, about, progress)
+
+    def result(n_patched: int | None) -> Comparison:
+        old, new, silent = statistics.frames()
+        old, new = add_patching(ablated, old, new, n_patched, progress)
+        return Comparison(
+            heads=old[old["kind"] == "attention"].reset_index(drop=True),
+            neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
+            new=new,
+            silent=silent,
+            **frames,
+            tokens=texts,
+            about=statistics.about() | about,
+        )
+
+    return result
 
 
 def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
@@ -342,17 +324,17 @@ def _require_source(model: Any, provenance: Provenance) -> None:
 
 
 def _circuit(
-    model: Any, batch: Batch, faithfulness: float, seed: int, progress: bool | str
+    model: Any, batch: Batch, settings: dict[str, Any], progress: bool | str
 ) -> tuple[Circuit, AblatedModel]:
     pair = on_device_of(model, batch.pair)
     return search_circuit(
         *(model, pair.clean, pair.corrupted, batch.metric),
-        faithfulness=faithfulness,
+        faithfulness=settings["faithfulness"],
         # As overlaps and their intervals rank nodes: by |estimates| of every prompt.
         order="magnitude",
         method="exact_gate",
         budget=0,
-        seed=seed,
+        seed=settings["seed"],
         mask=pair.mask,
         progress=progress,
     )

@@ -24,12 +24,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, eq=False)
 class SharedComponents:
-    """Components of one kind in one layer, in two models.
-
-    Attributes:
-        first: in the first model.
-        second: the same components in the second model, in the same order.
-    """
+    """The same components, in the same order, of one kind in one layer of two models."""
 
     first: LayerSites
     second: LayerSites
@@ -62,7 +57,7 @@ class Alignment:
 
 def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
     """Match the components of a model with those of one grown from it."""
-    old, new = (resolve_sites(each_model, all_heads()) for each_model in (model, grown))
+    old, new = (resolve_sites(one, all_heads()) for one in (model, grown))
     known = {name for group in new for name in group.names}
     reasons: list[str] = []
     old_names: dict[str, str] = {}

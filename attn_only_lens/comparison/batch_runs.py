@@ -23,10 +23,10 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.batches import Batch
-from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.engine.gradients import Tape, gradient_node, site_estimates, start_graph
 from attn_only_lens.engine.metrics import require_differentiable
 from attn_only_lens.engine.prompts import PromptPair
@@ -35,19 +35,21 @@ from attn_only_lens.engine.sites import LayerSites, hook_name
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 
+MODELS = ("the original", "the grown model", "the null")
+"""The names of the models of a comparison, in order."""
+
+
+def stage_bar(text: str, total: int | None, unit: str, shown: bool) -> "tqdm[Any]":
+    """Return a bar that is visible from the start, as its first step may take minutes."""
+    return tqdm(desc=text, total=total, unit=unit, disable=not shown)
+
 
 @dataclass(frozen=True, eq=False)
 class BatchRun:
-    """A batch run through a model.
+    """A batch run through a model: the clean run, effects by layer and kind, the metric's values.
 
-    Attributes:
-        model: the model.
-        hooked: patterns and outputs of attention heads in the clean run, by hook name.
-        neurons: neuron-heads in the clean run, by layer.
-        real: True at real tokens, False at padding.
-        effects: of every component, by layer and kind.
-        values: the metric of the clean and the corrupted run.
-        metric: its name.
+    `hooked` holds patterns and outputs of attention heads, by hook name; `real` is False at
+    padding; `values` are the metric of the clean and the corrupted run.
     """
 
     model: Any
@@ -88,9 +90,8 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
     """Run both prompts of a batch, and estimate the effect of every component."""
     pair = on_device_of(model, batch.pair)
     nodes = [gradient_node(model, site, "z", closed=True) for site in sites]
-    patterns = [
-        hook_name(model, site.layer, "pattern") for site in sites if site.kind == "attention"
-    ]
+    heads = [site for site in sites if site.kind == "attention"]
+    patterns = [hook_name(model, site.layer, "pattern") for site in heads]
     tape = Tape(nodes)
     with start_graph(model):
         runs = record_pair(
@@ -110,9 +111,9 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
             model, site, "z", node, gradients[node], runs.clean, runs.corrupted
         )
         effects[site.layer, site.kind] = estimates * weight.to(estimates.device)
-    values = runs.clean_value, runs.corrupted_value
-    clean, metric = runs.clean, runs.metric.name
-    return BatchRun(model, clean.hooked, clean.neurons, pair.real, effects, values, metric)
+    clean, values = runs.clean, (runs.clean_value, runs.corrupted_value)
+    hooked, neurons = clean.hooked, clean.neurons
+    return BatchRun(model, hooked, neurons, pair.real, effects, values, runs.metric.name)
 
 
 def on_device_of(model: Any, pair: PromptPair) -> PromptPair:
@@ -120,9 +121,6 @@ def on_device_of(model: Any, pair: PromptPair) -> PromptPair:
     device = next(model.parameters()).device
     mask = None if pair.mask is None else pair.mask.to(device)
     return PromptPair(pair.clean.to(device), pair.corrupted.to(device), mask)
-
-
-_ESTIMATES = ("attribution", "grown_attribution", "null_attribution")
 
 
 def add_patching(
@@ -133,21 +131,21 @@ def add_patching(
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Add measured effects of the largest components to the frames of old and new components."""
-    estimates = [column for column in _ESTIMATES if column in old]
-    sizes = pd.concat([old, new])[estimates].abs().max(axis=1).to_numpy()
+    estimates = ["attribution", "grown_attribution", "null_attribution"]
+    sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)
     chosen[np.argsort(-sizes, kind="stable")[:n_patched]] = True
     old, new = old.copy(), new.copy()
     patched, gained = old[chosen[: len(old)]], new[chosen[len(old) :]]
-    shown = [(f"patching {label}", progress) for label in MODELS]
-    old["patching"] = old["name"].map(_effects(ablated[0], patched["name"].tolist(), *shown[0]))
+    old["patching"] = old["name"].map(
+        _effects(ablated[0], patched["name"].tolist(), MODELS[0], progress)
+    )
     names = [*patched["grown_name"], *gained["grown_name"]]
-    for prefix, column, model, stage in zip(
-        ("grown_", "null_"), ("patching", "null_patching"), ablated[1:], shown[1:], strict=False
-    ):
-        effects = _effects(model, names, *stage)
-        old[f"{prefix}patching"] = old["grown_name"].map(effects)
-        new[column] = new["grown_name"].map(effects)
+    columns = (("grown_patching", "patching"), ("null_patching", "null_patching"))
+    for (of_old, of_new), model, label in zip(columns, ablated[1:], MODELS[1:], strict=False):
+        effects = _effects(model, names, label, progress)
+        old[of_old] = old["grown_name"].map(effects)
+        new[of_new] = new["grown_name"].map(effects)
     old["patching_change"] = old["grown_patching"] - old["patching"]
     if len(ablated) > 2:
         old["null_patching_change"] = old["null_patching"] - old["grown_patching"]
@@ -155,10 +153,10 @@ def add_patching(
 
 
 def _effects(
-    ablated: AblatedModel, names: list[str], stage: str, progress: bool
+    ablated: AblatedModel, names: list[str], label: str, progress: bool
 ) -> "pd.Series[float]":
     """The loss of the metric when each component is patched, by name."""
     if not names:
         return pd.Series(dtype=float)
-    with stage_bar(stage, len(names), "site", progress) as bar:
+    with stage_bar(f"patching {label}", len(names), "site", progress) as bar:
         return pd.Series(ablated.losses(names, bar.update), index=names)

@@ -40,19 +40,12 @@ _PROBLEM = "these prompts cannot be compared on"
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Prompts that run together, and their metric.
-
-    Attributes:
-        pair: clean and corrupted prompts.
-        metric: unbound.
-        number: from 1 on.
-        of: how many batches there are; None if the stream does not tell.
-    """
+    """Prompts that run together, and their metric, which is unbound."""
 
     pair: PromptPair
     metric: AnyMetric
     number: int = 1
-    of: int | None = None
+    of: int | None = None  # how many batches there are, if the stream knows
 
     @property
     def label(self) -> str:
@@ -91,7 +84,7 @@ def batches(
     if is_whole:
         stream = list(_cut(model, tokens, corrupted, batch_size))
     n = len(stream) if isinstance(stream, Sized) else None
-    pairs = _paired(model, _with_metrics(stream, metric))
+    pairs = _paired(model, stream, metric)
     first = next(pairs, None)
     if first is None:
         raise ComparisonError(["got no prompts; expected at least one batch"], _PROBLEM)
@@ -142,10 +135,8 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
 def _named(tokens: Any, lengths: Tensor, length: int) -> str:
     """The first prompt of a length: its number, from 0 on, and its beginning if it is a text."""
     number = int((lengths == length).nonzero()[0])
-    rows_tokens = tokens if isinstance(tokens, str) else tokens[number]
-    return f"prompt {number}" + (
-        f", {reprlib.repr(rows_tokens)}" if isinstance(rows_tokens, str) else ""
-    )
+    prompt = tokens if isinstance(tokens, str) else tokens[number]
+    return f"prompt {number}" + (f", {reprlib.repr(prompt)}" if isinstance(prompt, str) else "")
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
@@ -165,57 +156,48 @@ def _next_others(rows: Tokens) -> Tokens:
     return shifted
 
 
-def _with_metrics(
-    stream: Iterable[Any], metric: AnyMetric | None
-) -> Iterator[tuple[Any, AnyMetric]]:
-    for batch in stream:
-        rows, batch_metric = (
-            batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, metric)
-        )
-        if batch_metric is None:
-            raise ComparisonError(["got a batch without a metric, and none for all"], _PROBLEM)
-        yield rows, batch_metric
-
-
-def _paired(model: Any, stream: Iterator[tuple[Any, AnyMetric]]) -> Iterator[Batch]:
+def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) -> Iterator[Batch]:
     """Batches with corrupted prompts."""
     known: dict[int, Tokens] = {}  # by length, up to two different prompts
     waiting: tuple[Tokens, AnyMetric] | None = None  # of one prompt, for the batch after it
-    for rows, metric in stream:
-        checked = _checked(model, rows)
-        clean, mask = (
-            (checked.clean, checked.mask) if isinstance(checked, PromptPair) else (checked, None)
-        )
+    for item in stream:
+        has_metric = isinstance(item, tuple) and len(item) == 2
+        tokens, metric = item if has_metric else (item, metric_of_all)
+        if metric is None:
+            raise ComparisonError(["got a batch without a metric, and none for all"], _PROBLEM)
+        rows = _checked(model, tokens)
+        clean = rows.clean if isinstance(rows, PromptPair) else rows
+        is_padded = isinstance(rows, PromptPair) and rows.mask is not None
         length = clean.shape[1]
         if waiting is not None:
-            alone, metric_of_batch = waiting
-            fits = mask is None and alone.shape[1] == length
-            corrupted_rows = _other(clean, alone[:1]) if fits else None
-            if corrupted_rows is None:
+            alone, metric_of_alone = waiting
+            fits = not is_padded and alone.shape[1] == length
+            different = _other(clean, alone[:1]) if fits else None
+            if different is None:
                 raise _alone(alone)
             waiting = None
-            yield Batch(PromptPair(alone, corrupted_rows.repeat(len(alone), 1)), metric_of_batch)
-        if isinstance(checked, PromptPair):
-            yield Batch(checked, metric)
-        elif _other(checked, checked[:1]) is not None:
-            yield Batch(PromptPair(checked, _next_others(checked)), metric)
-        elif (corrupted_rows := _other(known.get(length, checked), checked[:1])) is not None:
-            yield Batch(PromptPair(checked, corrupted_rows.repeat(len(checked), 1)), metric)
+            yield Batch(PromptPair(alone, different.repeat(len(alone), 1)), metric_of_alone)
+        if isinstance(rows, PromptPair):
+            yield Batch(rows, metric)
+        elif _other(rows, rows[:1]) is not None:
+            yield Batch(PromptPair(rows, _next_others(rows)), metric)
+        elif (different := _other(known.get(length, rows), rows[:1])) is not None:
+            yield Batch(PromptPair(rows, different.repeat(len(rows), 1)), metric)
         else:
-            waiting = checked, metric
-        if mask is None:
+            waiting = rows, metric
+        if not is_padded:
             first = known.setdefault(length, clean[:1].clone())
-            if len(first) == 1 and (corrupted_rows := _other(clean, first)) is not None:
-                known[length] = torch.cat([first, corrupted_rows])
+            if len(first) == 1 and (different := _other(clean, first)) is not None:
+                known[length] = torch.cat([first, different])
     if waiting is not None:
         raise _alone(waiting[0])
 
 
 def _alone(rows: Tokens) -> ComparisonError:
     reason = (
-        f"got a batch of 1 prompt, of {rows.shape[1]} tokens, and no other of as many in a batch "
-        "before it, nor in the one after it, to pair it with; expected batches of 2 or more "
-        "different prompts, or corrupted prompts"
+        f"got a batch of 1 prompt, of {rows.shape[1]} tokens, and no other prompt of this length "
+        "in the batches before, nor in the next; expected batches of 2 or more different prompts, "
+        "or corrupted prompts"
     )
     return ComparisonError([reason], _PROBLEM)
 

@@ -28,9 +28,8 @@ from scipy.stats import rankdata
 from attn_only_lens.circuits.attributed_run import attribute_run
 from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.comparison.alignment import Alignment
-from attn_only_lens.comparison.batch_runs import BatchRun, on_device_of
+from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, on_device_of, stage_bar
 from attn_only_lens.comparison.batches import Batch
-from attn_only_lens.comparison.progress import MODELS, stage_bar
 from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import UnsupportedModelError
@@ -40,14 +39,6 @@ from attn_only_lens.precision import full_precision
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _AT_ONCE = 2**22  # numbers of an array of resamples
-
-
-class CircuitFrames(NamedTuple):
-    """The frames `circuits`, `nodes` and `edges` of a `Comparison`."""
-
-    circuits: pd.DataFrame
-    nodes: pd.DataFrame
-    edges: pd.DataFrame
 
 
 def compare_circuits(
@@ -61,20 +52,18 @@ def compare_circuits(
     n_nodes: int,
     edge_mass: float,
     progress: bool = False,
-) -> CircuitFrames:
-    """Compare the circuit of a model with that of the grown one, and that with the null's."""
-    old_rows, grown = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
-    components = [old_rows, *[grown] * (len(models) - 1)]
+) -> dict[str, pd.DataFrame]:
+    """Return `circuits`, `nodes` and `edges` of a `Comparison`: original, grown model and null."""
+    old_rows, new_rows = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
+    components = [old_rows, *[new_rows] * (len(models) - 1)]
     circuits = [
         _ScoredCircuit(rows, size, rows.scores(run))
         for rows, size, run in zip(components, sizes, runs, strict=True)
     ]
     uniform = resampling.uniform
     means = [circuit.means(uniform[None]) for circuit in circuits]
-    in_any = np.logical_or.reduce(
-        [largest(circuit, mean.size)[0] for circuit, mean in zip(means, circuits, strict=True)]
-    )
-    nodes = np.flatnonzero(in_any)
+    chosen = [largest(mean, size) for mean, size in zip(means, sizes, strict=True)]
+    nodes = np.flatnonzero(np.concatenate(chosen).any(axis=0))
     effects = np.nanmax(np.abs(np.concatenate(means)[:, nodes]), axis=0)
     nodes = nodes[np.sort(np.argsort(-effects, kind="stable")[:n_nodes])]
     edges = _edges_between(models, batch, components, nodes, progress)
@@ -91,19 +80,17 @@ def compare_circuits(
                 overlay.overlaps, resampling, overlay.n_rows, bar.update
             ).items()
         ]
-    return CircuitFrames(pd.DataFrame(rows), overlays[0].nodes(uniform), overlays[0].edges(uniform))
+    grown = overlays[0]
+    return {
+        "circuits": pd.DataFrame(rows),
+        "nodes": grown.nodes(uniform),
+        "edges": grown.edges(uniform),
+    }
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """Settings of the bootstrap.
-
-    Attributes:
-        n_prompts: how many there are.
-        n_resamples: how many to draw.
-        confidence: of the intervals.
-        seed: of the draws.
-    """
+    """Settings of the bootstrap."""
 
     n_prompts: int
     n_resamples: int
@@ -132,14 +119,7 @@ class Resampling:
 
 
 class Overlap(NamedTuple):
-    """Rows (nodes or edges) of two circuits in each resample, and the scores of all rows.
-
-    Attributes:
-        first: the rows of one circuit.
-        second: the rows of the other.
-        scores: in one model.
-        other_scores: in the other.
-    """
+    """Rows (nodes or edges) of two circuits in each resample, and their scores in both models."""
 
     first: Bool[np.ndarray, "resample row"]
     second: Bool[np.ndarray, "resample row"]
@@ -149,14 +129,12 @@ class Overlap(NamedTuple):
     def similarity(self) -> dict[str, Float[np.ndarray, "resample"]]:
         """Return the Jaccard index and the rank correlation of each resample."""
         union = self.first | self.second
-        sizes = union.sum(axis=1)
-        both = (self.first & self.second).sum(axis=1)
-        jaccard = np.where(sizes, both / sizes.clip(min=1), 1.0)
+        sizes, both = union.sum(axis=1), (self.first & self.second).sum(axis=1)
         of_any = union.any(axis=0)
-        scores = self.scores[:, of_any], self.other_scores[:, of_any]
+        arrays = (x[:, of_any] for x in (self.scores, self.other_scores, union))
         return {
-            "jaccard": jaccard,
-            "rank_correlation": _rank_correlation(*scores, union[:, of_any]),
+            "jaccard": np.where(sizes, both / sizes.clip(min=1), 1.0),
+            "rank_correlation": _rank_correlation(*arrays),
         }
 
 
@@ -249,10 +227,8 @@ def select_mass(
 class _ComponentRows:
     """The components of a model, as rows of the list of all components of the grown model.
 
-    Attributes:
-        groups: by layer and kind, components of this model and their rows.
-        names: of all rows, in the grown model.
-        n_pos: positions of the prompts.
+    `groups` has the model's components and their rows, by layer and kind; `names` are those of all
+    rows, in the grown model.
     """
 
     groups: tuple[tuple[LayerSites, _Ints], ...]
@@ -273,37 +249,31 @@ class _ComponentRows:
         return [f"{self.names[node // self.n_pos]}@{node % self.n_pos}" for node in nodes.tolist()]
 
     def within(self, nodes: _Ints) -> list[list[tuple[int, int]]]:
-        """(position, index in this model) of its nodes among these, by layer and kind."""
-        per_circuit = []
+        """(position, index in this model) of the model's nodes among these, by layer and kind."""
+        nodes_by_group = []
         for sites, rows in self.groups:
             index = dict(zip(rows.tolist(), sites.index.tolist(), strict=True))
-            here = nodes[np.isin(nodes // self.n_pos, rows)].tolist()
-            per_circuit.append(sorted((n % self.n_pos, index[n // self.n_pos]) for n in here))
-        return per_circuit
+            places = [(n % self.n_pos, index.get(n // self.n_pos)) for n in nodes.tolist()]
+            nodes_by_group.append(sorted((pos, i) for pos, i in places if i is not None))
+        return nodes_by_group
 
     def scores(self, run: BatchRun) -> Float[np.ndarray, "node batch"]:
         """The effect of every node on the metric of each prompt."""
-        batch = len(run.real)
-        scores = np.full((len(self.names), self.n_pos, batch), np.nan)
+        scores = np.full((len(self.names), self.n_pos, len(run.real)), np.nan)
         for sites, rows in self.groups:
-            effects = run.effects_of(sites).permute(0, 2, 1)
-            scores[rows] = effects.cpu().double().numpy()
-        return scores.reshape(-1, batch)
+            scores[rows] = run.effects_of(sites).mT.cpu().double().numpy()
+        return scores.reshape(-1, len(run.real))
 
 
 def _component_rows(
     grown: Any, alignment: Alignment, n_pos: int
 ) -> tuple[_ComponentRows, _ComponentRows]:
-    """Those of the original, and those of the grown model (and of a null, which has its shape)."""
-    every = resolve_sites(grown, all_heads())
-    names = np.array([name for sites in every for name in sites.names], dtype=object)
-    row = {name: i for i, name in enumerate(names)}
-
-    def rows(called: Sequence[str]) -> _Ints:
-        return np.array([row[name] for name in called], dtype=np.int64)
-
+    """The rows of the original, and those of the grown model and of a null."""
+    all_sites = resolve_sites(grown, all_heads())
+    names = np.array([name for sites in all_sites for name in sites.names], dtype=object)
+    rows = pd.Index(names).get_indexer
     old_sites = tuple((pair.first, rows(pair.second.names)) for pair in alignment.shared)
-    grown_sites = tuple((sites, rows(sites.names)) for sites in every)
+    grown_sites = tuple((sites, rows(sites.names)) for sites in all_sites)
     return _ComponentRows(old_sites, names, n_pos), _ComponentRows(grown_sites, names, n_pos)
 
 
@@ -322,17 +292,11 @@ class _ScoredCircuit:
 
 @dataclass(frozen=True, eq=False)
 class _Edges:
-    """Edges of several models, by the names of their nodes in the grown one.
-
-    Attributes:
-        frame: `source`, `target`, `kind` of each.
-        ends: source and target of each as nodes; -1 for an end that is no component.
-        weights: for each model, of each prompt; NaN if the model lacks an end.
-    """
+    """Edges of several models: `source`, `target` and `kind`, with names of the grown model."""
 
     frame: pd.DataFrame
-    ends: _Ints
-    weights: tuple[Float[np.ndarray, "edge batch"], ...]
+    ends: _Ints  # [edge, 2]: source and target as nodes; -1 for an end that is no component
+    weights: tuple[Float[np.ndarray, "edge batch"], ...]  # by model; NaN if it lacks an end
 
     def within(self, nodes: Bool[np.ndarray, "resample node"]) -> Bool[np.ndarray, "resample edge"]:
         """Edges between these nodes, the embedding and the metric."""
@@ -355,11 +319,10 @@ def _edges_between(
         _edges(model, batch, component, nodes, label, progress)
         for model, component, label in zip(models, components, MODELS, strict=False)
     ]
-    every = pd.concat([frame for frame, _ in selections]).drop_duplicates(ignore_index=True)
+    edges = pd.concat([frame for frame, _ in selections]).drop_duplicates(ignore_index=True)
     node = dict(zip(components[0].ids(nodes), nodes.tolist(), strict=True))
-    columns = [every[end].map(node).fillna(-1).to_numpy(np.int64) for end in ("source", "target")]
-    ends = np.stack(columns, axis=1)
-    index = pd.MultiIndex.from_frame(every)
+    ends = edges[["source", "target"]].map(lambda name: node.get(name, -1)).to_numpy(np.int64)
+    index = pd.MultiIndex.from_frame(edges)
     weights = []
     for (frame, by_prompt), selection in zip(selections, components, strict=True):
         # If a model has both ends but not the edge, its weight is 0.
@@ -368,7 +331,7 @@ def _edges_between(
         full = np.where(has_both, 0.0, np.nan)[:, None].repeat(by_prompt.shape[1], axis=1)
         full[index.get_indexer(pd.MultiIndex.from_frame(frame))] = by_prompt
         weights.append(full)
-    return _Edges(every, ends, tuple(weights))
+    return _Edges(edges, ends, tuple(weights))
 
 
 @in_float32
@@ -402,20 +365,12 @@ def _edges(
 
 @dataclass(frozen=True, eq=False)
 class _Overlay:
-    """One circuit laid over another.
-
-    Attributes:
-        first: one circuit.
-        second: the other.
-        all_edges: of all models.
-        models: the numbers of the two.
-        edge_mass: the share of Σ |weight| that edges of each kind must have.
-    """
+    """The circuits of two models, with the edges of all models."""
 
     first: _ScoredCircuit
     second: _ScoredCircuit
     all_edges: _Edges
-    models: tuple[int, int]
+    models: tuple[int, int]  # the numbers of the two
     edge_mass: float
 
     @property
@@ -428,7 +383,7 @@ class _Overlay:
         circuits = self.first, self.second
         scores = [circuit.means(weights) for circuit in circuits]
         nodes = [largest(x, circuit.size) for x, circuit in zip(scores, circuits, strict=True)]
-        overlaps_by_level = {"nodes": Overlap(*nodes, *scores)}
+        overlaps = {"nodes": Overlap(*nodes, *scores)}
         kinds = self.all_edges.frame["kind"].to_numpy(dtype=object)
         edge_weights = [weights @ self.all_edges.weights[i].T for i in self.models]
         chosen = [
@@ -436,10 +391,9 @@ class _Overlay:
             for x, ends in zip(edge_weights, nodes, strict=True)
         ]
         for kind in pd.unique(kinds):
-            overlaps_by_level[f"{kind} edges"] = Overlap(
-                *(x & (kinds == kind) for x in chosen), *edge_weights
-            )
-        return overlaps_by_level
+            of_kind = (x & (kinds == kind) for x in chosen)
+            overlaps[f"{kind} edges"] = Overlap(*of_kind, *edge_weights)
+        return overlaps
 
     def nodes(self, weights: _Floats) -> pd.DataFrame:
         """Return a row for each node of either circuit."""
@@ -467,12 +421,9 @@ class _Overlay:
         overlaps = self.overlaps(weights[None])
         by_kind = [item for what, item in overlaps.items() if what != "nodes"]
         union = _union(by_kind)
-        one, second_weights = (self.all_edges.weights[i][union] @ weights for i in self.models)
-        return (
-            self.all_edges.frame.iloc[union]
-            .assign(status=_status(by_kind, union), weight=one, grown_weight=second_weights)
-            .reset_index(drop=True)
-        )
+        old, new = (self.all_edges.weights[i][union] @ weights for i in self.models)
+        frame = self.all_edges.frame.iloc[union].reset_index(drop=True)
+        return frame.assign(status=_status(by_kind, union), weight=old, grown_weight=new)
 
 
 def _union(overlaps: Sequence[Overlap]) -> _Ints:
@@ -483,9 +434,7 @@ def _union(overlaps: Sequence[Overlap]) -> _Ints:
 
 def _status(overlaps: Sequence[Overlap], rows: _Ints) -> npt.NDArray[np.object_]:
     """Return "kept", "lost" or "gained" for each of these rows."""
-    before, after = (
-        np.any([getattr(overlap, side)[0, rows] for overlap in overlaps], axis=0)
-        for side in ("first", "second")
-    )
+    before = np.any([overlap.first[0, rows] for overlap in overlaps], axis=0)
+    after = np.any([overlap.second[0, rows] for overlap in overlaps], axis=0)
     status = np.where(before & after, "kept", np.where(before, "lost", "gained"))
     return status.astype(object)

@@ -44,9 +44,8 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.comparison.alignment import Alignment, SharedComponents
-from attn_only_lens.comparison.batch_runs import BatchRun, run_batch
+from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, run_batch
 from attn_only_lens.comparison.batches import Batch
-from attn_only_lens.comparison.progress import MODELS
 from attn_only_lens.devices import float32_if_half, to_float64_device
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.heads import host_of
@@ -148,15 +147,11 @@ def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> _Floats:
 def _divergences_by_prompt(one: BatchRun, second: BatchRun, pair: SharedComponents) -> _Floats:
     """The mean over the real tokens of each prompt: [site, prompt]."""
     if pair.kind == "attention":
-        first_pattern, second_pattern = one.patterns(pair.first), second.patterns(pair.second)
-        divergence = pattern_divergence(
-            first_pattern, second_pattern.to(first_pattern.device)
-        ).transpose(1, 2)
+        p, q = one.patterns(pair.first), second.patterns(pair.second)
+        divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
     else:
-        first_pattern, second_pattern = one.gates(pair.first), second.gates(pair.second)
-        divergence = gate_divergence(first_pattern, second_pattern.to(first_pattern.device)).mean(
-            -1
-        )
+        p, q = one.gates(pair.first), second.gates(pair.second)
+        divergence = gate_divergence(p, q.to(p.device)).mean(-1)
     real = one.real.to(divergence.device).unsqueeze(-1)
     total = to_float64_device(divergence.where(real, 0.0)).sum(1, dtype=torch.float64)
     return _numbers((total / real.sum(1).to(total.device)).T)
@@ -169,71 +164,62 @@ def _standard_error(total: _Floats, squares: _Floats, n: int) -> _Floats:
     return np.sqrt((squares - total**2 / n).clip(min=0) / ((n - 1) * n))
 
 
+_NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
+
+
 class _SharedStatistics:
-    """Sums and maxima for the components of two models."""
+    """Sums and maxima for the components of two models, which `Statistics` adds up."""
 
     def __init__(
         self, first: _WriteDirections, second: _WriteDirections, alignment: Alignment
     ) -> None:
         self._shared, self._grams = alignment.shared, []
         for pair in alignment.shared:
-            second_z = second.of(pair.second)
-            one = first.of(pair.first).to(second_z)
-            kept = second_z[..., alignment.coordinates.to(second_z.device)]
-            self._grams.append((_gram(one, kept), _gram(one, one), _gram(second_z, second_z)))
+            W_2 = second.of(pair.second)
+            W = first.of(pair.first).to(W_2)
+            kept = W_2[..., alignment.coordinates.to(W_2.device)]
+            self._grams.append((_gram(W, kept), _gram(W, W), _gram(W_2, W_2)))
         names = [
-            pd.DataFrame(
-                {
-                    "name": pair.first.names,
-                    "grown_name": pair.second.names,
-                    "kind": pair.kind,
-                    "layer": pair.first.layer,
-                    "grown_layer": pair.second.layer,
-                }
-            )
+            (*both, pair.kind, pair.first.layer, pair.second.layer)
             for pair in alignment.shared
+            for both in zip(pair.first.names, pair.second.names, strict=True)
         ]
-        self._names = pd.concat(names, ignore_index=True)
-        self._sums = np.zeros((10, len(self._names)))
-        self._maxima = np.zeros((4, len(self._names)))
+        self._names = pd.DataFrame(names, columns=_NAMES)
+        self.sums = np.zeros((10, len(names)))
+        self.maxima = np.zeros((4, len(names)))
 
     def __len__(self) -> int:
         return len(self._shared)
 
     def measure(
-        self, one: BatchRun, second_values: BatchRun, bar: "tqdm[Any]"
+        self, one: BatchRun, second_run: BatchRun, bar: "tqdm[Any]"
     ) -> tuple[_Floats, _Floats]:
         """Return the sums and maxima over a batch; the bar moves by the length of this."""
         sums, maxima = [], []
         for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
-            js = _divergences_by_prompt(one, second_values, pair)
+            js = _divergences_by_prompt(one, second_run, pair)
             effect = _effects_by_prompt(one, pair.first)
-            other_effect = _effects_by_prompt(second_values, pair.second)
+            other_effect = _effects_by_prompt(second_run, pair.second)
             by_prompt = [js, js**2, effect, other_effect, (other_effect - effect) ** 2]
-            z = one.z(pair.first), second_values.z(pair.second)
-            products = [_dot(z[0], cross, z[1]), _dot(z[0], first, z[0]), _dot(z[1], second, z[1])]
-            squares = [_numbers(_norm(x)) ** 2 for x in z]
+            z, z_2 = one.z(pair.first), second_run.z(pair.second)
+            products = [_dot(z, cross, z_2), _dot(z, first, z), _dot(z_2, second, z_2)]
+            squares = [_numbers(_norm(x)) ** 2 for x in (z, z_2)]
             sums.append(np.stack([*(x.sum(1) for x in by_prompt), *products, *squares]))
-            largest = [_numbers(x.abs().amax((0, 2))) for x in z]
-            roundings = [np.full(len(pair.first.names), rounding(x.dtype)) for x in z]
+            largest = [_numbers(x.abs().amax((0, 2))) for x in (z, z_2)]
+            roundings = [np.full(len(pair.first.names), rounding(x.dtype)) for x in (z, z_2)]
             maxima.append(np.stack([*largest, *roundings]))
             bar.update()
         return np.concatenate(sums, axis=1), np.concatenate(maxima, axis=1)
 
-    def add(self, sums: _Floats, maxima: _Floats) -> None:
-        """Add what `measure` returned."""
-        self._sums += sums
-        self._maxima = np.maximum(self._maxima, maxima)
-
     def frame(self, n_prompts: int, n_tokens: int) -> pd.DataFrame:
         """Return a row for each component: its names, differences, and whether it is silent."""
-        js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self._sums
+        js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
         with np.errstate(divide="ignore", invalid="ignore"):  # a component may write nothing
             cosine = dot / np.sqrt(norm_1 * norm_2)
             ratio = np.sqrt(norm_2 / norm_1)
         silent = self._names["kind"] == "neuron"
-        for square, largest, unit in zip(squares, self._maxima, self._maxima[2:], strict=False):
+        for square, largest, unit in zip(squares, self.maxima, self.maxima[2:], strict=False):
             layers = pd.Series(square).groupby([self._names["layer"], self._names["kind"]])
             silent &= largest <= unit * np.sqrt(layers.transform("mean") / n_tokens)
         return self._names.assign(
@@ -260,23 +246,19 @@ class _NewStatistics:
     def __init__(self, directions: _WriteDirections, new: Sequence[LayerSites]) -> None:
         self._new = new
         self._grams = [_gram(W, W) for W in map(directions.of, new)]
-        self._sums = np.zeros((3, sum(len(sites.names) for sites in new)))
+        self.sums = np.zeros((3, sum(len(sites.names) for sites in new)))
 
     def measure(self, run: BatchRun) -> _Floats:
         """Return the sums over a batch."""
-        sums = [self._sums[:, :0]]
+        sums = [self.sums[:, :0]]
         for sites, gram in zip(self._new, self._grams, strict=True):
             effect, z = _effects_by_prompt(run, sites), run.z(sites)
             sums.append(np.stack([effect.sum(1), (effect**2).sum(1), _dot(z, gram, z)]))
         return np.concatenate(sums, axis=1)
 
-    def add(self, sums: _Floats) -> None:
-        """Add what `measure` returned."""
-        self._sums += sums
-
     def frame(self, n_prompts: int, n_tokens: int, span: float) -> pd.DataFrame:
         """Return a row for each component: its name, effect, share of a metric's span, and norm."""
-        effect, effect_2, written = self._sums
+        effect, effect_2, written = self.sums
         names = [(name, sites.kind, sites.layer) for sites in self._new for name in sites.names]
         return pd.DataFrame(names, columns=["grown_name", "kind", "grown_layer"]).assign(
             attribution=effect / n_prompts,
@@ -286,7 +268,6 @@ class _NewStatistics:
         )
 
 
-_NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
 _MEASURES = ("divergence", "divergence_se", "cosine", "norm_ratio")
 _CHANGES = ("attribution_change", "attribution_change_se")
 
@@ -326,9 +307,10 @@ class Statistics:
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [new_site.measure(run) for new_site, run in zip(self._new, runs[1:], strict=True)]
         for pair, (sums, maxima) in zip(self._shared, shared, strict=True):
-            pair.add(sums, maxima)
+            pair.sums += sums
+            pair.maxima = np.maximum(pair.maxima, maxima)
         for new_site, sums in zip(self._new, new, strict=True):
-            new_site.add(sums)
+            new_site.sums += sums
         n_prompts = len(batch.pair.clean)
         self._values += n_prompts * np.array([run.values for run in runs])
         self._n_prompts += n_prompts
