@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from attn_only_lens.expansion import Weights
 from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
@@ -101,23 +100,6 @@ class BridgeModel(Growable):
         """True if the unembedding is the embedding."""
         parts = {path: parameter for path, parameter, _ in self._parts()}
         return parts["unembed.weight"] is parts["embed.weight"]
-
-    def tensors(self) -> dict[str, Any]:
-        """Return the tensors of `Weights`: the model's own, detached."""
-        return {
-            layout.name: layout.to_weights(parameter.detach())
-            for _, parameter, layout in self._parts()
-        }
-
-    def set_tensors(self, weights: Weights, frozen: set[str]) -> None:
-        """Give every parameter the numbers of its tensor, and its flag."""
-        for _, parameter, layout in self._parts():
-            parameter.data = layout.from_weights(weights.tensors[layout.name])
-            parameter.requires_grad_(layout.name not in frozen)
-
-    def frozen(self) -> set[str]:
-        """Return the tensors whose parameters are not trained."""
-        return {layout.name for _, p, layout in self._parts() if not p.requires_grad}
 
     def _parts(self) -> Iterator[tuple[str, nn.Parameter, Parameter]]:
         """Yield each parameter's path in the bridge, itself, and its layout."""

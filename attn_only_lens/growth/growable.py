@@ -1,6 +1,7 @@
 """`Growable`: a model as growth reads and writes it, with one subclass for each kind of model."""
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,15 +45,10 @@ class Parameter:
 
 
 class Growable(ABC):
-    """A model of one kind.
-
-    Attributes:
-        model: the model.
-        may_differ_by_layer: labels of axes whose sizes need not be the same in all layers.
-    """
+    """A model of one kind."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
-
+    """Labels of axes whose sizes need not be the same in all layers."""
     _instead = ""
 
     def __init__(self, model: Any) -> None:
@@ -82,21 +78,34 @@ class Growable(ABC):
         """
         return dict(self.model.named_parameters())
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of `Weights`: the model's own, detached."""
+        named = self.named_parameters()
+        return {
+            layout.name: layout.to_weights(named[name].detach())
+            for name, layout in self.parameters().items()
+        }
+
+    def frozen(self) -> set[str]:
+        """Return the tensors of `Weights` whose parameters are not trained."""
+        named, layouts = self.named_parameters(), self.parameters()
+        return {layout.name for name, layout in layouts.items() if not named[name].requires_grad}
+
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no model of this kind can have such weights.
 
         By default, TransformerLens' reasons: all layers need the same sizes, with one width of
         heads.
         """
-        sizes: dict[str, set[int]] = {}
+        sizes = defaultdict(set)
         for axis, size in weights.sizes.items():
             if axis.layer is not None and axis.label not in self.may_differ_by_layer:
-                sizes.setdefault(axis.label, set()).add(size)
+                sizes[axis.label].add(size)
         reasons = [
-            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(item)}), which "
+            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), which "
             f"those of a {type(self.model).__name__} cannot: grow all alike{self._instead}"
-            for label, item in sizes.items()
-            if len(item) > 1
+            for label, values in sizes.items()
+            if len(values) > 1
         ]
         (query, *_), (value, *_) = sizes["d_query"], sizes["d_value"]
         if not reasons and query != value:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.expansion import Axis, Weights
@@ -57,23 +57,17 @@ class HookedModel(Growable):
         model = self.model
         if exposed_heads(model):
             return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
-        names = [
-            f"blocks.{layer}.{norm}" for layer in range(model.cfg.n_layers) for norm in _BLOCK_NORMS
-        ]
-        return reasons_against(model, needs_mlp=False) or [
-            *shared_parameter_reasons(model.named_parameters(remove_duplicate=False)),
-            *norm_reasons(model, names),
-            *constant_reasons(model),
-        ]
+        return reasons_against(model, needs_mlp=False) or configuration_reasons(model, _BLOCK_NORMS)
 
     def read(self) -> Weights:
         """Return its weights."""
-        return Weights(tensors_of(self), constants_of(self.model.cfg))
+        return Weights(self.tensors(), constants_of(self.model.cfg))
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
         return {
-            name: parameter_of(_plain_name(name), self.model.cfg)
+            # Names of parameters that grouped heads share have an underscore.
+            name: parameter_of(name.replace("attn._", "attn."), self.model.cfg)
             for name, _ in self.model.named_parameters()
         }
 
@@ -111,11 +105,11 @@ class HookedModel(Growable):
         for name, value in vars(template).items():
             if not name.startswith("_") and name not in built:
                 setattr(model, name, value)
-        sources = {_plain_name(name): p for name, p in template.named_parameters()}
+        frozen = self.frozen()
         for name, layout in self.__class__(model).parameters().items():
             tensor = layout.from_weights(weights.tensors[layout.name])
-            flag = sources[source_of(layout.name)].requires_grad
-            _set(model, name, nn.Parameter(tensor, requires_grad=flag))
+            is_trained = source_of(layout.name) not in frozen
+            _set(model, name, nn.Parameter(tensor, requires_grad=is_trained))
         buffers = dict(template.named_buffers())
         for name in dict(model.named_buffers()):
             _set(model, name, buffers[source_of(name)].clone())
@@ -123,15 +117,6 @@ class HookedModel(Growable):
             source = source_of(f"{name}.training").removesuffix(".training")
             module.training = template.get_submodule(source).training
         return model
-
-
-def tensors_of(model: Growable) -> dict[str, Tensor]:
-    """Return the tensors of `Weights` of a model of TransformerLens, detached."""
-    named = model.named_parameters()
-    return {
-        layout.name: layout.to_weights(named[name].detach())
-        for name, layout in model.parameters().items()
-    }
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
@@ -143,49 +128,23 @@ def parameter_of(name: str, cfg: Any) -> Parameter:
     return Parameter(name, f"({axis} width) -> {axis} width", ((axis, size),))
 
 
-def _plain_name(name: str) -> str:
-    """The name of a parameter that grouped heads share, without its underscore."""
-    return name.replace("attn._", "attn.")
-
-
 def _set(model: nn.Module, name: str, value: Any) -> None:
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, value)
 
 
-def norm_reasons(model: Any, names: Sequence[str]) -> list[str]:
-    """Return which norms differ from the configuration, from which the grown model is built."""
-    constants = constants_of(model.cfg)
-    expected = {**dict.fromkeys(names, constants.norm), "ln_final": constants.final_norm}
-    modules = dict(model.named_modules())
-    return [
-        f"its {name} is a {type(modules[name]).__qualname__}; its configuration says {norm}"
-        for name, norm in expected.items()
-        if name in modules and type(modules[name]) is not _CLASSES[norm]
-    ]
-
-
-def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return the layers in which a norm over the queries of all heads would not be d_model wide."""
-    if weights.constants.qk_norm != "all heads":
-        return []
-    sizes = weights.sizes
-    constants = {
-        sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)]
-        for layer in range(weights.constants.n_layers)
-    }
-    return [
-        f"its norm over the queries of all heads is d_model wide in TransformerLens: "
-        f"{sizes[Axis('d_model')]}, and they would be {width}; grow heads, d_head and d_model along"
-        for width in sorted(constants - {sizes[Axis("d_model")]})
-    ]
-
-
-def constant_reasons(model: Any) -> list[str]:
-    """Return which modules compute with other constants than the configuration's."""
-    cfg = model.cfg
-    reasons = []
+def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
+    """Return what differs from the configuration, from which the grown model is built."""
+    cfg, constants = model.cfg, constants_of(model.cfg)
+    reasons = shared_parameter_reasons(model.named_parameters(remove_duplicate=False))
+    norms = [f"blocks.{layer}.{norm}" for layer in range(cfg.n_layers) for norm in block_norms]
+    expected = {**dict.fromkeys(norms, constants.norm), "ln_final": constants.final_norm}
     for name, module in model.named_modules():
+        if name in expected and type(module) is not _CLASSES[expected[name]]:
+            reasons.append(
+                f"its {name} is a {type(module).__qualname__}; its configuration says "
+                f"{expected[name]}"
+            )
         if getattr(module, "eps", cfg.eps) != cfg.eps:
             reasons.append(f"its {name}.eps is {module.eps}; its configuration says {cfg.eps}")
         if (layer := getattr(module, "layer_id", None)) is not None:
@@ -196,6 +155,20 @@ def constant_reasons(model: Any) -> list[str]:
                     f"its {name}.attn_scale is {module.attn_scale}; its configuration says {scale}"
                 )
     return reasons
+
+
+def joint_norm_reasons(weights: Weights) -> list[str]:
+    """Return the layers in which a norm over the queries of all heads would not be d_model wide."""
+    if weights.constants.qk_norm != "all heads":
+        return []
+    sizes, d_model = weights.sizes, weights.sizes[Axis("d_model")]
+    layers = range(weights.constants.n_layers)
+    widths = {sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)] for layer in layers}
+    return [
+        f"its norm over the queries of all heads is d_model wide in TransformerLens: {d_model}, "
+        f"and they would be {width}; grow heads, d_head and d_model along"
+        for width in sorted(widths - {d_model})
+    ]
 
 
 def constants_of(cfg: Any) -> Constants:

@@ -84,10 +84,11 @@ class NativeBridge(BridgeModel):
                 cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
             )
         vars(model.cfg).update(settings)
-        frozen = self.frozen()
-        NativeBridge(model).set_tensors(
-            weights, {name for name in weights.tensors if source_of(name) in frozen}
-        )
+        frozen, new = self.frozen(), NativeBridge(model)
+        named = new.named_parameters()
+        for name, layout in new.parameters().items():
+            named[name].data = layout.from_weights(weights.tensors[layout.name])
+            named[name].requires_grad_(source_of(layout.name) not in frozen)
         wrapped: Any = model.original_model
         buffers = dict(template.original_model.named_buffers())
         for name, buffer in wrapped.named_buffers():  # rotary tables, rounded as the template's

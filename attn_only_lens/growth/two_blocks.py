@@ -21,14 +21,12 @@ from typing import Any
 
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import block_name, in_layer, tail
-from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
+from attn_only_lens.growth.growable import Growable, Parameter
 from attn_only_lens.growth.hooked import (
-    constant_reasons,
+    configuration_reasons,
     constants_of,
     joint_norm_reasons,
-    norm_reasons,
     parameter_of,
-    tensors_of,
 )
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
 from attn_only_lens.models.two_blocks.config import (
@@ -43,7 +41,6 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
 # The parts of a neuron block.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
 _PARTS = {source_name: ours for ours, source_name in _PARTS_IN_SOURCE.items()}
-_NORMS = ("ln1", "ln1_post")
 _SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # by heads that are grouped
 
 
@@ -60,13 +57,7 @@ class ConvertedModel(Growable):
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
             return [f"it is a {type(model).__qualname__}, a subclass whose function is unknown"]
-        norms = [f"blocks.{layer}.{norm}" for layer in range(model.cfg.n_layers) for norm in _NORMS]
-        reasons = [
-            *module_reasons(model),
-            *shared_parameter_reasons(model.named_parameters(remove_duplicate=False)),
-            *norm_reasons(model, norms),
-            *constant_reasons(model),
-        ]
+        reasons = [*module_reasons(model), *configuration_reasons(model, ("ln1", "ln1_post"))]
         sizes = model.cfg.layer_sizes
         if len({size.n_key_value_heads is None for size in sizes}) > 1:
             reasons.append("some of its layers have grouped keys and values, and others have not")
@@ -89,7 +80,7 @@ class ConvertedModel(Growable):
         constants = replace(constants_of(cfg), heads_per_neuron=self.model.heads_per_neuron)
         if cfg.use_attn_scale and not self._has_default_scales():
             constants = replace(constants, scale=cfg.attn_scale)
-        return Weights(tensors_of(self), constants)
+        return Weights(self.tensors(), constants)
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
@@ -106,18 +97,13 @@ class ConvertedModel(Growable):
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
         """Return a new converted model."""
         template, constants = self.model, weights.constants
-        parameters = {_source_name(name): p for name, p in template.named_parameters()}
+        frozen = self.frozen()
         names = {name: _converted_name(name, grouped=constants.grouped) for name in weights.tensors}
         cfg = template.cfg.layer_cfg(0)
         tensors = {
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        frozen = [
-            converted_name
-            for name, converted_name in names.items()
-            if not parameters[source_of(name)].requires_grad
-        ]
         # For each layer, the template's layer that everything else comes from.
         layers = [
             layer
@@ -134,7 +120,8 @@ class ConvertedModel(Growable):
         if constants.attn_types is not None:
             changes["attn_types"] = list(constants.attn_types)
         sizes = _layer_sizes(weights, template.cfg.attn_scale)
-        model = rebuild(template, tensors, sizes, frozen=frozen, gating=gating, **changes)
+        still_frozen = [converted for name, converted in names.items() if source_of(name) in frozen]
+        model = rebuild(template, tensors, sizes, frozen=still_frozen, gating=gating, **changes)
         for name, module in model.named_modules():
             parts = name.split(".")
             if parts[0] == "blocks" and len(parts) > 1:
