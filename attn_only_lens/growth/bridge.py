@@ -8,7 +8,7 @@ only the copies. So growth reads the copies, and makes the joint matrix from the
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -18,23 +18,29 @@ from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
 WRAPPED = "_original_component."  # of a part of the bridge, the module that it wraps
-_OF_MODEL = (
-    *("embed", "pos_embed", "token_type_embed", "embed_ln"),
-    *("mlm_head", "ln_final", "unembed"),
-)
-_OF_BLOCK = (
-    *("ln1", "ln1_post", "ln2", "ln2_post"),
-    *("attn.q", "attn.k", "attn.v", "attn.o", "attn.q_norm", "attn.k_norm"),
-    *("mlp.in", "mlp.gate", "mlp.out"),
-)
-PARAMETERS = {
+_Table: TypeAlias = dict[str, tuple[str, str | None]]
+
+
+def _norms(*names: str) -> _Table:
+    """The gain and the bias of norms."""
+    parts = {"weight": "w", "bias": "b"}
+    return {f"{x}.{part}": (f"{x}.{ours}", None) for x in names for part, ours in parts.items()}
+
+
+# The tensor of each parameter, and the pattern of einops between them, of the model and of a block.
+_OF_MODEL: _Table = {
     "embed.weight": ("embed.W_E", None),
     "pos_embed.weight": ("pos_embed.W_pos", None),
     "token_type_embed.weight": ("token_type_embed.W_token_type", None),
+    **_norms("embed_ln"),
     "mlm_head.weight": ("mlm_head.W", "output input -> input output"),
     "mlm_head.bias": ("mlm_head.b", None),
+    **_norms("ln_final"),
     "unembed.weight": ("unembed.W_U", "vocab model -> model vocab"),
     "unembed.bias": ("unembed.b_U", None),
+}
+OF_BLOCK: _Table = {
+    **_norms("ln1", "ln1_post", "ln2", "ln2_post"),
     "attn.q.weight": ("attn.W_Q", "(head width) model -> head model width"),
     "attn.q.bias": ("attn.b_Q", "(head width) -> head width"),
     "attn.k.weight": ("attn.W_K", "(kv_head width) model -> kv_head model width"),
@@ -51,11 +57,6 @@ PARAMETERS = {
     "mlp.gate.bias": ("mlp.b_gate", None),
     "mlp.out.weight": ("mlp.W_out", "model neuron -> neuron model"),
     "mlp.out.bias": ("mlp.b_out", None),
-    **{
-        f"{norm}.{their_name}": (f"{norm}.{ours}", None)
-        for norm in ("embed_ln", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
-        for their_name, ours in (("weight", "w"), ("bias", "b"))
-    },
 }
 
 
@@ -91,9 +92,8 @@ class BridgeModel(Growable):
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter that it computes with."""
-        return dict(
-            zip(self.named_parameters(), (layout for _, _, layout in self._parts()), strict=True)
-        )
+        layouts = (layout for _, _, layout in self._parts())
+        return dict(zip(self.named_parameters(), layouts, strict=True))
 
     @property
     def is_tied(self) -> bool:
@@ -105,28 +105,20 @@ class BridgeModel(Growable):
         """Yield each parameter's path in the bridge, itself, and its layout."""
         model, cfg = self.model, self.model.cfg
         heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
-        places = [(name, name, model) for name in _OF_MODEL]
-        for layer, block in enumerate(model.blocks):
-            places += [(block_name(layer, name), name, block) for name in _OF_BLOCK]
-        for path, name, owner in places:
-            part = _part(owner, name)
-            for kind in ("weight", "bias"):
+        blocks = [(block_name(i, ""), block, OF_BLOCK) for i, block in enumerate(model.blocks)]
+        for prefix, owner, table in [("", model, _OF_MODEL), *blocks]:
+            for path, (tensor, pattern) in table.items():
+                name, _, kind = path.rpartition(".")
+                part = _part(owner, name)
                 parameter = None if part is None else part._parameters.get(kind)
                 if parameter is None:
                     continue
-                tensor, pattern = PARAMETERS[f"{name}.{kind}"]
                 if pattern is not None and isinstance(part, Conv1D) and kind == "weight":
                     pattern = _transposed(pattern)
                 if parameter.ndim == 1 and name in ("attn.q_norm", "attn.k_norm"):
                     pattern = self._norm_pattern(name)
-                sizes = tuple(
-                    (axis, n) for axis, n in heads.items() if f"({axis} " in (pattern or "")
-                )
-                yield (
-                    f"{path}.{kind}",
-                    parameter,
-                    Parameter(path.removesuffix(name) + tensor, pattern, sizes),
-                )
+                split = ((axis, n) for axis, n in heads.items() if f"({axis} " in (pattern or ""))
+                yield prefix + path, parameter, Parameter(prefix + tensor, pattern, tuple(split))
 
     def _norm_pattern(self, name: str) -> str | None:
         """The layout of a gain of queries or keys: of one head, unless a family says otherwise."""
@@ -152,24 +144,24 @@ def _transposed(pattern: str) -> str:
 
 
 def differing_modules(model: Any, usual: Any) -> list[str]:
-    """Return which modules differ from those that a configuration leads to.
+    """Return which modules, or constants of modules (eps, scale, …), differ from the usual model.
 
-    A module's constants are its attributes: eps, scale, soft caps, widths.
+    The usual model is the one that the configuration leads to.
     """
     modules, expected = (
         {
             name.replace(f".{WRAPPED[:-1]}", ""): module
-            for name, module in one_module.named_modules()
-            if not isinstance(module, nn.ModuleList)  # the bridge has one of its own
+            for name, module in whole.named_modules()
+            if not isinstance(module, nn.ModuleList)  # the bridge has another class
         }
-        for one_module in (model, usual)
+        for whole in (model, usual)
     )
     reasons = []
     for name, twin in expected.items():
         module, label = modules.get(name), f"its {name or 'model'}"
         if type(module) is not type(twin):
-            kinds = type(module).__qualname__, type(twin).__qualname__
-            reasons.append(f"{label} is a {kinds[0]}; its configuration says {kinds[1]}")
+            got, expected_kind = type(module).__qualname__, type(twin).__qualname__
+            reasons.append(f"{label} is a {got}; its configuration says {expected_kind}")
             continue
         has, says = _constants(module), _constants(twin)
         reasons += [

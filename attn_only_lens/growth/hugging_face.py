@@ -31,7 +31,7 @@ from attn_only_lens.devices import keep_random_state, to_float64_device
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, NormPlace, block_name, in_layer
-from attn_only_lens.growth.bridge import PARAMETERS, WRAPPED, BridgeModel, differing_modules
+from attn_only_lens.growth.bridge import OF_BLOCK, WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.growth.growable import PROBLEM
 from attn_only_lens.models.in_place import copy_model
 from attn_only_lens.models.source_folder import original_tokenizer
@@ -46,14 +46,10 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """What a configuration of transformers leaves to the code of its model.
+    """What a configuration of transformers leaves to the code of its model, as in `Constants`.
 
-    Attributes:
-        norm, norm_place, gain_offset, embed_scaled, qk_norm: as in `Constants`.
-        eps: the name of ε in the configuration.
-        positions: as in `Constants`.
-        partial_rotary: whether it reads `partial_rotary_factor`; if not, rotary positions turn
-            whole heads.
+    `eps` is the name of ε in the configuration. Without `partial_rotary`, the model does not read
+    `partial_rotary_factor`: rotary positions turn whole heads.
     """
 
     norm: Norm = "RMS"
@@ -290,10 +286,7 @@ class HuggingFaceBridge(BridgeModel):
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return the reason if a grown bridge computes something else, on a few tokens.
-
-        Growth is exact; this finds settings of a configuration that growth does not know.
-        """
+        """Return the reason if a grown bridge computes something else, on a few tokens."""
         difference = _difference(self._few_logits(self.model), self._few_logits(grown))
         is_half = next(grown.parameters()).dtype not in (torch.float32, torch.float64)
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
@@ -428,7 +421,7 @@ class HuggingFaceBridge(BridgeModel):
             elif id(parameter) in tensors:
                 names[rule] = (tensors[id(parameter)].removeprefix("blocks.0."),)
             elif module in _FUSED:
-                tails = tuple(PARAMETERS[f"{part}.{kind}"][0] for part in _FUSED[module])
+                tails = tuple(OF_BLOCK[f"{part}.{kind}"][0] for part in _FUSED[module])
                 if all(block_name(0, tail) in present for tail in tails):
                     names[rule] = tails
         return names
@@ -440,7 +433,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _usual(self) -> tuple[set[str], TransformerBridge]:
-        """A bridge as the configuration leads to, with any weights, and their names without it."""
+        """The names of weights without a bridge, and the bridge that the configuration leads to."""
         module = self._module(self.config)
         names = set(module.state_dict())
         return names, self._bridge(module)
@@ -448,7 +441,7 @@ class HuggingFaceBridge(BridgeModel):
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
     ) -> PreTrainedModel:
-        """Build a model of transformers with this state dict; without, with any numbers."""
+        """Build a model of transformers with this state dict, or with any numbers."""
         template = self.model.original_model
         cpu = torch.device("cpu")
         with keep_random_state(cpu), cpu:
