@@ -20,11 +20,7 @@ from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.provenance import IndexMap, Shares, TiedEntries, ZeroEntries
 from attn_only_lens.expansion.weights import Constants
 from attn_only_lens.growth.growable import PROBLEM, Growable
-from attn_only_lens.models.source_folder import (
-    GROWN,
-    PROVENANCE,
-    GrownFields,
-)
+from attn_only_lens.models.source_folder import GROWN, PROVENANCE, GrownFields
 from attn_only_lens.storage import (
     atomic_folder,
     file_digests,
@@ -40,11 +36,6 @@ _LONGEST = 10**8
 class _IndexMap(TypedDict):
     new_of: _Runs
     size: int
-
-
-class _Source(TypedDict):
-    marks: dict[str, tuple[float, float]]
-    precision: float
 
 
 class _Shares(TypedDict):
@@ -67,7 +58,7 @@ class _Provenance(TypedDict):
     ties: list[tuple[str, list[_Runs], int, _Runs, float, int]]
     shares: list[_Shares]
     centred: bool
-    source: _Source | None
+    source: Identity | None
 
 
 class _Fields(GrownFields):
@@ -84,8 +75,8 @@ def save_pretrained(
     there = open_folder(folder)
     reasons = growable.reasons_against() or growable.reasons_against_saving()
     GrowthError.raise_if(reasons, PROBLEM)
-    ours = {PROVENANCE, *(Path(name).parts[0] for name in listed_files(there / PROVENANCE))}
-    with atomic_folder(there, sorted(ours), PROVENANCE, listed_files) as new:
+    names = {PROVENANCE, *(Path(name).parts[0] for name in listed_files(there / PROVENANCE))}
+    with atomic_folder(there, sorted(names), PROVENANCE, listed_files) as new:
         growable.save_pretrained(new)
         _DOCUMENT.write(new / PROVENANCE, provenance=_to_json(provenance), files=file_digests(new))
     return there
@@ -134,21 +125,12 @@ def _to_json(provenance: Provenance) -> dict[str, Any]:
             [zero.name, list(map(_runs, zero.indices)), zero.since] for zero in provenance.zeros
         ],
         "ties": [
-            [
-                *(tie.name, list(map(_runs, tie.indices)), tie.dim),
-                *(_runs(tie.of), tie.factor, tie.since),
-            ]
-            for tie in provenance.ties
+            [x.name, list(map(_runs, x.indices)), x.dim, _runs(x.of), x.factor, x.since]
+            for x in provenance.ties
         ],
         "shares": [
-            {
-                "axis": list(share.axis),
-                "new": _runs(share.new),
-                "of": _runs(share.of),
-                "share": list(share.share),
-                "written": sorted(share.written),
-            }
-            for share in provenance.shares
+            vars(x) | {"new": _runs(x.new), "of": _runs(x.of), "written": sorted(x.written)}
+            for x in provenance.shares
         ],
         "centred": provenance.centred,
         "source": None if provenance.source is None else asdict(provenance.source),
@@ -158,6 +140,7 @@ def _to_json(provenance: Provenance) -> dict[str, Any]:
 def _from_json(data: dict[str, Any]) -> Provenance:
     constants = data["constants"]
     types, source = constants["attn_types"], data["source"]
+    marks = {name: tuple(mark) for name, mark in source["marks"].items()} if source else {}
     constants |= {"attn_types": types and tuple(types), "init": tuple(constants["init"])}
     return Provenance(
         layers=_index_map(data["layers"]),
@@ -178,18 +161,13 @@ def _from_json(data: dict[str, Any]) -> Provenance:
         shares=tuple(
             Shares(
                 Axis(*item["axis"]),
-                _indices(item["new"]),
-                _indices(item["of"]),
-                tuple(item["share"]),
-                frozenset(item["written"]),
+                *(_indices(item["new"]), _indices(item["of"])),
+                *(tuple(item["share"]), frozenset(item["written"])),
             )
             for item in data["shares"]
         ),
         centred=data["centred"],
-        source=source
-        and Identity(
-            {name: tuple(mark) for name, mark in source["marks"].items()}, source["precision"]
-        ),
+        source=source and Identity(marks, source["precision"]),
     )
 
 

@@ -21,6 +21,7 @@ share. SGD's step is then the old one up to such a number; Adam's differs in tes
 of lr, and by .4 lr if it decays weights that were not centred.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -51,32 +52,33 @@ def grown_optimizer(
     old_parameters, new_parameters = source.named_parameters(), grown.named_parameters()
     old_layouts, new_layouts = source.parameters(), grown.parameters()
     GrowthError.raise_if(_reasons_against(optimizer, source.model), _PROBLEM)
-    names_of: dict[nn.Parameter, list[str]] = {}
+    names_of = defaultdict(list)
     for name, parameter in old_parameters.items():
-        names_of.setdefault(parameter, []).append(name)
+        names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
-    of_new_layers = _new_parameters(provenance, old_layouts, new_names)
+    old_names = {layout.name: name for name, layout in old_layouts.items()}
+    of_new_layers = defaultdict(list)  # by the old parameter that they are like
+    for tensor, name in new_names.items():
+        if provenance.old_name(tensor) is None:
+            of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
     groups: list[dict[str, Any]] = []
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        by_scale: dict[float, list[str]] = {}
+        by_scale: defaultdict[float, list[str]] = defaultdict(list)
         # A tied embedding has two names, and two parameters if growth untied it. What a bridge
         # does not compute with has none: no gradient reaches it.
-        for parameter, name in [(p, name) for p in group["params"] for name in names_of.get(p, ())]:
+        for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
-            if any(
-                new_parameters[new] is new_parameters[share]
-                for share in by_scale.get(tensor_map.scale, ())
-            ):
+            names = by_scale[tensor_map.scale]
+            if any(new_parameters[new] is new_parameters[same] for same in names):
                 continue
-            by_scale.setdefault(tensor_map.scale, []).append(new)
-            by_scale.setdefault(1.0, []).extend(of_new_layers.get(name, []))
+            names.append(new)
+            by_scale[1.0] += of_new_layers[name]
             if parameter in optimizer.state:
+                layouts = old_layouts[name], new_layouts[new]
                 state[new_parameters[new]] = {
-                    key: _grown_state(
-                        key, value, old_layouts[name], new_layouts[new], tensor_map, provenance
-                    )
+                    key: _grown_state(key, value, *layouts, tensor_map, provenance)
                     for key, value in optimizer.state[parameter].items()
                 }
         for scale, names in by_scale.items():
@@ -113,18 +115,6 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
     if odd:
         reasons.append(f"its state has {sorted(odd)}; expected {[*_MOMENTS, 'step']}")
     return reasons
-
-
-def _new_parameters(
-    provenance: Provenance, old_layouts: Mapping[str, Parameter], new_names: Mapping[str, str]
-) -> dict[str, list[str]]:
-    """The parameters of new layers, by the old parameter that each is like."""
-    old_names = {layout.name: name for name, layout in old_layouts.items()}
-    reasons_by_name: dict[str, list[str]] = {}
-    for tensor, name in new_names.items():
-        if provenance.old_name(tensor) is None:
-            reasons_by_name.setdefault(old_names[provenance.source_of(tensor)], []).append(name)
-    return reasons_by_name
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
@@ -164,15 +154,13 @@ def _shared_out(moment: Tensor, name: str, power: int, provenance: Provenance) -
         if shares.axis not in axes:
             continue
         dim = axes.index(shares.axis)
-        kept = {} if name in shares.written else shares.kept()
-        factors = [1.0] * len(shares.new) if name in shares.written else list(shares.share)
-        units = [
-            *zip(shares.new, shares.of, factors, strict=True),
-            *((of, of, factor) for of, factor in kept.items()),
-        ]
-        now, before, factor = zip(*units, strict=True)
-        new_index, of = (torch.tensor(indices, device=moment.device) for indices in (now, before))
+        new, of, factors = list(shares.new), list(shares.of), [1.0] * len(shares.new)
+        if name not in shares.written:
+            kept = shares.kept()
+            new, of = [*new, *kept], [*of, *kept]
+            factors = [*shares.share, *kept.values()]
+        indices, sources = (torch.tensor(units, device=moment.device) for units in (new, of))
         shape = [-1 if axis == dim else 1 for axis in range(moment.ndim)]
-        scale = moment.new_tensor([entries**power for entries in factor]).reshape(shape)
-        moment = moment.index_copy(dim, new_index, moment.index_select(dim, of) * scale)
+        scale = moment.new_tensor([factor**power for factor in factors]).reshape(shape)
+        moment = moment.index_copy(dim, indices, moment.index_select(dim, sources) * scale)
     return moment
