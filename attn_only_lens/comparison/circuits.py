@@ -17,6 +17,7 @@ outside its interval, as every resample has fewer distinct prompts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,36 +57,25 @@ def compare_circuits(
     """Return `circuits`, `nodes` and `edges` of a `Comparison`: original, grown model and null."""
     old_rows, new_rows = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
     components = [old_rows, *[new_rows] * (len(models) - 1)]
-    circuits = [
-        _ScoredCircuit(rows, size, rows.scores(run))
-        for rows, size, run in zip(components, sizes, runs, strict=True)
-    ]
-    uniform = resampling.uniform
-    means = [circuit.means(uniform[None]) for circuit in circuits]
+    scores = [rows.scores(run) for rows, run in zip(components, runs, strict=True)]
+    uniform = resampling.uniform[None]
+    means = [uniform @ x.T for x in scores]
     chosen = [largest(mean, size) for mean, size in zip(means, sizes, strict=True)]
     nodes = np.flatnonzero(np.concatenate(chosen).any(axis=0))
     effects = np.nanmax(np.abs(np.concatenate(means)[:, nodes]), axis=0)
     nodes = nodes[np.sort(np.argsort(-effects, kind="stable")[:n_nodes])]
     edges = _edges_between(models, batch, components, nodes, progress)
-    overlays = [
-        _Overlay(circuits[i], circuits[i + 1], edges, (i, i + 1), edge_mass)
-        for i in range(len(models) - 1)
-    ]
-    n_resamples = len(overlays) * resampling.n_resamples
-    with stage_bar("bootstrap", n_resamples, "resample", progress) as bar:
+    circuits = _Circuits(components, sizes, scores, *edges, edge_mass)
+    labels = ("grown", "null model")[: len(models) - 1]
+    with stage_bar("bootstrap", len(labels) * resampling.n_resamples, "resample", progress) as bar:
         rows = [
             {"pair": label, "what": what, **measures}
-            for label, overlay in zip(("grown", "null model"), overlays, strict=False)
+            for i, label in enumerate(labels)
             for what, measures in overlap_measures(
-                overlay.overlaps, resampling, overlay.n_rows, bar.update
+                partial(circuits.overlaps_by_kind, i), resampling, circuits.n_rows, bar.update
             ).items()
         ]
-    grown = overlays[0]
-    return {
-        "circuits": pd.DataFrame(rows),
-        "nodes": grown.nodes(uniform),
-        "edges": grown.edges(uniform),
-    }
+    return {"circuits": pd.DataFrame(rows), **circuits.frames(uniform)}
 
 
 @dataclass(frozen=True)
@@ -277,44 +267,18 @@ def _component_rows(
     return _ComponentRows(old_sites, names, n_pos), _ComponentRows(grown_sites, names, n_pos)
 
 
-@dataclass(frozen=True, eq=False)
-class _ScoredCircuit:
-    """A circuit of `size` nodes, and the scores of every node for each prompt."""
-
-    components: _ComponentRows
-    size: int
-    scores: Float[np.ndarray, "node batch"]
-
-    def means(self, weights: Float[np.ndarray, "resample batch"]) -> _Floats:
-        """The score of each node, with these weights of prompts: [resample, node]."""
-        return np.asarray(weights @ self.scores.T)
-
-
-@dataclass(frozen=True, eq=False)
-class _Edges:
-    """Edges of several models: `source`, `target` and `kind`, with names of the grown model."""
-
-    frame: pd.DataFrame
-    ends: _Ints  # [edge, 2]: source and target as nodes; -1 for an end that is no component
-    weights: tuple[Float[np.ndarray, "edge batch"], ...]  # by model; NaN if it lacks an end
-
-    def within(self, nodes: Bool[np.ndarray, "resample node"]) -> Bool[np.ndarray, "resample edge"]:
-        """Edges between these nodes, the embedding and the metric."""
-        kept = (nodes[:, self.ends] | (self.ends < 0)).all(axis=2)
-        return np.asarray(kept)
-
-
 def _edges_between(
     models: Sequence[Any],
     batch: Batch,
     components: Sequence[_ComponentRows],
     nodes: _Ints,
     progress: bool,
-) -> _Edges:
+) -> tuple[pd.DataFrame, _Ints, list[Float[np.ndarray, "edge batch"]]]:
+    """Return edges of all models, their ends, and their weights by model, as in `_Circuits`."""
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
-        return _Edges(frame, np.empty((0, 2), dtype=np.int64), (empty,) * len(models))
+        return frame, np.empty((0, 2), dtype=np.int64), [empty] * len(models)
     selections = [
         _edges(model, batch, component, nodes, label, progress)
         for model, component, label in zip(models, components, MODELS, strict=False)
@@ -331,7 +295,7 @@ def _edges_between(
         full = np.where(has_both, 0.0, np.nan)[:, None].repeat(by_prompt.shape[1], axis=1)
         full[index.get_indexer(pd.MultiIndex.from_frame(frame))] = by_prompt
         weights.append(full)
-    return _Edges(edges, ends, tuple(weights))
+    return edges, ends, weights
 
 
 @in_float32
@@ -364,77 +328,79 @@ def _edges(
 
 
 @dataclass(frozen=True, eq=False)
-class _Overlay:
-    """The circuits of two models, with the edges of all models."""
+class _Circuits:
+    """The circuits of several models. Edges have names of the grown model."""
 
-    first: _ScoredCircuit
-    second: _ScoredCircuit
-    all_edges: _Edges
-    models: tuple[int, int]  # the numbers of the two
+    components: Sequence[_ComponentRows]
+    sizes: Sequence[int]  # nodes of each circuit
+    scores: Sequence[Float[np.ndarray, "node batch"]]
+    edges: pd.DataFrame  # `source`, `target`, `kind`
+    ends: _Ints  # [edge, 2]: source and target as nodes; -1 for an end that is no component
+    edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks an end
     edge_mass: float
 
     @property
     def n_rows(self) -> int:
         """How many nodes and edges there are."""
-        return len(self.first.scores) + len(self.all_edges.frame)
+        return len(self.scores[0]) + len(self.edges)
 
-    def overlaps(self, weights: Float[np.ndarray, "resample batch"]) -> dict[str, Overlap]:
-        """Return the overlap of nodes, and of edges by kind, with these weights of prompts."""
-        circuits = self.first, self.second
-        scores = [circuit.means(weights) for circuit in circuits]
-        nodes = [largest(x, circuit.size) for x, circuit in zip(scores, circuits, strict=True)]
-        overlaps = {"nodes": Overlap(*nodes, *scores)}
-        kinds = self.all_edges.frame["kind"].to_numpy(dtype=object)
-        edge_weights = [weights @ self.all_edges.weights[i].T for i in self.models]
-        chosen = [
-            select_mass(x, kinds, self.all_edges.within(ends), self.edge_mass)
-            for x, ends in zip(edge_weights, nodes, strict=True)
-        ]
-        for kind in pd.unique(kinds):
-            of_kind = (x & (kinds == kind) for x in chosen)
-            overlaps[f"{kind} edges"] = Overlap(*of_kind, *edge_weights)
+    def overlaps(
+        self, i: int, weights: Float[np.ndarray, "resample batch"]
+    ) -> tuple[Overlap, Overlap]:
+        """Return the overlaps of nodes and edges of models i and i + 1, by weights of prompts."""
+        kinds = self.edges["kind"].to_numpy(dtype=object)
+        nodes, chosen, scores, edge_weights = [], [], [], []
+        for model in (i, i + 1):
+            scores.append(weights @ self.scores[model].T)
+            nodes.append(largest(scores[-1], self.sizes[model]))
+            # Edges between these nodes, the embedding and the metric.
+            inside = np.asarray((nodes[-1][:, self.ends] | (self.ends < 0)).all(axis=2))
+            edge_weights.append(weights @ self.edge_weights[model].T)
+            chosen.append(select_mass(edge_weights[-1], kinds, inside, self.edge_mass))
+        return Overlap(*nodes, *scores), Overlap(*chosen, *edge_weights)
+
+    def overlaps_by_kind(self, i: int, weights: _Floats) -> dict[str, Overlap]:
+        """Return the overlap of nodes, and of edges by kind."""
+        nodes, edges = self.overlaps(i, weights)
+        overlaps = {"nodes": nodes}
+        for kind in self.edges["kind"].unique():
+            of_kind = self.edges["kind"].to_numpy() == kind
+            overlaps[f"{kind} edges"] = edges._replace(
+                first=edges.first & of_kind, second=edges.second & of_kind
+            )
         return overlaps
 
-    def nodes(self, weights: _Floats) -> pd.DataFrame:
-        """Return a row for each node of either circuit."""
-        overlap = self.overlaps(weights[None])["nodes"]
-        union, components = _union([overlap]), self.second.components
-        old_names = {new: old for old, new in self.first.components.grown_names.items()}
-        names = components.names[union // components.n_pos]
+    def frames(self, weights: _Floats) -> dict[str, pd.DataFrame]:
+        """Return `nodes` and `edges` of the original's circuit and of the grown model's."""
+        old_names = {new: old for old, new in self.components[0].grown_names.items()}
+        components = self.components[1]
+        nodes, edges = self.overlaps(0, weights)
+        rows = np.flatnonzero(nodes.first[0] | nodes.second[0])
+        names = components.names[rows // components.n_pos]
         parsed = [HeadName.parse(name) for name in names]
-        return pd.DataFrame(
-            {
-                "id": components.ids(union),
-                "kind": [name.kind for name in parsed],
-                "layer": [name.layer for name in parsed],
-                "name": names,
-                "position": union % components.n_pos,
-                "original_name": [old_names.get(name) for name in names],
-                "status": _status([overlap], union),
-                "effect": overlap.scores[0, union],
-                "grown_effect": overlap.other_scores[0, union],
-            }
+        columns = {
+            "id": components.ids(rows),
+            "kind": [name.kind for name in parsed],
+            "layer": [name.layer for name in parsed],
+            "name": names,
+            "position": rows % components.n_pos,
+            "original_name": [old_names.get(name) for name in names],
+            "status": _status(nodes, rows),
+            "effect": nodes.scores[0, rows],
+            "grown_effect": nodes.other_scores[0, rows],
+        }
+        rows = np.flatnonzero(edges.first[0] | edges.second[0])
+        frame = self.edges.iloc[rows].reset_index(drop=True)
+        frame = frame.assign(
+            status=_status(edges, rows),
+            weight=edges.scores[0, rows],
+            grown_weight=edges.other_scores[0, rows],
         )
-
-    def edges(self, weights: _Floats) -> pd.DataFrame:
-        """Return a row for each edge of either circuit."""
-        overlaps = self.overlaps(weights[None])
-        by_kind = [item for what, item in overlaps.items() if what != "nodes"]
-        union = _union(by_kind)
-        old, new = (self.all_edges.weights[i][union] @ weights for i in self.models)
-        frame = self.all_edges.frame.iloc[union].reset_index(drop=True)
-        return frame.assign(status=_status(by_kind, union), weight=old, grown_weight=new)
+        return {"nodes": pd.DataFrame(columns), "edges": frame}
 
 
-def _union(overlaps: Sequence[Overlap]) -> _Ints:
-    """Rows of either circuit."""
-    rows = [np.flatnonzero(overlap.first[0] | overlap.second[0]) for overlap in overlaps]
-    return np.sort(np.concatenate([np.empty(0, np.int64), *rows]))
-
-
-def _status(overlaps: Sequence[Overlap], rows: _Ints) -> npt.NDArray[np.object_]:
+def _status(overlap: Overlap, rows: _Ints) -> npt.NDArray[np.object_]:
     """Return "kept", "lost" or "gained" for each of these rows."""
-    before = np.any([overlap.first[0, rows] for overlap in overlaps], axis=0)
-    after = np.any([overlap.second[0, rows] for overlap in overlaps], axis=0)
+    before, after = overlap.first[0, rows], overlap.second[0, rows]
     status = np.where(before & after, "kept", np.where(before, "lost", "gained"))
     return status.astype(object)
