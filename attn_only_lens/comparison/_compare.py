@@ -8,12 +8,12 @@
     results.py       holds, saves and loads the result
 
 The dataset streams by with two forward passes and a backward one for each model and batch. Patching
-and the search for circuits run many variants of a batch, so they are done on the first one only.
+and the search for circuits run many variants of a batch, so only the first batch has them.
 
-Memory, beyond the models: of one batch, in each model and for each token, 3 numbers a neuron and
-d_head + pos a head in both runs, whatever the backward pass keeps, and the logits; of the first
-batch that, one number for each component and token, and to the end both runs, for patching; and 14
-float64 a component. Nothing grows with the number of batches.
+Memory does not grow with the number of batches. Beyond the models, it is: for each model and token
+of one batch, 3 numbers a neuron, d_head + pos a head in both runs, the logits, and what the
+backward pass keeps; of the first batch, one number for each component and token, and both runs, for
+patching; and 14 float64 a component.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,7 @@ from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits._search import Circuit, search_circuit
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
-from attn_only_lens.comparison.batch_runs import (
-    MODELS,
-    add_patching,
-    on_device_of,
-    stage_bar,
-)
+from attn_only_lens.comparison.batch_runs import MODELS, add_patching, on_device_of, stage_bar
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
 from attn_only_lens.comparison.circuits import Resampling, compare_circuits
 from attn_only_lens.comparison.results import Comparison
@@ -71,10 +66,9 @@ def compare(
 ) -> Comparison:
     """Compare every component of a model with the same component of one grown from it.
 
-    The effect of a component is the metric's loss when its output is replaced by that on another
-    prompt: the corrupted prompt, or without any the next prompt (of a stream, the next of its
-    batch); then the metric must ask something else of each prompt, as `loss` does. Prompts are
-    moved to the devices of the models.
+    The effect of a component is the metric's loss when its output is replaced by its output on the
+    corrupted prompt or, without corrupted prompts, on the next prompt (of a stream: of the batch);
+    then the metric must ask something else of each prompt, as `loss` does.
 
     Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023, for growth; `circuits.discover` and `patching.attribution` for the rest.
@@ -85,36 +79,35 @@ def compare(
             call if they are not.
         grown: the result of `grow`, trained since or not; or a model, with its provenance.
         tokens: texts or a tensor [prompt, pos], which are cut into batches; a `PromptPair`, which
-            is one; or an iterable of batches: tensors [batch, pos], pairs, or (either, metric).
-            Batches of a stream are read one at a time, and once, and may be of any size. Texts
-            without corrupted ones run with others of their length.
+            is one batch; or an iterable of batches of any size, which are read once: tensors
+            [batch, pos], pairs, or (either, metric). Texts without corrupted ones run with others
+            of their length.
         metric: `patching.loss()` and the like, or a differentiable function of the logits of a
-            batch, a mean over its prompts; bound to each batch, so answers for each prompt come
+            batch, a mean over its prompts. It is bound to each batch: answers for each prompt come
             with the batches of a stream.
-        provenance: of `grown`, if that is a model, or in place of its own. It identifies the model
-            that grew, and another one of its shape is refused (`growth.identity`).
+        provenance: of `grown`, if that is a model, or in place of the provenance of `grown`. It
+            identifies the model that grew; other models are refused (`growth.identity`).
         corrupted: prompts for those of `tokens`, if these are texts or a tensor.
         null: the same growth trained with another seed, as `grown`, to show how much two trainings
-            differ. Its difference from `grown` is reported beside that of `grown` from `model`.
+            differ: `grown` is compared with it, too.
         batch_size: the most prompts of a batch, if tokens are cut.
         faithfulness: of both circuits, which must be within 1 - faithfulness of 1.
-        n_patched: how many components to patch, those of largest |attribution| in any model;
-            None for all.
-        n_nodes: how many nodes of the circuits to compute edges between, those of largest effect;
-            0 for no edges, for models whose patterns cannot be frozen.
+        n_patched: how many components to patch, by largest |attribution| in any model; None: all.
+        n_nodes: how many nodes of the circuits, by largest effect, to compute edges between; 0 for
+            no edges, for models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
         n_resamples: of the first batch's prompts, for confidence intervals.
         confidence: of the intervals.
         seed: of resamples, and of random circuits.
-        progress: whether to show a bar for each stage: circuits, batches, patching.
+        progress: whether to show a bar for each stage.
 
     Returns:
         Frames by component, the circuits, and a summary.
 
     Raises:
         ComparisonError: with every reason: models or a provenance that do not fit, prompts of an
-            unknown kind, invalid settings. Any error in a batch after the first is raised as one
-            of these, and its `so_far` has the comparison on the batches before.
+            unknown kind, invalid settings. An error in a batch after the first becomes one of
+            these; its `so_far` is the comparison on the batches before.
         InputError: prompts that a model cannot take; a metric that does not fit, or has no
             slope or difference between runs.
         UnsupportedModelError: neuron-heads that cannot be exposed; not linear when frozen.
@@ -133,17 +126,10 @@ def compare(
         1.0
     """
     # Check
-    settings = {
-        "batch_size": batch_size,
-        "n_patched": n_patched,
-        "n_nodes": n_nodes,
-        "edge_mass": edge_mass,
-        "faithfulness": faithfulness,
-        "n_resamples": n_resamples,
-        "confidence": confidence,
-        "seed": seed,
-    }
-    settings = {name: as_plain(value) for name, value in settings.items()}
+    counts: dict[str, Any] = dict(batch_size=batch_size, n_patched=n_patched, n_nodes=n_nodes)
+    counts |= dict(n_resamples=n_resamples, seed=seed)
+    shares = dict(edge_mass=edge_mass, faithfulness=faithfulness, confidence=confidence)
+    settings = {name: as_plain(value) for name, value in (counts | shares).items()}
     if provenance is None and isinstance(grown, Grown):
         provenance = grown.provenance
     compared = [model, grown] if null is None else [model, grown, null]
@@ -252,15 +238,11 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
         value = settings[name]
         if not isinstance(value, int | float) or not 0 < value <= 1:
             reasons.append(f"got {name}={value!r}; expected more than 0, up to 1")
-    if len(compared) == 3 and isinstance(compared[2], Grown) and isinstance(provenance, Provenance):
-        other_provenance = compared[2].provenance
-        if (other_provenance.layers, other_provenance.axes) != (provenance.layers, provenance.axes):
+    null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
+    if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
+        if (null.layers, null.axes) != (provenance.layers, provenance.axes):
             reasons.append("the null grew differently; expected the same growth, trained apart")
-        elif (
-            other_provenance.source
-            and provenance.source
-            and other_provenance.source.differences(provenance.source)
-        ):
+        elif null.source and provenance.source and null.source.differences(provenance.source):
             reasons.append("the null grew from another model; expected the same growth")
     reasons += no_gradient_reasons()
     models = [model.model if isinstance(model, Grown) else model for model in compared]
@@ -268,13 +250,11 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
         if not hasattr(model, "cfg"):
             reasons.append(f"{label}: got a {type(model).__name__}; expected a model")
     ComparisonError.raise_if(reasons, _PROBLEM)
-    reasons = [
-        f"{label} has {size} {other_size}; the original has {original_size}"
-        for label, model in zip(MODELS[1:], models[1:], strict=False)
-        for size in ("d_vocab", "d_vocab_out")
-        if (original_size := getattr(models[0].cfg, size, None))
-        != (other_size := getattr(model.cfg, size, None))
-    ]
+    for size in ("d_vocab", "d_vocab_out"):
+        expected, *sizes = (getattr(model.cfg, size, None) for model in models)
+        for label, got in zip(MODELS[1:], sizes, strict=False):
+            if got != expected:
+                reasons.append(f"{label} has {size} {got}; the original has {expected}")
     ComparisonError.raise_if(reasons, _PROBLEM)
 
 
@@ -283,11 +263,8 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     for model in models:
         if not has_neuron_heads(model):
             stack.enter_context(expose_neuron_heads(model))
-    reasons = [
-        f"{label}: {reason}"
-        for label, model in zip(MODELS, models, strict=False)
-        for reason in reasons_not_to_run(model)
-    ]
+    labelled = zip(MODELS, models, strict=False)
+    reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
         reasons.append(f"their neurons have {sorted(heads)} heads each; expected one number")
@@ -306,10 +283,9 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
 
 def _require_source(model: Any, provenance: Provenance) -> None:
     """Refuse a model other than the one that grew, or the same after more training."""
-    here = identity(model)
     if provenance.source is None:
         reason = "the provenance is of weights, and does not say which model had them"
-    elif odd := provenance.source.differences(here):
+    elif odd := provenance.source.differences(identity(model)):
         reason = (
             f"the original is not the model that grew: {len(odd)} tensors differ, such as "
             f"{odd[0]}; give the model as it was when it grew"

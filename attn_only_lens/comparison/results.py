@@ -51,14 +51,13 @@ class Comparison:
             `grown_layer`, `attribution`, `attribution_se`, `share` (of the clean run's metric less
             the corrupted run's), `norm` (root mean square of its output at a token), `patching`;
             and `null_share`, of the component of that name in the null.
-        silent: neurons of the original whose output in both models is never more than a rounding of
-            their layer's, on any token, so that their patterns are noise
-            (`comparison/statistics.py`): `name`, `grown_name`, `kind`, `layer`, `grown_layer`. They
-            are in none of the frames above.
+        silent: neurons whose output in both models is never more than a rounding of their layer's
+            (`comparison/statistics.py`), so that their patterns are noise: `name`, `grown_name`,
+            `kind`, `layer`, `grown_layer`. The other frames leave them out.
         circuits: the overlap of circuits, a row for "nodes" and for each kind of "edges", for the
-            pair "grown" (with the original) and "null model" (with the null): the sizes `original`
-            and `grown` (for a null: of the grown one and the null's), `kept`, `lost`, `gained`,
-            `jaccard` and `rank_correlation`, each with `_low` and `_high`.
+            pairs "grown" (original, grown model) and "null model" (grown model, null): the sizes
+            `original` and `grown` of the two, `kept`, `lost`, `gained`, `jaccard` and
+            `rank_correlation`, each of these with `_low` and `_high`.
         nodes: of either circuit, by names of the grown model: `id`, `kind`, `layer`, `name`,
             `position`, `original_name` (missing if new), `status`, `effect`, `grown_effect`.
         edges: of either circuit: `source`, `target`, `kind`, `status`, `weight`, `grown_weight`.
@@ -81,17 +80,16 @@ class Comparison:
 
         Returns:
             A row for each kind of component in each layer: `layer`, `kind`, `components`, how many
-            more are `silent`, and the means of `divergence`, `cosine`, `norm_ratio`,
-            |`attribution_change`| over the components (cosine and norm ratio: over those that
-            write); the same for the null, if there is one, as `null_…`.
+            more are `silent`, and the means of `divergence`, `cosine`, `norm_ratio` and
+            |`attribution_change`|, without missing values; for the null, if there is one, `null_…`.
         """
-        every = pd.concat([self.heads, self.neurons], ignore_index=True)
-        prefixes = ("", "null_") if "null_divergence" in every else ("",)
-        for prefix in prefixes:
-            every[f"{prefix}attribution_change"] = every[f"{prefix}attribution_change"].abs()
+        frame = pd.concat([self.heads, self.neurons], ignore_index=True)
+        prefixes = ("", "null_") if "null_divergence" in frame else ("",)
+        changes = [f"{prefix}attribution_change" for prefix in prefixes]
+        frame[changes] = frame[changes].abs()
         measures = ("divergence", "cosine", "norm_ratio", "attribution_change")
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
-        groups, silent = (frame.groupby(["layer", "kind"]) for frame in (every, self.silent))
+        groups, silent = (rows.groupby(["layer", "kind"]) for rows in (frame, self.silent))
         sizes = {"components": groups.size(), "silent": silent.size()}
         counts = pd.DataFrame(sizes).fillna(0).astype(int)  # a layer may be silent throughout
         return counts.join(groups[columns].mean()).reset_index()
