@@ -1,11 +1,10 @@
-"""Where old activations lie within the activations of the grown model, at TransformerLens' hook
-points.
+"""The places of old activations in the activations of the grown model, at hook points.
 
 Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged; some
-differ by a known factor (`Provenance.activation_scales`): the scale of a norm and its output before
-the gain, and keys, if scores are divided by a larger √d_head. And if LayerNorm made growth centre
-the residual stream, activations in it and outputs to it lost their mean. What an old unit wrote
-before it was shared out (`init.splits`) is no entry of the grown model, but a sum of several.
+differ by a known factor (`Provenance.activation_scales`): a norm's scale and its output before the
+gain, and keys, if scores are divided by a larger √d_head. If growth centred the residual stream for
+LayerNorm, activations in it and outputs to it lost their mean. Outputs of old units that were
+shared out (`init.splits`) have no entry in the grown model: they are a sum of several.
 """
 
 from dataclasses import dataclass
@@ -60,8 +59,8 @@ class ActivationMap:
     """The entries of an old activation in the grown model.
 
     Attributes:
-        name: the hook point's name now.
-        axes: from the second (the first is the batch); None for an axis that does not grow.
+        name: the hook point's new name.
+        axes: without the batch; None for an axis that does not grow.
         scale: factor of old entries.
         centred: whether they lost their mean over d_model, the last axis.
     """

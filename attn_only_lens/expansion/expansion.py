@@ -45,19 +45,17 @@ class Plan:
     Attributes:
         axes: new indices of the axes that grow, at most one of each tensor.
         zero: the tensors whose new entries are zero.
-        only: for tensors whose new entries are free in some heads and zero in others, the former's
-            indices along the first axis.
-        cancel: of `zero` and `zero_in_new`, what may be of opposite pairs instead.
-        share: of `zero`, what may be shares of old entries instead.
+        only: tensors whose new entries are free in some heads only: these heads' indices.
+        cancel: tensors of `zero`, or tails of `zero_in_new`, that may hold opposite pairs instead.
+        share: tensors of `zero` that may hold shares of old entries instead.
         runs: for axes of heads that go together, `Units.runs` and `Units.block`.
         scales: factors of the old entries of tensors.
         activation_scales: resulting factors of activations.
         constants: those that change.
         layers: new indices of layers; None if they stay.
-        like: for each new layer the old one of its shapes.
+        like: for each new layer, the old layer with its shapes.
         zero_in_new: the tails of tensors that are zero in new layers.
-        copied: for new layers that are copies of those they are like, factors by tail; None if
-            their free entries are to be initialised.
+        copied: factors by tail, if new layers are copies of the layers they are like; else None.
     """
 
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)

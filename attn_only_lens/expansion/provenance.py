@@ -226,7 +226,7 @@ class Provenance:
         axes: new indices along each axis of the old model.
         sizes: the length of each axis of the grown model.
         constants: of the old model.
-        like: for each new layer, by its index now, an old one of its shapes.
+        like: for each new layer, by its new index, an old layer with its shapes.
         scales: factors of old tensors, by old name.
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero.
@@ -261,11 +261,9 @@ class Provenance:
 
     def then(self, after: "Provenance") -> "Provenance":
         """Return this growth followed by another."""
-        grown = {after.layers.new_of[new]: old for new, old in self.like.items()}
-        inserted = {
-            new: self.like[old] if old in self.like else self.layers.old_of[old]
-            for new, old in after.like.items()
-        }
+        like = {after.layers.new_of[new]: old for new, old in self.like.items()}
+        sources = {**self.layers.old_of, **self.like}
+        like |= {new: sources[middle] for new, middle in after.like.items()}
         return Provenance(
             layers=self.layers.then(after.layers),
             axes={
@@ -274,7 +272,7 @@ class Provenance:
             },
             sizes=after.sizes,
             constants=self.constants,
-            like=grown | inserted,
+            like=like,
             scales=self._times(self.scales, after.scales),
             activation_scales=self._times(self.activation_scales, after.activation_scales),
             zeros=tuple(map(after._moved_entries, self.zeros)) + self._later(after.zeros),
@@ -286,19 +284,19 @@ class Provenance:
 
     def __getitem__(self, name: str) -> str:
         """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`)."""
-        head, layer = _parsed(name, self.constants.heads_per_neuron)
+        head, layer = self._parsed(name)
         if layer >= len(self.layers.new_of):
             raise UnknownHeadError(f"got {name!r}; the model had {len(self.layers.new_of)} layers")
         now = self.layers.new_of[layer]
         if head is None:
             return f"L{now}"
-        indices = self.axes.get(_axis(head), IndexMap((), 0))
-        if head.index >= len(indices.new_of):
+        new_of = self.axes.get(_axis(head), IndexMap((), 0)).new_of
+        if head.index >= len(new_of):
             kind = "heads" if head.kind == "attention" else "neurons"
             raise UnknownHeadError(
-                f"got {name!r}; layer {layer} had {len(indices.new_of)} {kind} before it grew"
+                f"got {name!r}; layer {layer} had {len(new_of)} {kind} before it grew"
             )
-        return str(HeadName(now, head.kind, indices.new_of[head.index], head.member))
+        return str(HeadName(now, head.kind, new_of[head.index], head.member))
 
     def old_of(self, name: str) -> str | None:
         """Return the old name of a head, neuron or layer of the grown model; None if it is new.
@@ -306,7 +304,7 @@ class Provenance:
         Raises:
             UnknownHeadError: the grown model has no such part.
         """
-        head, layer = _parsed(name, self.constants.heads_per_neuron)
+        head, layer = self._parsed(name)
         n_now = self.layers.size if head is None else self.sizes.get(_axis(head), 0)
         if layer >= self.layers.size or (head is not None and head.index >= n_now):
             raise UnknownHeadError(f"got {name!r}; the grown model has no such part")
@@ -391,12 +389,11 @@ class Provenance:
         offset = self.constants.gain_offset if is_gain(name) else 0.0
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
-    def _times(self, ours: Mapping[str, float], new_names: Mapping[str, float]) -> dict[str, float]:
+    def _times(self, first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
         """Factors by old name, of this growth and one after it."""
-        names = {*ours, *(old for new in new_names if (old := self.old_name(new)) is not None)}
+        names = {*first, *(old for new in second if (old := self.old_name(new)) is not None)}
         return {
-            name: ours.get(name, 1.0) * new_names.get(self.name(name), 1.0)
-            for name in sorted(names)
+            name: first.get(name, 1.0) * second.get(self.name(name), 1.0) for name in sorted(names)
         }
 
     def _moved_entries(self, entries: _EntriesT) -> _EntriesT:
@@ -451,18 +448,17 @@ class Provenance:
         return tensor
 
     def _names(self, letter: str) -> list[str]:
-        sizes = [
-            self.sizes.get(Axis(_AXIS_OF[letter], layer), 0) for layer in range(self.layers.size)
-        ]
-        return [f"L{axis}{letter}{i}" for axis, size in enumerate(sizes) for i in range(size)]
+        layers = range(self.layers.size)
+        sizes = [self.sizes.get(Axis(_AXIS_OF[letter], layer), 0) for layer in layers]
+        return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
-
-def _parsed(name: str, heads_per_neuron: int) -> tuple[HeadName | None, int]:
-    if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
-        return None, int(layer[1])
-    head = HeadName.parse(name)
-    head.heads(heads_per_neuron)  # refuses a member that the neuron has not
-    return head, head.layer
+    def _parsed(self, name: str) -> tuple[HeadName | None, int]:
+        """A head, if it is one, and its layer."""
+        if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
+            return None, int(layer[1])
+        head = HeadName.parse(name)
+        head.heads(self.constants.heads_per_neuron)  # refuses a member that the neuron has not
+        return head, head.layer
 
 
 def _axis(head: HeadName) -> Axis:

@@ -114,30 +114,28 @@ class Constants:
         n_layers: how many blocks.
         norm: of the norms in the blocks. Those that end in "Pre" have no gain: it was folded.
         final_norm: the norm before the unembedding.
-        norm_place: where each sublayer f has its norms: "before" is x + f(norm(x)); "after" is
+        norm_place: where a sublayer f has its norms: "before" is x + f(norm(x)); "after" is
             x + norm(f(x)); "both" is x + norm(f(norm(x))); "stream" (post-norm) is norm(x + f(x)).
-        gain_offset: what a norm adds to its stored gain: 1 where w stands for a gain of 1 + w.
+        gain_offset: 1 if a norm's gain is 1 + w, else 0.
         eps: the ε of all norms, of queries and keys too.
         embed_scaled: whether embeddings are multiplied by √d_model as they enter the stream.
         scale: divisor of attention scores; None for √d_query of the layer.
-        scale_by_layer: whether they are also divided by layer + 1.
+        scale_by_layer: whether scores are also divided by layer + 1.
         positions: "standard" (added to the stream), "shortformer" (added to the inputs of queries
             and keys), "rotary", "alibi", …
         rotary: whether rotary positions turn a fixed number of coordinates, the first ones, or all
             of a head, coordinate i with i + d_query / 2.
         qk_norm: whether queries and keys are normed, head by head or all heads as one vector.
-        clip_qkv: the bound that queries, keys and values are clamped to.
-        attn_types: the kind of attention of each layer, such as "global" or "local"; None if it is
-            the same in all.
-        tied: whether the unembedding is the embedding, the same numbers.
+        clip_qkv: the bound of queries, keys and values.
+        attn_types: the kind of attention of each layer ("global", "local"); None if all are alike.
+        tied: whether the unembedding is the embedding.
         pointwise: whether the activation acts on each neuron alone; None without MLPs.
-        heads_per_neuron: attention heads that each neuron is, in a converted model with bilinear
-            gates.
+        heads_per_neuron: of a converted model with bilinear gates.
         grouped: whether heads may share keys and values.
         grouped_by_head: whether hook points of keys and values have an entry for every head even
             if heads share them.
-        init: of the model's own weights, for `initialise.own`: TransformerLens' mode, and its gain
-            (for "gpt2" the standard deviation).
+        init: TransformerLens' mode of initialization, and its gain (for "gpt2" the standard
+            deviation).
     """
 
     n_layers: int
@@ -186,11 +184,7 @@ class Weights:
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Return the length of every axis.
-
-        Raises:
-            ValueError: two tensors disagree about one.
-        """
+        """The length of every axis; raise ValueError if tensors disagree."""
         sizes: dict[Axis, int] = {}
         for name, tensor in self.tensors.items():
             axes = axes_of(name, self.constants)
