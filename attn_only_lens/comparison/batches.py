@@ -64,19 +64,13 @@ def batches(
     reasons = []
     tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
+    got, expected = type(tokens).__name__, "texts, tokens [prompt, pos], or batches of them"
     if corrupted is not None and not is_whole:
-        reasons.append(
-            "got corrupted prompts beside a stream; expected batches made by prompt_pair there"
-        )
+        reasons.append("got corrupted prompts beside a stream; expected pairs of prompt_pair")
     if not (is_whole or isinstance(tokens, PromptPair | Iterable)):
-        reasons.append(
-            f"got {type(tokens).__name__}; expected texts, tokens [prompt, pos], or batches of them"
-        )
+        reasons.append(f"got {got}; expected {expected}")
     if not is_whole and _is_numeric(tokens):
-        reasons.append(
-            f"got a {type(tokens).__name__} of numbers; expected texts, tokens [prompt, pos], or "
-            f"batches of them: {_AS_TENSOR}"
-        )
+        reasons.append(f"got a {got} of numbers; expected {expected}: {_AS_TENSOR}")
     elif is_whole and metric is None:
         reasons.append("got no metric; expected one, such as patching.loss()")
     ComparisonError.raise_if(reasons, _PROBLEM)
@@ -122,21 +116,18 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     texts = [rows[real].view(len(rows), -1) for rows, real in groups]
-    reasons = [
-        f"1 prompt alone has {rows.shape[1]} tokens: {_named(tokens, lengths, rows.shape[1])}; "
-        "expected another of that length, or corrupted prompts"
-        for rows in texts
-        if _other(rows, rows[:1]) is None
-    ]
+    reasons = []
+    for rows in texts:
+        if _other(rows, rows[:1]) is None:
+            number = int((lengths == rows.shape[1]).nonzero()[0])
+            prompt = tokens if isinstance(tokens, str) else tokens[number]
+            text = f", {reprlib.repr(prompt)}" if isinstance(prompt, str) else ""
+            reasons.append(
+                f"1 prompt alone has {rows.shape[1]} tokens: prompt {number}{text}; expected "
+                "another of that length, or corrupted prompts"
+            )
     ComparisonError.raise_if(reasons, _PROBLEM)
     return texts
-
-
-def _named(tokens: Any, lengths: Tensor, length: int) -> str:
-    """The first prompt of a length: its number, from 0 on, and its beginning if it is a text."""
-    number = int((lengths == length).nonzero()[0])
-    prompt = tokens if isinstance(tokens, str) else tokens[number]
-    return f"prompt {number}" + (f", {reprlib.repr(prompt)}" if isinstance(prompt, str) else "")
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:

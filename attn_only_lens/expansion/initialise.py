@@ -56,29 +56,15 @@ from torch import Tensor
 
 from attn_only_lens.expansion.weights import Axis, Constants, is_gain
 
-__all__ = [
-    "Initialiser",
-    "New",
-    "cancelling",
-    "copies",
-    "normal",
-    "own",
-    "splits",
-    "zeros",
-]
+__all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "splits", "zeros"]
 
 
 @dataclass(frozen=True)
 class Units:
-    """Old and new units of an axis, where new ones may go together instead of writing zeros.
+    """Old and new units along a dimension, where new ones may go together instead of zeros.
 
-    Attributes:
-        dim: the axis, as a dimension of the tensor.
-        old: the indices of old units, in the grown model.
-        added: the indices of new units.
-        runs: in how many parts of equal length old and new units lie: heads that are added to
-            several groups.
-        block: how many successive units belong together: heads that share a key and a value.
+    Old and new units are indices in the grown model. They lie in `runs` parts of equal length, if
+    heads are added to several groups; `block` successive units share a key and a value.
     """
 
     dim: int
@@ -100,7 +86,7 @@ class New:
     Attributes:
         name: the tensor's name in the grown model.
         axis: the axis that grows; None if the whole tensor is new, in a new layer.
-        dim: the dimension of that axis.
+        dim: its dimension.
         shape: of the new entries.
         old: the tensor that grows; for a new layer, the tensor of the layer it is like.
         constants: of the grown model.

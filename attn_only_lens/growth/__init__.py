@@ -3,10 +3,4 @@
 from attn_only_lens.growth._grow import Grown, grow, identity, read
 from attn_only_lens.growth.grown_folder import read_provenance
 
-__all__ = [
-    "Grown",
-    "grow",
-    "identity",
-    "read",
-    "read_provenance",
-]
+__all__ = ["Grown", "grow", "identity", "read", "read_provenance"]

@@ -1,6 +1,5 @@
 """Grow a model: build a larger one that computes the same function."""
 
-import hashlib
 import os
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -28,13 +27,9 @@ from attn_only_lens.growth.native import NativeBridge
 from attn_only_lens.growth.optimizer import OptimizerT, grown_optimizer
 from attn_only_lens.growth.two_blocks import ConvertedModel
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
+from attn_only_lens.storage import tensor_digest
 
-_KINDS: tuple[type[Growable], ...] = (
-    HookedModel,
-    ConvertedModel,
-    NativeBridge,
-    HuggingFaceBridge,
-)
+_KINDS: tuple[type[Growable], ...] = (HookedModel, ConvertedModel, NativeBridge, HuggingFaceBridge)
 _UNTIED = (
     "untied: the unembedding was the embedding, and is a matrix of its own now, since a wider "
     "stream needs the two to differ"
@@ -96,7 +91,7 @@ class Grown:
                 continue
             part = provenance.old_part(old, now.tensors)
             original, digest = self._originals.get(old, (None, ""))
-            if original is not None and _digest(part) == digest:
+            if original is not None and tensor_digest([(old, part)]) == digest:
                 tensors[old] = original.to(part.device, copy=True)
             else:
                 tensors[old] = provenance.tensor_map(old).unscaled(part)
@@ -230,7 +225,7 @@ def grow(
     for name, tensor in weights.tensors.items():
         part = provenance.old_part(name, larger.tensors)
         if not torch.equal(part, tensor):
-            originals[name] = tensor.clone(), _digest(part)
+            originals[name] = tensor.clone(), tensor_digest([(name, part)])
     notes = [_CENTRED] * provenance.centred
     notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
     if error is not None:
@@ -405,8 +400,3 @@ def _unshared(weights: Weights, source: Weights) -> Weights:
     """Copy the tensors that are still the source's."""
     pointers = {tensor.data_ptr() for tensor in source.tensors.values()}
     return weights.map(lambda x: x.clone() if x.data_ptr() in pointers else x)
-
-
-def _digest(tensor: Tensor) -> str:
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

@@ -137,9 +137,7 @@ class HuggingFaceBridge(BridgeModel):
             return reasons
         named = self._named_by_transformers()
         unknown = [name for name in named if self._rule(name) not in self._rules]
-        known = {
-            id(parameter) for parameter in [*named.values(), *self.named_parameters().values()]
-        }
+        known = set(map(id, [*named.values(), *self.named_parameters().values()]))
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
             reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
@@ -184,11 +182,9 @@ class HuggingFaceBridge(BridgeModel):
         reasons = super().reasons_against_weights(weights)
         kinds = {str(rope.get("rope_type", "default")) for rope in _ropes(self.config)}
         kinds -= set(_ROTARY)
-        sizes = weights.sizes
-        if not hasattr(self.config, "num_key_value_heads") and any(
-            sizes[Axis("head", layer)] != sizes[Axis("kv_head", layer)]
-            for layer in range(weights.constants.n_layers)
-        ):
+        sizes, layers = weights.sizes, range(weights.constants.n_layers)
+        are_shared = any(sizes[Axis("head", i)] != sizes[Axis("kv_head", i)] for i in layers)
+        if are_shared and not hasattr(self.config, "num_key_value_heads"):
             reasons.append(
                 "heads would share keys and values, which those of "
                 f"{type(self.model.original_model).__name__} do not; add heads with keys of their "
@@ -205,13 +201,10 @@ class HuggingFaceBridge(BridgeModel):
         """Return a new bridge around a new Hugging Face model."""
         template, some = self.model, next(self.model.parameters())
         module = self._module(self.grown_config(weights), self.state(weights))
-        old = {
-            name.replace(WRAPPED, ""): buffer
-            for name, buffer in template.original_model.named_buffers()
-        }
+        buffers = template.original_model.named_buffers()
+        dtypes = {name.replace(WRAPPED, ""): buffer.dtype for name, buffer in buffers}
         for name, buffer in module.named_buffers():
-            like = old.get(name)
-            buffer.data = buffer.to(some.device, None if like is None else like.dtype)
+            buffer.data = buffer.to(some.device, dtypes.get(name))
         if len(places := {parameter.device for parameter in module.parameters()}) > 1:
             module = dispatch_model(module, _device_map(module, some.device))  # as the source is
         model = self._bridge(module)
@@ -267,13 +260,11 @@ class HuggingFaceBridge(BridgeModel):
         module.config.output_attentions = False  # TransformerLens turns it on for itself
         difference = _difference(self._few_logits(self.model), self._few_logits(module))
         if not difference <= _DIFFERENCE:
-            raise GrowthError(
-                [
-                    f"without its bridge the model's logits differ by {difference:.2g} of the "
-                    "largest: transformers and TransformerLens read its configuration differently"
-                ],
-                PROBLEM,
+            reason = (
+                f"without its bridge the model's logits differ by {difference:.2g} of the largest: "
+                "transformers and TransformerLens read its configuration differently"
             )
+            raise GrowthError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
         except ValueError as error:  # of its generation config
@@ -344,16 +335,14 @@ class HuggingFaceBridge(BridgeModel):
             setattr(config, key, value)
         if width != was:
             for rope in _ropes(config):
-                if constants.rotary == "whole head":
-                    # Rounded so that growing and shrinking gives the same number back.
-                    rope["rope_theta"] = float(f"{rope['rope_theta'] ** (width / was):.14g}")
-                else:
-                    rope["partial_rotary_factor"] = _fraction(
-                        int(was * rope.get("partial_rotary_factor", 1.0)), width
-                    )
-                for key in ("short_factor", "long_factor"):
-                    if constants.rotary == "whole head" and rope.get(key):
-                        rope[key] = [*rope[key], *[1.0] * ((width - was) // 2)]
+                if constants.rotary != "whole head":
+                    rotary_dim = int(was * rope.get("partial_rotary_factor", 1.0))
+                    rope["partial_rotary_factor"] = _fraction(rotary_dim, width)
+                    continue
+                # Rounded so that growing and shrinking gives the same number back.
+                rope["rope_theta"] = float(f"{rope['rope_theta'] ** (width / was):.14g}")
+                for key in {"short_factor", "long_factor"} & rope.keys():
+                    rope[key] = rope[key] and [*rope[key], *[1.0] * ((width - was) // 2)]
         return config
 
     def state(self, weights: Weights) -> dict[str, Tensor]:
@@ -382,8 +371,8 @@ class HuggingFaceBridge(BridgeModel):
         """Parameters by the names that they have in a model without a bridge."""
         clean, _ = self._usual
         named = self.model.original_model.named_parameters(remove_duplicate=False)
-        parameters = {name.replace(WRAPPED, ""): parameter for name, parameter in named}
-        return {name: item for name, item in parameters.items() if name in clean}
+        parameters = ((name.replace(WRAPPED, ""), parameter) for name, parameter in named)
+        return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
         """The path of a part of the bridge in the wrapped model."""
