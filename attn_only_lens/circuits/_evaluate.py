@@ -9,7 +9,7 @@ import pandas as pd
 from torch import Tensor
 
 from attn_only_lens.circuits._search import Circuit
-from attn_only_lens.circuits.ablation_in_chunks import ablated_model
+from attn_only_lens.circuits.ablation import ablated_model
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric

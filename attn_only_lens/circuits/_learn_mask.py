@@ -28,8 +28,13 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.circuits._search import Circuit, circuit_of, rank_sites
-from attn_only_lens.circuits.ablation import AblatedModel, Ablation, Rows, reasons_against_draws
-from attn_only_lens.circuits.ablation_in_chunks import ablated_model
+from attn_only_lens.circuits.ablation import (
+    AblatedModel,
+    Ablation,
+    Rows,
+    ablated_model,
+    reasons_against_draws,
+)
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Positions

@@ -14,8 +14,7 @@ ranking finds the smallest prefix. The search has three steps, each from the bes
 
 At the end every prefix of either order that is shorter than the circuit is measured. So for a
 circuit of up to 1,000 sites, no site of it can be left out alone, and no shorter prefix suffices.
-It is not proved that no smaller circuit exists. Circuits are fitted to their prompts: `evaluate`
-measures a circuit on others.
+It is not proved that no smaller circuit exists.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -36,9 +35,9 @@ from attn_only_lens.circuits.ablation import (
     Ablation,
     Order,
     Rows,
+    ablated_model,
     reasons_against_draws,
 )
-from attn_only_lens.circuits.ablation_in_chunks import ablated_model
 from attn_only_lens.circuits.stability import (
     INCLUSION,
     Stability,
@@ -176,17 +175,14 @@ def discover(
         budget: of exact patches in the ranking, as in `attribution`.
         ablation: of everything outside: "zero", "mean", "positional_mean", "resample".
         order: None to search and prune; "magnitude" or "signed" for the shortest prefix found of
-            that order of effects alone, "signed" with what helps the clean run first.
-        sites: candidates, all heads by default. Others are never ablated. Candidates include sites
-            before the first token that differs: resampling does not change them, and a pruned
-            circuit has none.
+            that order of effects, "signed" with what helps the clean run first.
+        sites: candidates, all heads by default. Others are never ablated.
         positions: "each" separately, "all" together, or by role: `task.roles`. By role, a site is
             a head at a role's token, prompts may differ in length, and tokens without a role are
             never ablated.
         n_random: random circuits of the same size to measure.
-        resamples: how many random halves of the prompts to search again, 20 for instance. The
-            circuit then has a `stability`: the share of these circuits that include a site, and
-            the faithfulness on the prompts of the other half (`stability.py`).
+        resamples: how many random halves of the prompts to search again, 20 for instance; the
+            circuit then has a `stability`.
         seed: of random circuits and halves.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         prompts_at_once: pairs whose activations are held at once; by default as many as fit a fifth
@@ -234,14 +230,21 @@ def search_circuit(
     progress: bool | str = False,
 ) -> tuple[Circuit, AblatedModel]:
     """Return the circuit that `discover` finds, and the ablated model in which it was found."""
-    _check(method, order, faithfulness, n_random, seed)
+    reasons = option_reasons("method", method, (*METHODS, MEASURED))
+    if order is not None:
+        reasons += option_reasons("order", order, ORDERS)
+    if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
+        reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
+    InputError.raise_if(
+        reasons + reasons_against_draws(n_random, seed), "no circuit can be searched"
+    )
     if resamples:
         pair = prompt_pair(model, clean, corrupted, mask)
         require_resamples(resamples, len(pair.clean), as_metric(metric))
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
     options: dict[str, Any] = {"positions": positions, "mask": mask}
-    options["prompts_at_once"] = prompts_at_once
+    options |= {"prompts_at_once": prompts_at_once}
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
@@ -252,13 +255,8 @@ def search_circuit(
             n_prompts = len(pair.clean)
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
-        ablate = partial(
-            ablated_model,
-            *(*prompts, frame),
-            **options,
-            ablation=ablation,
-            on_done=bar.update,
-        )
+        options |= {"ablation": ablation, "on_done": bar.update}
+        ablate = partial(ablated_model, *prompts, frame, **options)
         find = partial(_smallest, ranking, order, faithfulness, method != MEASURED)
         ablated = ablate()
         rows, tried = find(ablated, effects.mean(axis=1))
@@ -341,16 +339,6 @@ def _smallest(
     return search.smallest(orders, prune=order is None, rank_again=rank_again), search.tried
 
 
-def _check(method: str, order: object, faithfulness: Any, n_random: object, seed: object) -> None:
-    reasons = option_reasons("method", method, (*METHODS, MEASURED))
-    if order is not None:
-        reasons += option_reasons("order", order, ORDERS)
-    if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
-        reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
-    reasons += reasons_against_draws(n_random, seed)
-    InputError.raise_if(reasons, "no circuit can be searched")
-
-
 class _Search:
     """A search for circuits of one ablated model; `tried` lists those that were measured.
 
@@ -406,13 +394,9 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Return the first sufficient size of a prefix, if one is found.
+        """Return the first of some increasing sizes of a prefix that suffices, if there is one.
 
-        Args:
-            order: sites, the highest ranked first.
-            short: a smaller size, which does not suffice.
-            f: its faithfulness.
-            sizes: to measure, increasing.
+        `short` is a smaller size, which does not suffice, and f its faithfulness.
         """
         measured = yield [order[:size] for size in sizes]
         for size, g in zip(sizes.tolist(), measured.tolist(), strict=True):
@@ -475,7 +459,7 @@ class _Search:
     def shorter_prefix(self, orders: Iterable[Rows], circuit: Rows) -> Rows:
         """Return the shortest sufficient prefix of the orders, or the circuit if none is shorter.
 
-        All prefixes that are shorter than the circuit are measured; none, if it is very large.
+        None is measured if the circuit is very large.
         """
         sizes = range(1, len(circuit) if len(circuit) <= _LARGE else 1)
         prefixes = [order[:size] for order in orders for size in sizes]

@@ -26,9 +26,9 @@ code (which ranks by signed scores for CPR, by |scores| for CMD, and counts edge
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -46,16 +46,17 @@ from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import ablate
-from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.positions import Positions, PositionSet, Roles, resolve_positions
-from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
+from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
 
@@ -68,6 +69,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Rows of a frame of sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
+_BY_PROMPT = ("zero", "resample")  # ablations of a prompt that depend on no other prompt
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -77,15 +79,15 @@ class Faithfulness:
 
     Attributes:
         frame: a row for each share of all sites: `share`, `n_sites`, `faithfulness`,
-            `completeness`, `random` (mean faithfulness of random circuits of the same size), and
-            the `random_min` and `random_max` of those.
+            `completeness`, and of random circuits of the same size the mean, least and largest
+            faithfulness, `random`, `random_min` and `random_max`.
         cpr: circuit performance ratio.
         cmd: circuit-model distance.
         random_cpr: mean CPR of random rankings.
         random_cmd: mean CMD of random rankings.
         whole: the metric of the model.
         nothing: the metric with every site ablated.
-        ablation: how everything outside was ablated.
+        ablation: of everything outside.
         order: of the ranking, "magnitude" or "signed".
         method: of the ranking.
     """
@@ -197,17 +199,7 @@ def reasons_against_draws(n_random: object, seed: object) -> list[str]:
 
 
 class AblatedModel:
-    """A model of which only a circuit is left.
-
-    Attributes:
-        sites: the sites that may be ablated.
-        n_sites: their number.
-        n_pos: tokens of a prompt.
-        whole: the metric of the whole model.
-        nothing: the metric with every site ablated.
-        whole_by_prompt: the metric of the whole model for each prompt.
-        nothing_by_prompt: the metric with every site ablated for each prompt.
-    """
+    """A model of which only a circuit is left; `whole` and `nothing` are the metric's ends."""
 
     def __init__(
         self,
@@ -223,11 +215,10 @@ class AblatedModel:
         some: Sequence[int] | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
-        """Run both prompts, and the clean ones with every site ablated.
+        """Run both prompts, and the clean ones with every site (rows of `Sweep.frame`) ablated.
 
-        `sites` are rows of `Sweep.frame`; `positions` has the roles of sites by role; `some` are
-        indices of the prompts to use, by default all; `on_done` is called with the number of
-        circuits that are done.
+        `positions` has the roles of sites by role; `some` are indices of the prompts to use;
+        `on_done` is called with the number of circuits that are done.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -252,7 +243,9 @@ class AblatedModel:
         for kind, layers in sites.groupby("kind", observed=True)["layer"].unique().items():
             require_edits_read(model, runs.clean, cast("HeadKind", kind), layers.tolist(), "z")
         self._replay = make_replay(model, runs.clean, runs.metric)
-        self._first = self._replay.start(0, _first_change(pair) if ablation == "resample" else 0)
+        differs = ((pair.clean != pair.corrupted) & pair.real).any(dim=0).nonzero()
+        first_change = int(differs[0]) if ablation == "resample" else 0
+        self._first = self._replay.start(0, first_change)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
         (nothing,) = self.by_prompt([np.empty(0, dtype=np.int64)])
@@ -271,10 +264,7 @@ class AblatedModel:
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Return the rows of a ranking, the highest ranked first; of equals the first.
-
-        `effects` are those of the sites, by default the ranking's own.
-        """
+        """Return the rows of a ranking (or of other effects of its sites), the highest first."""
         # The two spans may differ in sign: of two prompts, and of all sites and none.
         span = ranking.clean_value - ranking.corrupted_value
         # What helps raises the score when put in, and lowers it when taken out.
@@ -319,10 +309,7 @@ class AblatedModel:
     def slopes(
         self, circuit: Rows, loss: Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]
     ) -> tuple[float, Float[np.ndarray, "site"]]:
-        """Return a loss of a circuit, and what each site adds to it, to first order.
-
-        The loss is a function of the metric of each prompt.
-        """
+        """Return a loss of a circuit, and what each site adds to it, to first order."""
         kept, computed = self._kept([circuit]), dict[str, Tensor]()
         tape = Tape(point.name for point in self._points)
         with torch.enable_grad():
@@ -398,12 +385,6 @@ def _positional_means(
     return replace(run, neurons=neurons, hooked=hooked)
 
 
-def _first_change(pair: PromptPair) -> int:
-    """Return the first position at which the two prompts differ."""
-    differs = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
-    return int(differs.nonzero()[0])
-
-
 def _reasons_against_sites(
     sites: pd.DataFrame, n_pos: int, roles: Sequence[PositionSet]
 ) -> list[str]:
@@ -441,32 +422,22 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """Sites at one hook point.
-
-    Attributes:
-        name: of the hook point.
-        replacement: the ablated value of every z there.
-        width: heads of a node.
-        rows: the rows of the sites, among all.
-        index: the head or neuron of each site.
-        position: a number for each site, or that of its role; None for sites at all positions.
-        role: the number of the role at each token, -1 for none; None for sites by position.
-    """
+    """Sites at one hook point, and the ablated value of every z there."""
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
-    width: int
-    rows: Rows
+    width: int  # heads of a node
+    rows: Rows  # of the sites, among all
     index: Rows
-    position: Rows | None
-    role: Rows | None
+    position: Rows | None  # or the number of the role; None for sites at all positions
+    role: Rows | None  # the number of the role at each token, -1 for none; None without roles
 
     def hook(
         self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return the hook that ablates the sites that each circuit does not keep.
 
-        `first` is the position at which the hooked activation begins; `computed` gets it, if given.
+        Activations begin at position `first`; `computed` gets them.
         """
         replacement = self.replacement[:, first:]
 
@@ -494,9 +465,9 @@ class _AblatedPoint:
         return by_head.unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Return a number for each site, from numbers for each head from position `first` on.
+        """Return numbers of sites, from those of heads from position `first` on.
 
-        The rows are sums over prompts; for sites by role, one row for each prompt.
+        The row is a sum over prompts; for sites by role, there is one row for each prompt.
         """
         n_pos, n_heads = self.replacement.shape[1:3]
         full = np.zeros((len(by_head), n_pos, n_heads // self.width))
@@ -537,3 +508,79 @@ def _ablated_points(
         places = (rows.index.to_numpy(), index, position, role)
         points.append(_AblatedPoint(name, replacement, width, *places))
     return points
+
+
+def ablated_model(
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    metric: AnyMetric,
+    sites: pd.DataFrame,
+    *,
+    ablation: Ablation,
+    prompts_at_once: int | None = None,
+    some: Sequence[int] | None = None,
+    **options: Any,
+) -> AblatedModel:
+    """Return an ablated model that holds the runs of all prompts, or of a chunk if they are many.
+
+    Means are over all prompts, and so are custom metrics: with these, all prompts are held.
+    """
+    make = partial(
+        AblatedModel, model, clean, corrupted, metric, sites, ablation=ablation, **options
+    )
+    pair, metric = prompt_pair(model, clean, corrupted, options["mask"]), as_metric(metric)
+    chosen = list(range(len(pair.clean)) if some is None else some)
+    if ablation not in _BY_PROMPT or not metric.by_prompt:
+        return make(some=some)
+    here = pair.of_prompts(chosen)
+    layers = resolve_sites(model, list(sites["name"].unique()))
+    at_once = prompts_per_chunk(model, here, metric, layers, "z", prompts_at_once, traced=True)
+    if at_once == len(chosen):
+        return make(some=some)
+    weights = (1 / len(chosen),) * len(chosen)
+    if not metric.needs_reference:
+        weights = bind(metric, model, here).shares(len(chosen))
+    return _InChunks(
+        make, [chosen[i : i + at_once] for i in range(0, len(chosen), at_once)], weights
+    )
+
+
+class _InChunks(AblatedModel):
+    """An ablated model whose memory does not grow with the number of prompts.
+
+    The recorded runs of a chunk are made again whenever circuits are measured: a search measures
+    hundreds of circuits at once, and does so some ten times.
+    """
+
+    def __init__(
+        self, make: Callable[..., AblatedModel], chunks: list[list[int]], weights: Sequence[float]
+    ) -> None:
+        self._make, self._prompts, self._weights = make, chunks, np.array(weights)
+        wholes, nothings = [], []
+        for ablated in self._chunks():
+            self.sites, self.n_sites, self.n_pos = ablated.sites, ablated.n_sites, ablated.n_pos
+            wholes.append(ablated.whole_by_prompt)
+            nothings.append(ablated.nothing_by_prompt)
+        self.whole_by_prompt, self.nothing_by_prompt = map(np.concatenate, (wholes, nothings))
+        self.whole = float(self._mean(self.whole_by_prompt))
+        self.nothing = float(self._mean(self.nothing_by_prompt))
+
+    def _chunks(self) -> Iterator[AblatedModel]:
+        for prompts in self._prompts:
+            yield self._make(some=prompts)
+
+    def by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
+        """Return the metric of each prompt when only a circuit is left."""
+        return np.concatenate([ablated.by_prompt(circuits) for ablated in self._chunks()], axis=1)
+
+    def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
+        """Return what each site adds to a circuit's faithfulness, to first order."""
+        ends = np.cumsum([0, *map(len, self._prompts)])
+        total = np.zeros(self.n_sites)
+        for ablated, first, last in zip(self._chunks(), ends[:-1], ends[1:], strict=True):
+            total += self._weights[first:last].sum() * ablated.mean_slopes(circuit)
+        return total / self.span
+
+    def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> Any:
+        return (by_prompt * self._weights).sum(axis=-1)

@@ -51,13 +51,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The effect of neurons' pre-activations q on the metric through their patterns alone.
+    """The gradient of the metric at neurons' pre-activations, through their patterns alone.
 
-    Attributes:
-        sublayer: the neurons.
-        gradient: the gradient of the metric at q.
-        W: the projection that makes q.
-        constant: the effect of scaling the constant part of queries by 1 + ε, over ε.
+    `constant` is the effect of scaling the constant part of queries by 1 + ε, over ε.
     """
 
     sublayer: LinearSublayer
@@ -76,15 +72,10 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The effect of attention heads' queries, or keys, on the metric through their patterns.
+    """The gradient of the metric at patterns, which a graph joins to queries or keys (inputs).
 
-    Attributes:
-        sublayer: the heads.
-        pattern: the patterns, in a graph from the inputs.
-        gradient: the gradient of the metric at the patterns.
-        inputs: the queries or keys.
-        W: W_Q or W_K, of each head or each group of heads that share keys.
-        constant: the queries or keys for a stream of 0.
+    `W` is W_Q or W_K of the groups of heads that share keys; `constant` are the inputs for a stream
+    of 0.
     """
 
     sublayer: LinearSublayer
@@ -129,32 +120,27 @@ Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
 class AttributedRun:
     """A run, or the difference of two, as linear maps with the gradients of a metric.
 
-    Attributes:
-        linear: the maps.
-        metric: the metric's name.
-        value: the metric, or its change.
-        offset: what the logits do not explain to first order: 0 for a metric with known rules.
-        gradients: the gradients at the outputs of each sublayer.
-        first: the gradient at the embedding.
-        last: the gradient at the stream that is unembedded.
-        logit_bias: what the biases of the last norm and the unembedding add, by prompt.
-        bias: what all biases add.
-        slopes: how patterns are moved, for each sublayer.
-        z: the outputs of the heads of each sublayer in the clean run.
-        is_difference: whether it is the difference of two runs.
+    Lists have an entry for each sublayer.
     """
 
     linear: LinearRun
     metric: str
     value: float
+    """The metric, or its change."""
     offset: float
+    """What the logits do not explain to first order: 0 for a metric with known rules."""
     gradients: list[Outputs]
     first: Residual
+    """The gradient at the embedding."""
     last: Residual
+    """The gradient at the stream that is unembedded."""
     logit_bias: Float[Tensor, "batch"]
+    """What the biases of the last norm and the unembedding add."""
     bias: float
+    """What all biases add."""
     slopes: list[Slopes]
     z: list[Outputs]
+    """The outputs of heads in the clean run."""
     is_difference: bool = False
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
@@ -220,7 +206,10 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
         if writes.neurons is None:
             here = _pair_slopes(model, sublayer, result, tape.nodes)
         else:
-            along = _by_neuron(writes.neurons, along)
+            heads: Any = writes.neurons  # z has Σ_j w_j z_j of the heads of a neuron
+            flat = along.squeeze(-1)
+            weights = heads.neuron_outputs(heads.head_outputs(torch.ones_like(flat)))
+            along = (heads.neuron_outputs(flat) / weights).unsqueeze(-1)
             W, factor = gate_term(writes, both.recording.neurons[writes.layer])
             slope = NeuronSlope(sublayer, along.squeeze(-1) * factor, W, torch.zeros_like(factor))
             here = {"gate": slope} if factor.any() else {}
@@ -254,14 +243,6 @@ def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:
         for kind, points in of_kind.items()
         for point in points
     }
-
-
-def _by_neuron(heads: Any, z_gradient: Tensor) -> Outputs:
-    """Return the gradients at neurons' outputs Σ_j w_j z_j, from those at z."""
-    along = z_gradient.squeeze(-1)
-    weights = heads.neuron_outputs(heads.head_outputs(torch.ones_like(along)))
-    by_neuron: Tensor = heads.neuron_outputs(along) / weights
-    return by_neuron.unsqueeze(-1)
 
 
 def _run_slopes(
@@ -319,7 +300,8 @@ def _pair_slopes(
     slopes: Slopes = {}
     for kind in "qk":
         inputs = nodes[host.hook_name(layer, "attention", kind)]
-        W = _by_group(getattr(host.attention(layer), f"W_{kind.upper()}"), inputs.shape[2])
+        W, n_groups = getattr(host.attention(layer), f"W_{kind.upper()}"), inputs.shape[2]
+        W = W.detach()[:: len(W) // n_groups] if len(W) > n_groups else by_head(W, n_groups)
         pattern = result.softmax[layer], result.patterns[layer]
         slopes[kind] = AttentionSlope(sublayer, *pattern, inputs, W, torch.zeros_like(inputs))
     return slopes
@@ -358,10 +340,3 @@ def _require_flows(
         if not abs(got - expected) <= allowed * max(size, smallest)
     ]
     UnsupportedModelError.raise_if(reasons, "the graph of this model is unknown")
-
-
-def _by_group(weights: Tensor, n_groups: int) -> Tensor:
-    """Return the weights of each group of heads that share keys, from those of heads or groups."""
-    if len(weights) > n_groups:
-        return weights.detach()[:: len(weights) // n_groups]
-    return by_head(weights, n_groups)

@@ -13,8 +13,7 @@ from common import mlp_hook, tokens
 from attn_only_lens import HeadName, InputError
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import discover, evaluate, faithfulness
-from attn_only_lens.circuits.ablation import AblatedModel
-from attn_only_lens.circuits.ablation_in_chunks import ablated_model
+from attn_only_lens.circuits.ablation import AblatedModel, ablated_model
 
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)
