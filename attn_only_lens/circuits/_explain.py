@@ -14,9 +14,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits._attribution_graph import attribution_graph
+from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
@@ -83,19 +84,13 @@ class Explanation:
         the exact effects of patching the site alone, in shares of the difference: `denoise`, in the
         corrupted run, and `noise`, in the clean run (missing where it was not patched).
         """
-        ids = self.graph.heads["id"]
-        frame = self.attribution.to_frame()
-        frame.index = frame["name"].astype(str) + "@" + frame["position"].astype(str)
-        rows = frame.loc[ids, ["by_pattern", "by_value"]].reset_index(names="id")
+        frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
+        rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
         rows["share"] = rows["by_pattern"] + rows["by_value"]
         rows["does"] = rows["id"].map(self.does).fillna("")
         for way, sweep in self.patches.items():
-            sign = 1 if way == "denoise" else -1
-            effect = sign * sweep.effect
-            effect.index = (
-                sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
-            )
-            rows[way] = rows["id"].map(effect)
+            effect = sweep.effect.set_axis(_ids(sweep))
+            rows[way] = rows["id"].map(effect if way == "denoise" else -effect)
         order = rows["share"].abs().sort_values(ascending=False, kind="stable").index
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
 
@@ -114,11 +109,13 @@ class Explanation:
         """
         # Pages are above this package: what draws them is loaded when one is asked for.
         viz = import_module("attn_only_lens.viz")
-        table = self.table().set_index("id")
-        labels, names = self.labels | self._labels_by_examples(examples), {}
-        for node, row in table.iterrows():
+        labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
+        for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
+            if name in peaks:
+                labels[node] = f"{name} at “{peaks[name].strip()[:_LONGEST]}”"
+        for row in self.table().to_dict("records"):
             kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
-            names[str(node)] = f"{labels[str(node)]}, by {kind}"
+            names[row["id"]] = f"{labels[row['id']]}, by {kind}"
         circuit = self.circuit
         clean, corrupted = self.attribution.clean_value, self.attribution.corrupted_value
         notes = [
@@ -135,21 +132,6 @@ class Explanation:
             stability=circuit.stability,
             state={"names": names},
         )
-
-    def _labels_by_examples(self, examples: pd.DataFrame | None) -> dict[str, str]:
-        """Return labels of neurons with the token at which their output is largest in size."""
-        if examples is None:
-            return {}
-        first = examples[examples["rank"] == 1]
-        first = first.loc[first["value"].abs().groupby(first["name"], observed=True).idxmax()]
-        columns = [first[column].tolist() for column in ("name", "tokens", "position")]
-        tokens = {name: texts[position] for name, texts, position in zip(*columns, strict=True)}
-        heads = self.graph.heads
-        return {
-            node: f"{name} at “{tokens[name].strip()[:_LONGEST]}”"
-            for node, name in zip(heads["id"], heads["name"], strict=True)
-            if name in tokens
-        }
 
     def save(self, folder: str | Path) -> None:
         """Write the table, the graph, the attribution and the page to a folder, all or nothing."""
@@ -169,6 +151,10 @@ class Explanation:
     def _repr_html_(self) -> str:
         html: str = self.view()._repr_html_()
         return html
+
+
+def _ids(sweep: Sweep) -> "pd.Series[str]":
+    return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
 
 
 @warned_once()
@@ -214,11 +200,8 @@ def explain(
         >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
         (True, 'L3H3@5')
     """
-    counts = {"most_nodes": most_nodes, "n_patched": n_patched}
-    InputError.raise_if(
-        [f"got {k}={v!r}; expected 1 or more" for k, v in counts.items() if not is_count(v, 1)],
-        "nothing can be explained",
-    )
+    reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
+    InputError.raise_if(reasons, "nothing can be explained")
     prompts = model, clean, corrupted, metric
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
         whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
@@ -235,18 +218,11 @@ def explain(
         keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
         sites = [f"{name}@{position}" for name, position in keys]
         graph = attribution_graph(model, clean, metric, corrupted=corrupted, sites=sites)
-        patches = {}
         some = keys[:n_patched]
-        positions = sorted({int(position) for _, position in some})
-        for way in ("denoise", "noise"):
-            sweep = activation_patch(
-                *prompts,
-                sites=list(dict.fromkeys(str(name) for name, _ in some)),
-                positions=positions,
-                direction=way,
-                progress=False,
-            )
-            patches[way] = sweep
+        options: dict[str, Any] = {"positions": sorted({int(position) for _, position in some})}
+        options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
+        ways = ("denoise", "noise")
+        patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
         what = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
         return Explanation(whole, circuit, graph, patches, *what, model, clean)
 
@@ -282,8 +258,8 @@ def _what_nodes_do(
             labels[key] += f" ← {texts[most].strip()[:_LONGEST]}"
         else:
             shared = host.neurons[head.layer].heads_per_neuron > 1
-            own = "" if shared else f", gate {float(pattern[head.index, position, SELF]):.2f}"
-            does[key] = f"at {texts[position]!r}{own}; {writes}".rstrip("; ")
+            gate = "" if shared else f", gate {float(pattern[head.index, position, SELF]):.2f}"
+            does[key] = f"at {texts[position]!r}{gate}; {writes}".rstrip("; ")
             if written:
                 token = token_text(model, written[index][0][0])
                 labels[key] += f" → {token.strip()[:_LONGEST]}"

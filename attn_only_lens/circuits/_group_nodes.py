@@ -106,8 +106,8 @@ def group_nodes(
             steps of 0.05, into smaller groups, until the faithfulness fits.
         tolerance: by how much the faithfulness may change when each group is replaced as a whole.
         positions: for a graph by role, where each role is: `task.roles`.
-        examples: of neurons, by `neurons.top_examples`: groups of neurons are then also named after
-            the token where most of their members are largest.
+        examples: of neurons, by `neurons.top_examples`; groups are then also named after the token
+            where most of their neurons are largest.
         mask: as given to `attribution_graph`.
 
     Returns:
@@ -127,7 +127,22 @@ def group_nodes(
         >>> len(groups) > 2, abs(groups.faithfulness - groups.group_faithfulness) < 0.05
         (True, True)
     """
-    _require(graph, {"similarity": similarity, "tolerance": tolerance}, examples)
+    reasons = []
+    if not isinstance(graph, CircuitGraph):
+        reasons.append(f"got a {type(graph).__name__}; expected the graph of attribution_graph")
+    elif not graph.corrupted:
+        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
+    elif graph.heads.empty:
+        reasons.append("got a graph without heads and neurons")
+    reasons += [
+        f"got {name}={share!r}; expected a number from 0 to 1"
+        for name, share in (("similarity", similarity), ("tolerance", tolerance))
+        if not is_number(share, 0, 1)
+    ]
+    columns = {"name", "rank", "value", "tokens", "position"}
+    if examples is not None and not columns <= set(getattr(examples, "columns", ())):
+        reasons.append("got other examples; expected those of neurons.top_examples")
+    InputError.raise_if(reasons, _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     _require_same_prompts(graph, model, pair, metric, positions)
     sites = site_rows(site_groups(model, pair, None, positions or "each", "z"))
@@ -136,10 +151,8 @@ def group_nodes(
     rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
     unknown = heads["id"][rows < 0]
     InputError.raise_if([f"got the node {x}; the model has none" for x in unknown[:5]], _PROBLEM)
-    options: dict[str, Any] = {"mask": mask, "positions": positions}
-    grouped = _GroupedModel(
-        *(model, clean, corrupted, metric, sites), ablation="resample", **options
-    )
+    prompts = model, clean, corrupted, metric
+    grouped = _GroupedModel(*prompts, sites, ablation="resample", mask=mask, positions=positions)
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
@@ -153,10 +166,9 @@ def group_nodes(
     left = grouped.faithfulness([np.delete(every, some) for some in patched])
     effects = (1 - left) * grouped.span
     single, joint = effects[: len(rows)], effects[len(rows) :]
-    names = _names(model, heads, of_nodes, members, examples)
     frame = pd.DataFrame(
         {
-            "name": names,
+            "name": _names(model, heads, of_nodes, members, peak_tokens(examples)),
             "members": [tuple(heads["id"][group]) for group in members],
             "effect": joint,
             "sum_of_effects": [single[group].sum() for group in members],
@@ -165,8 +177,8 @@ def group_nodes(
     )
     order = frame["effect"].abs().argsort(kind="stable")[::-1].to_numpy()
     number = np.full(len(heads), -1)
-    for new, old in enumerate(order):
-        number[members[old]] = new
+    for new, previous in enumerate(order):
+        number[members[previous]] = new
     return NodeGroups(
         frame.iloc[order].reset_index(drop=True),
         pd.DataFrame({"id": heads["id"], "group": number, "effect": single}),
@@ -174,27 +186,6 @@ def group_nodes(
         group_faithfulness=changed,
         similarity=round(float(least), 2),
     )
-
-
-def _require(graph: object, shares: Mapping[str, object], examples: object) -> None:
-    reasons = []
-    if not isinstance(graph, CircuitGraph):
-        reasons.append(f"got a {type(graph).__name__}; expected the graph of attribution_graph")
-    elif not graph.corrupted:
-        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
-    elif graph.heads.empty:
-        reasons.append("got a graph without heads and neurons")
-    reasons += [
-        f"got {name}={share!r}; expected a number from 0 to 1"
-        for name, share in shares.items()
-        if not is_number(share, 0, 1)
-    ]
-    if examples is not None and not (
-        isinstance(examples, pd.DataFrame)
-        and {"name", "rank", "value", "tokens", "position"} <= set(examples)
-    ):
-        reasons.append("got other examples; expected those of neurons.top_examples")
-    InputError.raise_if(reasons, _PROBLEM)
 
 
 def _require_same_prompts(
@@ -229,10 +220,8 @@ def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
     """Return the larger of the similarities of what nodes write and, of neurons, read."""
-    write, read = (
-        written.cpu().double(),
-        torch.zeros(written.shape, dtype=torch.float64, device="cpu"),
-    )
+    write = written.cpu().double()
+    read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
     for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
         sites = LayerSites.of(map(HeadName.parse, some["name"]))
@@ -278,7 +267,7 @@ def _names(
     heads: pd.DataFrame,
     written: Float[Tensor, "node d_model"],
     members: Sequence[Rows],
-    examples: pd.DataFrame | None,
+    peaks: Mapping[str, str],
 ) -> list[str]:
     """Name groups after what their members write together, and where most are largest."""
     if not members:
@@ -289,22 +278,21 @@ def _names(
         kind = "heads" if heads["kind"][group[0]] == "attention" else "neurons"
         tokens = [_short(token_text(model, token)) for token, amount in top if amount > 0]
         name = f"{len(group)} {kind} → {', '.join(tokens)}" if tokens else f"{len(group)} {kind}"
-        if at := _most_common_peak(set(heads["name"][group]), examples):
-            name = name.replace(kind, f"{kind} at “{at}”", 1)
+        if at_peaks := [_short(peaks[x]) for x in set(heads["name"][group]) if x in peaks]:
+            most_common = pd.Series(at_peaks).mode().iloc[0]
+            name = name.replace(kind, f"{kind} at “{most_common}”", 1)
         names.append(name)
     return names
 
 
-def _most_common_peak(names: set[str], examples: pd.DataFrame | None) -> str:
-    """Return the token at which most neurons of a group are largest; of equals the first."""
+def peak_tokens(examples: pd.DataFrame | None) -> dict[str, str]:
+    """Return the token at which the output of each neuron is largest in size, by its name."""
     if examples is None:
-        return ""
-    first = examples[(examples["rank"] == 1) & examples["name"].isin(names)]
-    if first.empty:
-        return ""
+        return {}
+    first = examples[examples["rank"] == 1]
     first = first.loc[first["value"].abs().groupby(first["name"], observed=True).idxmax()]
-    columns = zip(first["tokens"], first["position"], strict=True)
-    return str(pd.Series([_short(texts[at]) for texts, at in columns]).mode().iloc[0])
+    columns = [first[column].tolist() for column in ("name", "tokens", "position")]
+    return {name: texts[position] for name, texts, position in zip(*columns, strict=True)}
 
 
 def _short(token: str) -> str:
@@ -318,30 +306,26 @@ class _GroupedModel(AblatedModel):
         super().__init__(model, *prompts, **options)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
 
-    def _z(self, kept: Rows) -> dict[str, Tensor]:
-        """Return z at each hook point when only some sites are left, from the first change on."""
-        computed = dict[str, Tensor]()
-        self._run(self._hooks(self._kept([kept]), computed))
-        return computed
-
     @torch.no_grad()
     def _run(self, hooks: Any) -> Float[Tensor, "1 prompt"]:
         stream = self._replay.recorded_stream(0, self._first, 1)
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
-    def _changes(self, z: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return how z differs from the corrupted run's."""
+    def _changes(self, kept: Rows) -> dict[str, Tensor]:
+        """Return how z differs from the corrupted run when only some sites are left."""
+        z = dict[str, Tensor]()
+        self._run(self._hooks(self._kept([kept]), z))
         first = self._first
         return {x.name: z[x.name] - x.replacement[:, first:].to(z[x.name]) for x in self._points}
 
     def _place(self, row: int) -> tuple[str, slice, Tensor]:
         """Return a site's hook point, its heads, and where it is: [batch or 1, pos]."""
         (point,) = [x for x in self._points if row in x.rows]
-        (at,) = np.flatnonzero(point.rows == row)
         assert point.position is not None
+        ((index, position),) = np.stack([point.index, point.position], 1)[point.rows == row]
         role = np.arange(self.n_pos)[None] if point.role is None else point.role
-        heads = slice(point.index[at] * point.width, (point.index[at] + 1) * point.width)
-        return point.name, heads, torch.from_numpy(role[:, self._first :] == point.position[at])
+        heads = slice(index * point.width, (index + 1) * point.width)
+        return point.name, heads, torch.from_numpy(role[:, self._first :] == position)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
         """Return what a site adds to the stream in each prompt, beyond the corrupted run."""
@@ -353,13 +337,12 @@ class _GroupedModel(AblatedModel):
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
         """Return what sites add to the stream in the clean run beyond the corrupted one."""
-        changes = self._changes(self._z(np.arange(self.n_sites)))
+        changes = self._changes(np.arange(self.n_sites))
         return torch.stack([self._writes(row, changes).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
         """Return the faithfulness of a circuit with the members of each group set by one number."""
-        whole = self._changes(self._z(np.arange(self.n_sites)))
-        here = self._changes(self._z(circuit))
+        whole, here = self._changes(np.arange(self.n_sites)), self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:
             pairs = [(self._writes(r, whole), self._writes(r, here)) for r in group.tolist()]

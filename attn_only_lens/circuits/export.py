@@ -6,9 +6,8 @@
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}
 
-Tables are lists by column; sources and targets of edges are rows of the nodes. The other schema
-(`circuit_tracer/frontend/graph_models.py` of safety-research/circuit-tracer, version 1) is what
-Neuronpedia shows:
+Tables are lists by column; sources and targets of edges are rows of the nodes. Neuronpedia shows
+the other schema (`circuit_tracer/frontend/graph_models.py` of safety-research/circuit-tracer):
 
     embed@3         feature_type "embedding", layer "E"
     L5H3@7          "cross layer transcoder", layer "10", feature (Cantor) of (10, 3)
@@ -35,6 +34,7 @@ from attn_only_lens.heads.names import HeadName
 from attn_only_lens.models.two_blocks.config import heads_block, neurons_block
 from attn_only_lens.storage import Document, write_text
 
+_OTHERS = ("bias", "rest", "offset")
 _TYPES = {"layer": "Int64", "position": "Int64", "gradient": "float64", "value": "float64"}
 
 
@@ -69,17 +69,11 @@ class _Body(TypedDict):
 
 
 _ATTRIBUTES = _Graph.__required_keys__ - {"nodes", "edges"}
-
-
 _DOCUMENT = Document("attn_only_lens.CircuitGraph", 3, _Body)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
     """Write a graph to a file, all of it or nothing.
-
-    Args:
-        graph: the graph.
-        path: the file.
 
     Example:
         >>> import tempfile, torch
@@ -93,29 +87,20 @@ def to_json(graph: CircuitGraph, path: str | Path) -> None:
         >>> again.edges.equals(graph.edges)
         True
     """
-    rows = {name: row for row, name in enumerate(graph.nodes["id"])}
-    nodes = {
-        column: [None if pd.isna(x) else x for x in graph.nodes[column].tolist()]
-        for column in graph.nodes
+    rows = pd.Index(graph.nodes["id"])
+    ends = {end: rows.get_indexer(graph.edges[end]) for end in ("source", "target")}
+    tables = {
+        name: {
+            column: [None if pd.isna(x) else x for x in frame[column].tolist()] for column in frame
+        }
+        for name, frame in (("nodes", graph.nodes), ("edges", graph.edges.assign(**ends)))
     }
-    edges = {
-        column: [None if pd.isna(x) else x for x in graph.edges[column].tolist()]
-        for column in graph.edges
-    }
-    for end in ("source", "target"):
-        edges[end] = [rows[name] for name in edges[end]]
     attributes = {name: getattr(graph, name) for name in sorted(_ATTRIBUTES)}
-    _DOCUMENT.write(path, graph={**attributes, "nodes": nodes, "edges": edges})
+    _DOCUMENT.write(path, graph={**attributes, **tables})
 
 
 def from_json(path: str | Path) -> CircuitGraph:
-    """Read a graph that `to_json` wrote.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The same graph.
+    """Read the graph that `to_json` wrote.
 
     Raises:
         CheckpointError: it is missing, damaged, newer than this package, or no such graph.
@@ -135,9 +120,6 @@ def from_json(path: str | Path) -> CircuitGraph:
         return CircuitGraph(nodes, edges.astype(floats), **attributes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error
-
-
-_OTHERS = ("bias", "rest", "offset")
 
 
 def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: str = "") -> None:
@@ -172,32 +154,20 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
     (tokens,) = graph.tokens
     nodes = [_node(row, graph, len(tokens) - 1) for row in graph.nodes.to_dict("records")]
     ids = dict(zip(graph.nodes["id"], (node["node_id"] for node in nodes), strict=True))
-    value = graph.edges[graph.edges["kind"] == "value"]
-    columns = [value[column].tolist() for column in ("source", "target", "weight")]
-    links = [
-        {"source": ids[source], "target": ids[target], "weight": weight}
-        for source, target, weight in zip(*columns, strict=True)
-    ]
-    whole = {
-        "metadata": {
-            "slug": slug,
-            "scan": scan or graph.model,
-            "transcoder_list": [],
-            "prompt_tokens": list(tokens),
-            "prompt": join_tokens(tokens),
-            "node_threshold": graph.mass,
-            "schema_version": 1,
-        },
-        "qParams": {
-            "pinnedIds": [],
-            "supernodes": [],
-            "linkType": "both",
-            "clickedId": "",
-            "sg_pos": "",
-        },
-        "nodes": nodes,
-        "links": links,
+    links = graph.edges.loc[graph.edges["kind"] == "value", ["source", "target", "weight"]]
+    links = links.assign(source=links["source"].map(ids), target=links["target"].map(ids))
+    metadata = {
+        "slug": slug,
+        "scan": scan or graph.model,
+        "transcoder_list": [],
+        "prompt_tokens": list(tokens),
+        "prompt": join_tokens(tokens),
+        "node_threshold": graph.mass,
+        "schema_version": 1,
     }
+    view = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    whole = {"metadata": metadata, "qParams": view, "nodes": nodes}
+    whole |= {"links": links.to_dict("records")}
     write_text(path, json.dumps(whole, allow_nan=False, ensure_ascii=False))
 
 
@@ -218,7 +188,7 @@ def _node(row: dict[Any, Any], graph: CircuitGraph, last: int) -> dict[str, Any]
         # Their viewer expects one number for a layer: attention and MLP get one each.
         block = (heads_block if head.kind == "attention" else neurons_block)(head.layer)
         layer, index, feature_type = str(block), head.index, "cross layer transcoder"
-        feature = _cantor(block, head.index)
+        feature = (block + index) * (block + index + 1) // 2 + index  # Cantor's number of a pair
     return {
         "node_id": f"{layer}_{index}_{position}",
         "jsNodeId": f"{layer}_{index}-{position if kind in ('embed', 'metric') else 0}",
@@ -234,8 +204,3 @@ def _node(row: dict[Any, Any], graph: CircuitGraph, last: int) -> dict[str, Any]
         "influence": abs(row["attribution"]),
         "activation": row["value"],
     }
-
-
-def _cantor(x: int, y: int) -> int:
-    """One number for two, as circuit-tracer numbers features."""
-    return (x + y) * (x + y + 1) // 2 + y
