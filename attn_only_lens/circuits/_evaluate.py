@@ -70,9 +70,6 @@ def evaluate(
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         prompts_at_once: pairs whose activations are held at once; see `discover`.
 
-    Returns:
-        Faithfulness and completeness there: shares of the effect of all sites on these prompts.
-
     Raises:
         InputError: prompts of another length, unless positions are "all" or by role; roles that
             are not those of the circuit; a circuit with sites that the model does not have;
@@ -92,23 +89,19 @@ def evaluate(
     """
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
-    if roles != sorted(positions or {}):
+    reasons = []
+    if roles != (got := sorted(positions or {})):
         expected = roles or "none, because its sites have numbers as positions"
-        reason = (
-            f"got the roles {sorted(positions or {})}; expected those of the circuit, {expected}"
-        )
-        raise InputError([reason], _PROBLEM)
-    everywhere = bool(roles) or (circuit.frame["position"] == "all").all()
+        reasons.append(f"got the roles {got}; expected those of the circuit, {expected}")
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
-    if lengths != [circuit.n_pos] and not everywhere:
-        reason = (
+    if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
+        reasons.append(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos}, "
             "the length of the prompts on which the circuit was found: its sites have positions"
         )
-        raise InputError([reason], _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     here = positions or circuit.positions
-    groups = site_groups(model, pair, circuit.candidates, here, "z")
-    sites = site_rows(groups)
+    sites = site_rows(site_groups(model, pair, circuit.candidates, here, "z"))
     kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
     rows = np.flatnonzero(kept)
     if missing := len(circuit) - len(rows):
@@ -166,19 +159,15 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
     for circuit_name, circuit in circuits.items():
         row = rows[circuit_name] = dict[str, float]()
         for task_name, task in tasks.items():
-            prompts, roles = _prompts_of(task)
+            if isinstance(task, PairedPrompts):
+                prompts, roles = (task.clean, task.corrupted, task.metric), task.roles
+            elif isinstance(task, tuple) and len(task) == 3:
+                prompts, roles = task, {}
+            else:
+                expected = "expected PairedPrompts, or (clean, corrupted, metric)"
+                raise InputError([f"got a {type(task).__name__}; {expected}"], "this is no task")
             positions = None
             if isinstance(circuit.positions, Mapping):
-                positions = {role: at for role, at in roles.items() if role in circuit.positions}
+                positions = {role: roles[role] for role in roles if role in circuit.positions}
             row[task_name] = evaluate(model, circuit, *prompts, positions=positions).faithfulness
     return pd.DataFrame(rows).T
-
-
-def _prompts_of(task: Any) -> tuple[tuple[Any, Any, Any], Mapping[str, Any]]:
-    """Return the prompts and the metric of a task, and its roles."""
-    if isinstance(task, PairedPrompts):
-        return (task.clean, task.corrupted, task.metric), task.roles
-    if isinstance(task, tuple) and len(task) == 3:
-        return task, {}
-    reason = f"got a {type(task).__name__}; expected PairedPrompts, or (clean, corrupted, metric)"
-    raise InputError([reason], "this is no task")

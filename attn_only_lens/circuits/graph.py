@@ -10,11 +10,10 @@ Nodes, by `kind`, and their `id`:
     offset     offset         the rest of a metric that is not linear in the logits
     metric     metric         the metric
 
-A graph is of one run, or of the difference between a clean and a corrupted run. Edges add up: into
-every node to its attribution, into "metric" to the metric, or to its change (`attributed_run.py`).
-In a graph of one run these are the edges of kind "value"; edges of kinds "q", "k" and "gate" say
-what sets a node's pattern, to first order. In a graph of a difference all kinds add up together.
-Pruning preserves the sums: edges from dropped nodes become edges from "rest".
+Edges add up: into every node to its attribution, into "metric" to the metric, or to its change
+(`attributed_run.py`). In a graph of one run these are the edges of kind "value"; edges of kinds
+"q", "k" and "gate" say what sets a node's pattern, to first order. In a graph of a difference all
+kinds add up together. Pruning preserves the sums: edges from dropped nodes come from "rest".
 """
 
 from collections.abc import Iterable
@@ -84,11 +83,7 @@ class CircuitGraph:
     corrupted: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse an inconsistent graph.
-
-        Raises:
-            InputError: with every reason.
-        """
+        """Refuse an inconsistent graph, with every reason."""
         reasons = []
         for what, frame, columns in (
             ("nodes", self.nodes, NODE_COLUMNS),
@@ -205,8 +200,7 @@ class CircuitGraph:
         for row in self.nodes.to_dict("records"):
             attributes = {str(k): v for k, v in row.items() if k != "id" and not pd.isna(v)}
             graph.add_node(row["id"], **attributes)
-        columns = [self.edges[column].tolist() for column in EDGE_COLUMNS]
-        for source, target, kind, weight in zip(*columns, strict=True):
+        for source, target, kind, weight in self.edges[list(EDGE_COLUMNS)].itertuples(index=False):
             graph.add_edge(source, target, key=kind, weight=weight)
         return graph
 
@@ -225,13 +219,7 @@ def select_largest(
 ) -> npt.NDArray[np.int64]:
     """Return the rows of the largest entries, in order; of equals the first.
 
-    Args:
-        sizes: non-negative numbers.
-        top: how many.
-        mass: or the share of their sum to reach, with as few as possible.
-
-    Raises:
-        InputError: neither or both of top and mass, or one that is invalid.
+    They are `top` entries, or as few as reach the share `mass` of the sum of all.
     """
     reasons = []
     if (top is None) == (mass is None):

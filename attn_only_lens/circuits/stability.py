@@ -12,25 +12,26 @@ half that it was not fitted to.
 
 Intervals of inclusion are Wilson's for n_eff independent circuits. Circuits of different splits
 share prompts, so n_eff is smaller than their number: 2 + (resamples - 2) / `_DEPENDENCE`, since the
-two halves of one split are independent. Their coverage was measured on many fresh batches
-(`analyses/results/stability_of_circuits.md`).
+two halves of one split are independent (`analyses/results/stability_of_circuits.md`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from jaxtyping import Bool, Float
+from scipy.spatial.distance import pdist
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.circuits.ablation import AblatedModel, Rows
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
 
-CORE, NOISE = 0.9, 0.1
+_CORE, _NOISE = 0.9, 0.1
 INCLUSION = ("inclusion", "inclusion_low", "inclusion_high", "class")
 _DEPENDENCE = 8.0
 _Half: TypeAlias = npt.NDArray[np.int64]
@@ -79,11 +80,7 @@ class Stability:
 
 
 def require_resamples(resamples: object, n_prompts: int, metric: Metric) -> None:
-    """Refuse what cannot be resampled.
-
-    Raises:
-        InputError: with every reason.
-    """
+    """Refuse what cannot be resampled, with every reason."""
     reasons = []
     if not is_count(resamples, 2):
         reasons.append(f"got resamples={resamples!r}; expected 2 or more, or 0 for none")
@@ -115,36 +112,39 @@ def resampled(
     halves: Iterator[tuple[_Half, _Half]],
 ) -> Stability:
     """Search halves of the prompts, and measure what is found on the other halves."""
-    included, rows, held_out = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]](), _HeldOut()
-    made = dict[bytes, AblatedModel]()
+    included, rows = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]]()
+    held_out = list[pd.DataFrame]()
+
+    @lru_cache(maxsize=2)  # two halves of one split follow each other
+    def model_of(prompts: tuple[int, ...]) -> AblatedModel:
+        return ablate(some=list(prompts))
+
     for half, other_half in halves:
-        pair = {key: made.pop(key, None) for key in (half.tobytes(), other_half.tobytes())}
-        for some in (half, other_half):
-            key = some.tobytes()
-            pair[key] = made[key] = pair[key] or ablate(some=some.tolist())
-        ablated, others = made[half.tobytes()], made[other_half.tobytes()]
+        ablated, others = (model_of(tuple(some.tolist())) for some in (half, other_half))
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
         flags = np.zeros(len(sites), dtype=bool)
         flags[circuit] = True
         included.append(flags)
         fitted, complete, _ = ablated.curves([circuit])
-        left, rest = others.by_prompt([circuit, np.flatnonzero(~flags)])
-        held_out.add(other_half, others, left, rest)
-        spans = others.whole_by_prompt - others.nothing_by_prompt
-        shares = [(x - others.nothing_by_prompt).mean() / spans.mean() for x in (left, rest)]
-        rows.append((len(circuit), float(fitted[0]), float(complete[0]), *map(float, shares)))
+        values = [*others.by_prompt([circuit, np.flatnonzero(~flags)]), others.whole_by_prompt]
+        left, rest, span = (x - others.nothing_by_prompt for x in values)
+        columns = {"prompt": other_half, "left": left, "rest": rest, "span": span}
+        held_out.append(pd.DataFrame(columns))
+        shares = float(left.mean() / span.mean()), float(rest.mean() / span.mean())
+        rows.append((len(circuit), float(fitted[0]), float(complete[0]), *shares))
     flags_of_all = np.stack(included)
     frame = _inclusion(sites.assign(effect=effects.mean(axis=1)), flags_of_all)
     core = frame.index[frame["class"] == "core"].to_numpy()
     faithful, complete, _ = whole.curves([core])
-    columns = ["n_sites", "faithfulness", "completeness"]
-    columns += ["held_out_faithfulness", "held_out_completeness"]
+    measures = ["faithfulness", "completeness"]
+    by_prompt = pd.concat(held_out).groupby("prompt").mean()
+    ratios = [share_of_sums(*by_prompt[[part, "span"]].to_numpy().T) for part in ("left", "rest")]
     return Stability(
         frame.reset_index(drop=True),
-        pd.DataFrame(rows, columns=columns),
-        held_out.frame(),
+        pd.DataFrame(rows, columns=["n_sites", *measures, *(f"held_out_{x}" for x in measures)]),
+        pd.DataFrame(ratios, columns=["mean", "standard_error"], index=measures),
         (float(faithful[0]), float(complete[0])),
-        _jaccard(flags_of_all),
+        jaccard=float(1 - pdist(flags_of_all, "jaccard").mean()),
     )
 
 
@@ -154,12 +154,10 @@ def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) ->
     bounds = np.array([inclusion_interval(count, n) for count in range(n + 1)])
     frame = sites.assign(inclusion=counts / n)
     frame[["inclusion_low", "inclusion_high"]] = bounds[counts]
-    kinds = np.where(frame["inclusion"] >= CORE, "core", "contingent")
-    frame["class"] = np.where(frame["inclusion"] <= NOISE, "noise", kinds)
-    frame = frame[counts > 0]
-    size = frame["effect"].abs()
-    order = frame.assign(size=size).sort_values(["inclusion", "size"], ascending=False).index
-    return frame.loc[order]
+    kinds = np.where(frame["inclusion"] >= _CORE, "core", "contingent")
+    frame["class"] = np.where(frame["inclusion"] <= _NOISE, "noise", kinds)
+    order = np.lexsort([-frame["effect"].abs(), -frame["inclusion"]])
+    return frame.iloc[order[counts[order] > 0]]
 
 
 def inclusion_interval(count: int, n: int) -> tuple[float, float]:
@@ -174,39 +172,6 @@ def interval(share: float, n: float) -> tuple[float, float]:
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
     return min(low, share), max(high, share)  # not left out by rounding, at shares of 0 and 1
-
-
-def _jaccard(flags: Bool[np.ndarray, "resample site"]) -> float:
-    """Return the mean Jaccard index of two circuits."""
-    numbers = flags.astype(np.int64)
-    both = numbers @ numbers.T
-    sizes = np.diag(both)
-    either = sizes[:, None] + sizes - both
-    above = np.triu_indices(len(flags), 1)
-    return float((both[above] / np.maximum(either[above], 1)).mean())
-
-
-class _HeldOut:
-    """The metric of held-out prompts, added up over circuits."""
-
-    def __init__(self) -> None:
-        self._sums = dict[int, npt.NDArray[np.float64]]()
-
-    def add(
-        self, prompts: Sequence[int] | _Half, ablated: AblatedModel, left: Any, rest: Any
-    ) -> None:
-        """Add the metric of prompts with a circuit alone left, and with all others."""
-        nothing = ablated.nothing_by_prompt
-        numbers = np.stack([left - nothing, rest - nothing, ablated.whole_by_prompt - nothing], 1)
-        for prompt, row in zip(prompts, numbers, strict=True):
-            self._sums[int(prompt)] = self._sums.get(int(prompt), 0.0) + np.append(row, 1.0)
-
-    def frame(self) -> pd.DataFrame:
-        """Return shares of sums over prompts, with the standard errors of these ratios."""
-        left, rest, span, counts = np.stack(list(self._sums.values())).T
-        shares = [share_of_sums(x / counts, span / counts) for x in (left, rest)]
-        index = ["faithfulness", "completeness"]
-        return pd.DataFrame(shares, columns=["mean", "standard_error"], index=index)
 
 
 def share_of_sums(
