@@ -5,15 +5,14 @@ are trained by gradient on
 
     loss = mean over prompts of |m(C) - m(M)| / max(|m(M) - m(∅)|, half of its mean)
 
-in the notation of `ablation.py`: the error of every prompt, and not of the mean, in which prompts
-that overshoot and prompts that fall short cancel. The forward pass has the circuit itself; the
-slope of θ is what the site would add to the loss, to first order, whether it is in the circuit or
-not (a straight-through estimator: Bengio et al., "Estimating or Propagating Gradients Through
-Stochastic Neurons", 2013). Steps have momentum, and are divided by the geometric mean of the
-running sizes of the site's slope and of all slopes: with the site's alone, as in Adam, all sites
-that help would rise alike, and the order would not change. k falls from all candidates to `n_sites`
-in the first 40 % of the steps. Of the circuits after that, by running means of θ, the one with the
-smallest error on validation prompts is returned.
+in the notation of `ablation.py`: the error of every prompt, and not of the mean, in which errors of
+opposite signs cancel. The forward pass has the circuit itself; the slope of θ is what the site
+would add to the loss, to first order, whether it is in the circuit or not (a straight-through
+estimator: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013).
+Steps have momentum, and are divided by the geometric mean of the running sizes of the site's slope
+and of all slopes: with the site's alone, as in Adam, all sites that help would rise alike. k falls
+from all candidates to `n_sites` in the first 40 % of the steps. Of the circuits after that, by
+running means of θ, the one with the smallest error on validation prompts is returned.
 """
 
 import math
@@ -72,7 +71,7 @@ def learn_mask(
     """Learn which sites, of a given number, keep the metric of every prompt, also of unseen ones.
 
     `discover` finds the smallest circuit that keeps the mean over these prompts. This function
-    takes more passes (three for each step), and its circuits are for other prompts too.
+    takes three passes for each step, and its circuits are for other prompts too.
 
     Args:
         model: converted, or with exposed neuron-heads; without hooks of its own.
@@ -121,11 +120,8 @@ def learn_mask(
         if not is_count(number, least)
     ]
     reasons += reasons_against_draws(0, seed)
-    if not as_metric(metric).by_prompt:
-        reasons.append(
-            f"got {as_metric(metric).name}, one number of all prompts; expected a metric of each "
-            "prompt"
-        )
+    if not (bound := as_metric(metric)).by_prompt:
+        reasons.append(f"got {bound.name}; expected a metric of each prompt")
     labels = list(range(len(pair.clean)) if groups is None else groups)
     if len(labels) != len(pair.clean):
         reasons.append(f"got {len(labels)} groups of {len(pair.clean)} pairs; expected as many")
@@ -144,10 +140,8 @@ def learn_mask(
     candidates = np.argsort(-abs(effects), kind="stable")[: n_candidates or 5 * n_sites]
     ablate = partial(AblatedModel, *(*prompts, frame), **options, ablation=ablation)
     training, validation = _split(labels, seed)
-    batches = [
-        ablate(some=batch.tolist())
-        for batch in np.array_split(training, math.ceil(len(training) / batch_size))
-    ]
+    parts = np.array_split(training, math.ceil(len(training) / batch_size))
+    batches = [ablate(some=part.tolist()) for part in parts]
     search = _Training(batches, ablate(some=validation.tolist()), candidates, n_sites)
     with tqdm(total=steps, desc=progress or None, disable=not progress) as bar:
         for step in range(steps):
@@ -208,8 +202,7 @@ class _Training:
         scale = spans.clamp_min(spans.mean() / 2)
 
         def loss(measured: Tensor) -> Tensor:
-            errors = abs(measured - whole.to(measured)) / scale.to(measured)
-            return errors.mean()
+            return (abs(measured - whole.to(measured)) / scale.to(measured)).mean()
 
         _, slopes = ablated.slopes(self._candidates[highest], loss)
         slope = torch.from_numpy(slopes[self._candidates])

@@ -14,15 +14,6 @@ any head; b_V, b_in and a norm's bias begin in the head that reads them: one hop
 the streams of 0, 1, 2, and more hops side by side. The effect of embedding → s → t → logits is the
 product of z_s W_O[s], for the embedding alone, and F_tᵀ c, with c the gradient of a metric at the
 stream that is unembedded; the largest are found in blocks.
-
-Memory in numbers of the model's dtype, for batch B, N tokens, a vocabulary V, H heads and neurons:
-
-    2 (h + 2) B N V                             logits, for `hops=h`, while they are made
-    B N (8 (h + 3) (d_model + m) + Σ d_head)    streams (m: the largest Σ d_head of a sublayer), and
-                                                every head's output for the embedding
-    B N Σ (5 d_model + 6 d_head + N)            the run and its patterns
-    4 b B d_model + 3 m B d_model               `paths`: a block of b heads, and the writes of one
-      + 2 b² + 16 b min(k, b)                   sublayer
 """
 
 from bisect import bisect_right
@@ -37,9 +28,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.arguments import is_count, option_reasons, positive_reasons
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.linear_run import LinearRun, LinearSublayer, linearize
+from attn_only_lens.engine.linear_run import LinearRun, linearize
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     bind,
@@ -107,7 +98,7 @@ class PathExpansion:
 
         Args:
             metric: as in `effects`.
-            k: how many paths; fewer if there are fewer.
+            k: how many paths, at most.
             block: how many heads on either side to compute at once.
             progress: show a bar over positions.
 
@@ -119,12 +110,7 @@ class PathExpansion:
         Raises:
             InputError: as in `effects`; k or block not positive.
         """
-        reasons = [
-            f"got {name}={value!r}; expected 1 or more"
-            for name, value in (("k", k), ("block", block))
-            if not is_count(value, 1)
-        ]
-        InputError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
         with torch.no_grad(), float32_weights(self._linear.model):
             gradient, value = self._gradient(metric)
             ranked = _RankedPaths(self._linear, self._first, k, block)
@@ -155,10 +141,10 @@ def path_expansion(
     held: Literal["gate", "up"] = "gate",
     mask: Tensor | None = None,
 ) -> PathExpansion:
-    """Expand the logits of a run into paths through heads and neuron-heads, patterns held.
+    """Expand the logits of a run into paths through heads and neuron-heads.
 
-    Exact: patterns and norm scales keep their values of the run, and everything that is then linear
-    is expanded, not approximated. A neuron-head is linear in its value once its gate is held.
+    Exact, with patterns and norm scales held at their values of the run. A neuron-head is linear in
+    its value once its gate is held.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -206,7 +192,17 @@ def path_expansion(
     linear = linearize(model, pair.clean, pair.mask, held=held)
     streams, first = _expand(linear, hops)
     logits = linear.unembed(streams)
-    _require_logits(linear, logits, pair)
+    real = pair.real.to(logits.device)
+    # Terms of different lengths may be much larger than their sum.
+    error = (logits.sum(0) - linear.logits)[real].abs().amax()
+    size = logits.abs().sum(0)[real].amax()
+    neurons = host_of(model).neurons
+    if not error <= size * max(logit_tolerance(neurons, x) for x in (logits.dtype, torch.float32)):
+        reason = (
+            f"its paths add up to logits that differ by {float(error):.2g} from those of the run "
+            f"(the sizes of terms add up to {float(size):.2g})"
+        )
+        raise UnsupportedModelError([reason], _PROBLEM)
     return PathExpansion(logits, held, pair, linear, first)
 
 
@@ -226,22 +222,6 @@ def _expand(
         new = torch.cat([sublayer.writes.bias[None], sublayer.written(z)])
         history = [history[-1], history[-1].to(z.device) + new]
     return history[-1], tuple(first)
-
-
-def _require_logits(linear: LinearRun, terms: Tensor, pair: PromptPair) -> None:
-    logits = linear.logits
-    real = pair.real.to(logits.device)
-    # Terms of different lengths may be much larger than their sum.
-    error = (terms.sum(0) - logits)[real].abs().amax()
-    size = terms.abs().sum(0)[real].amax()
-    neurons = host_of(linear.model).neurons
-    allowed = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
-    if not error <= allowed * size:
-        reason = (
-            f"its paths add up to logits that differ by {float(error):.2g} from those of the run "
-            f"(the sizes of terms add up to {float(size):.2g})"
-        )
-        raise UnsupportedModelError([reason], _PROBLEM)
 
 
 class _RankedPaths:
@@ -266,7 +246,9 @@ class _RankedPaths:
             self._largest.add(alone[None], (0, number))
             for start in range(0, self._counts[index], self._block):
                 nodes = slice(start, min(start + self._block, self._counts[index]))
-                for key in self._keys(last, end):
+                n_pos = self._linear.run.embedding.shape[1]
+                is_neuron = last.writes.neurons is not None
+                for key in range(end, end + 1) if is_neuron else range(n_pos):
                     back = last.covectors(gradient[:, nodes], nodes, end, key)
                     if not back.any():  # masked
                         continue
@@ -279,10 +261,6 @@ class _RankedPaths:
                             block=self._block,
                         )
 
-    def _keys(self, last: LinearSublayer, end: int) -> range:
-        n_pos = self._linear.run.embedding.shape[1]
-        return range(n_pos) if last.writes.neurons is None else range(end, end + 1)
-
     def _writers(self, reader: int, position: int) -> Iterator[tuple[int, Tensor]]:
         for index in range(self._linear.n_before(reader)):
             sublayer, z = self._linear.sublayers[index], self._first[index][:, position]
@@ -290,13 +268,13 @@ class _RankedPaths:
 
     def frame(self) -> pd.DataFrame:
         """Return the paths, the largest first."""
-        rows = []
-        for (second, first), effect in zip(
-            self._largest.pairs.tolist(), self._largest.values.tolist(), strict=True
-        ):
-            hops = 2 if second else 1
-            rows.append((hops, self._name(first), self._name(second), effect))
-        frame = pd.DataFrame(rows, columns=["hops", "first", "second", "effect"])
+        pairs = self._largest.pairs.tolist()
+        columns = {
+            "hops": [2 if second else 1 for second, _ in pairs],
+            "first": [self._name(first) for _, first in pairs],
+            "second": [self._name(second) for second, _ in pairs],
+        }
+        frame = pd.DataFrame(columns | {"effect": self._largest.values.tolist()})
         frame.attrs["paths"] = self._largest.seen
         return frame
 

@@ -87,9 +87,7 @@ def require_resamples(resamples: object, n_prompts: int, metric: Metric) -> None
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} pairs of prompts; expected 4 or more, to split in halves")
     if not metric.by_prompt:
-        reasons.append(
-            f"got {metric.name}, one number of all prompts; expected a metric of each prompt"
-        )
+        reasons.append(f"got {metric.name}; expected a metric of each prompt")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
