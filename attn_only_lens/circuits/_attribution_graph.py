@@ -11,7 +11,7 @@ at the same position or at any. It is counted before edges are computed, and ref
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -65,42 +65,37 @@ def attribution_graph(
     """Return what each head and neuron contributes to a metric, and through which others.
 
     With `corrupted`, the graph explains the difference between the two runs, exactly: the edges
-    into a node add up to its attribution, and those into the metric to the change of the metric,
-    through values and through patterns. Slopes are taken between the runs
-    (`engine/secants.py`). How a product of changing factors is shared among them is a convention;
-    an attribution is not the effect of a patch.
+    into a node add up to its attribution, and those into the metric to its change. Slopes are taken
+    between the runs (`engine/secants.py`). How a product of changing factors is shared among them
+    is a convention; an attribution is not the effect of a patch.
 
-    Without it, the graph explains one run, exactly for the model with patterns and norm scales held
-    at their values: edges of kind "value" add up. Edges of kinds "q", "k" and "gate" say how
-    patterns would change, to first order.
+    Without it, the graph explains one run, exactly with patterns and norm scales held: edges of
+    kind "value" add up. Edges of kinds "q", "k" and "gate" say how patterns would change, to first
+    order.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            A model in half precision is run in float32 during the call, with the same weights; of
-            a difference, a warning says by how much that moves the metric's change.
+            A model in half precision is run in float32; of a difference, a warning says by how much
+            that moves the metric's change.
         clean: a text, texts, or tokens [batch, pos]. Contributions of several prompts at one
             position are added up.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits
             [batch, pos, d_vocab]; of one run not `kl`, whose gradient there is 0.
         corrupted: the prompts to compare with, token for token.
         sites: the nodes: a circuit of `discover`, or names such as "L5N1234@7".
-        top: or how many heads and neurons become nodes: 60 of a difference, 300 of one run, if
-            neither this nor sites or mass is given.
+        top: or how many heads and neurons become nodes; 60 of a difference, 300 of one run.
         mass: or the share of Σ |attribution| that nodes must have; 1 for all of them.
         positions: where each role is in the prompts, `task.roles`: nodes are then heads at roles,
-            and each number is a mean over prompts with its standard error. Prompts may differ in
-            length. Tokens without a role are added up in "rest".
+            with standard errors over prompts, which may differ in length. Tokens without a role are
+            added up in "rest".
         patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
         max_edges: the largest number of edges; an upper bound is counted before any is computed.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
-    Returns:
-        The graph.
-
     Raises:
         InputError: with every reason: invalid sites, top, mass or max_edges; prompts or a metric
-            that do not fit; unknown norms or matrices.
-        InputError: too many edges, with their memory and the largest top that stays below.
+            that do not fit; unknown norms or matrices; too many edges, with their memory and the
+            largest top that stays below.
         UnsupportedModelError: the model has a step without a rule, or is not linear when patterns
             are held.
 
@@ -126,18 +121,16 @@ def attribution_graph(
     if sum(x is not None for x in (sites, top, mass)) > 1:
         reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected one of them")
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
-    if corrupted is None:
-        pair = single_prompts(model, clean, mask)
-        in_float32: AbstractContextManager[None] = float32_weights(model)
-    else:
-        pair = prompt_pair(model, clean, corrupted, mask)
-        in_float32 = float32_slopes(model, pair, metric)
     if top is None and mass is None:
         top = _TOP["run" if corrupted is None else "difference"]
-    with in_float32:
+    with ExitStack() as in_float32:
         if corrupted is None:
+            pair = single_prompts(model, clean, mask)
+            in_float32.enter_context(float32_weights(model))
             run = attribute_run(model, pair, metric, patterns)
         else:
+            pair = prompt_pair(model, clean, corrupted, mask)
+            in_float32.enter_context(float32_slopes(model, pair, metric))
             run = attribute_difference(model, pair, metric)
         places = Places.of(pair, positions)
         numbers = [places.sums(run.attributions(i)).flatten(1) for i in range(len(run.z))]
@@ -147,7 +140,7 @@ def attribution_graph(
             index = select_largest(sizes, top=top, mass=mass)
         else:
             n_before = [0, *np.cumsum([part.shape[1] for part in numbers])]
-            index = _rows_of(run, _site_ids(sites), n_before, places.names)
+            index = _rows_of(run, sites, n_before, places.names)
         _require_affordable(run, sizes, index, max_edges, n_places)
         chosen = _by_sublayer(run, index, n_places)
         at_positions = [places.positions_of(nodes) for nodes in chosen]
@@ -178,20 +171,16 @@ def attribution_graph(
     )
 
 
-def _site_ids(sites: Circuit | Sequence[str]) -> list[str]:
-    if isinstance(sites, Circuit):
-        return [f"{name}@{position}" for name, position in sites.frame[["name", "position"]].values]
-    return list(sites)
-
-
 def _rows_of(
-    run: AttributedRun, ids: Sequence[str], n_before: Sequence[int], places: list[str]
+    run: AttributedRun, sites: Circuit | Sequence[str], n_before: list[int], places: list[str]
 ) -> npt.NDArray[np.int64]:
     """Return the rows of nodes by name; refuse unknown ones."""
+    if isinstance(sites, Circuit):
+        sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     writes = [sublayer.writes for sublayer in run.linear.sublayers]
     order = {(write.layer, write.kind): i for i, write in enumerate(writes)}
     rows, reasons = list[int](), list[str]()
-    for name in dict.fromkeys(ids):
+    for name in dict.fromkeys(sites):
         head_name, _, place = str(name).partition("@")
         try:
             head = HeadName.parse(head_name)

@@ -1,8 +1,8 @@
 """One call from two prompts to an answer: what made the difference, in which circuit, how exactly.
 
 The attribution by secants ranks all sites; a search finds a small circuit; the graph of the
-difference shows how its sites act on each other; and patches of the strongest sites measure what
-the attribution only divides. Sites are patched one at a time, in both directions.
+difference shows how its sites act on each other; patches of the strongest sites, one at a time,
+measure what the attribution only divides.
 """
 
 from collections.abc import Sequence
@@ -181,12 +181,8 @@ def explain(
         faithfulness: the share of the difference that the circuit must keep, within 1 - this of 1.
         most_nodes: of the circuit's sites, how many the graph shows: those of the largest shares.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
-        resamples: as of `discover`, 2 or more: the page then shows which nodes are in the circuits
-            of other prompts as well; 0 for none.
-        progress: whether to show a bar for the search.
-
-    Returns:
-        The attribution, the circuit, its graph, and the patches, with a table and a page.
+        resamples: as of `discover`: the page then shows how stable each node is; 0 for none.
+        progress: show a bar for the search.
 
     Raises:
         InputError: with every reason: invalid numbers; prompts or a metric that do not fit.

@@ -8,8 +8,7 @@ Nodes of one kind at one position may form a group. Two of them are similar by t
 
 and groups are clusters of average linkage. As a whole, a group has one number t for each prompt:
 its members' z are set to corrupted + t · (clean - corrupted), with the t that fits best, by least
-squares, what they write when only the graph's nodes are left. The faithfulness with each group
-replaced like this says whether a group acts as one variable.
+squares, what they write when only the graph's nodes are left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,6 +95,8 @@ def group_nodes(
 ) -> NodeGroups:
     """Group the nodes of a graph that read, write and act alike, and measure each group.
 
+    Groups are named after the tokens that their members together write most.
+
     Args:
         graph: of the difference between the two prompts, by `attribution_graph`.
         model: the graph's model.
@@ -109,9 +110,6 @@ def group_nodes(
         examples: of neurons, by `neurons.top_examples`; groups are then also named after the token
             where most of their neurons are largest.
         mask: as given to `attribution_graph`.
-
-    Returns:
-        The groups, named after the tokens that their members together write most.
 
     Raises:
         InputError: with every reason: a graph of one run; a similarity beyond 0 to 1; another

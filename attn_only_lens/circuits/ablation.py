@@ -19,8 +19,8 @@ rows of one batch (`engine/replay`). With m the metric, M all sites and C a circ
 left, the site adds g · (z - its ablated value) / (m(M) - m(∅)) to f(C), to first order.
 
 `faithfulness` measures the k highest ranked sites, for shares k of all sites. Its areas are those
-of Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by the trapezoids of its
-code (which ranks by signed scores for CPR, by |scores| for CMD, and counts edges, not sites):
+of Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by trapezoids (MIB ranks
+by signed scores for CPR, by |scores| for CMD, and counts edges, not sites):
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -127,8 +127,7 @@ def faithfulness(
         clean: the prompts whose circuit it is; see `prompt_pair`.
         corrupted: the prompts to resample from, token for token.
         metric: `logit_diff(...)` and the like, or any function of logits.
-        ranking: of sites, by `activation_patch` or `attribution`, with positions "each", "all" or
-            by role.
+        ranking: by `activation_patch` or `attribution`, with positions "each", "all" or by role.
         ablation: of everything outside: "zero", "mean", "positional_mean", "resample".
         order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
         shares: of all sites, increasing; MIB's by default.
@@ -136,9 +135,6 @@ def faithfulness(
         n_random: random rankings to compare with; 0 for none.
         seed: of those.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-
-    Returns:
-        The curve, and its areas.
 
     Raises:
         InputError: with every reason: invalid shares, settings or sites; prompts or a metric that
@@ -160,13 +156,11 @@ def faithfulness(
     if not in_range or list(shares) != sorted(set(shares)):
         reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
     if not isinstance(ranking, Sweep):
-        got = type(ranking).__name__
-        expected = "the result of `attribution` or `activation_patch`"
-        reasons.append(f"ranking: got a {got}; expected {expected}")
+        expected = "expected the result of `attribution` or `activation_patch`"
+        reasons.append(f"ranking: got a {type(ranking).__name__}; {expected}")
     InputError.raise_if(reasons, "no curve can be drawn")
-    prompts = model, clean, corrupted, metric
-    prompt_options: dict[str, Any] = {"mask": mask, "positions": positions}
-    ablated = AblatedModel(*prompts, ranking.frame, ablation=ablation, **prompt_options)
+    options: dict[str, Any] = {"ablation": ablation, "mask": mask, "positions": positions}
+    ablated = AblatedModel(model, clean, corrupted, metric, ranking.frame, **options)
     highest = ablated.ranked(ranking, order)
     sizes = [int(share * ablated.n_sites) for share in shares]
     kept, others, random = ablated.curves([highest[:size] for size in sizes], n_random, seed)

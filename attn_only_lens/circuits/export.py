@@ -129,7 +129,7 @@ def to_neuronpedia(graph: CircuitGraph, path: str | Path, *, slug: str, scan: st
         graph: of one prompt.
         path: the file; viewers expect SLUG.json.
         slug: the graph's name in viewers.
-        scan: the model's name there; by default the graph's.
+        scan: the model's name; by default the graph's.
 
     Raises:
         InputError: the graph has several prompts, which the schema does not allow.

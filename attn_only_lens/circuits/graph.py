@@ -120,11 +120,8 @@ class CircuitGraph:
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
         """Return the sum of the edges into each node that has any, by id.
 
-        Args:
-            kind: of the edges; by default all kinds that add up to the node's attribution.
-
-        Raises:
-            InputError: an unknown kind.
+        By default of all kinds that add up to the node's attribution; an unknown kind raises an
+        `InputError`.
         """
         if kind not in (None, *EDGE_KINDS):
             raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
@@ -140,13 +137,11 @@ class CircuitGraph:
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
         """Keep the heads and neurons of largest |attribution|; "rest" takes over for the others.
 
+        All sums still hold.
+
         Args:
             top: how many to keep.
-            mass: or the share of Σ |attribution| over the graph's heads and neurons to keep, with
-                as few of them as possible.
-
-        Returns:
-            A graph in which all sums still hold.
+            mass: or the share of their Σ |attribution| to keep, with as few as possible.
 
         Raises:
             InputError: neither or both are given, or one that is invalid.
@@ -165,12 +160,11 @@ class CircuitGraph:
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
         """Keep the edges of largest |weight| into each node; "rest" takes over for the others.
 
+        All sums still hold.
+
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.
             top: or how many to keep, for every node and kind, besides "bias", "offset" and "rest".
-
-        Returns:
-            A graph of the same nodes in which all sums still hold.
 
         Raises:
             InputError: neither or both are given, or one that is invalid.

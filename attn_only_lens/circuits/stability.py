@@ -1,9 +1,8 @@
 """How a circuit changes with the prompts that it was found on.
 
-The prompts are split into two random halves, again and again, and each half is searched as all
-prompts were (stability selection: Meinshausen and Bühlmann 2010; in pairs of halves, Shah and
-Samworth 2013). The two halves of a split share no prompt, so each circuit is also measured on the
-half that it was not fitted to.
+The prompts are split into random halves, and each half is searched as all prompts were (stability
+selection: Meinshausen and Bühlmann 2010; in pairs of halves, Shah and Samworth 2013). Each circuit
+is also measured on the half that it was not fitted to.
 
     inclusion    the share of these circuits that include a site: it estimates how probable the
                  site is in the circuit of a fresh batch of half as many prompts
@@ -87,7 +86,7 @@ def require_resamples(resamples: object, n_prompts: int, metric: Metric) -> None
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} pairs of prompts; expected 4 or more, to split in halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}; expected a metric of each prompt")
+        reasons.append(f"got {metric.name}, one number of all prompts; expected one of each")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
