@@ -152,7 +152,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         >>> tasks = {f"{a} + 4": (torch.tensor([a, 4, 113]), torch.tensor([a, 5, 113]),
         ...                       p.logit_diff(a + 4, a + 5)) for a in (3, 9)}
         >>> some = {"3 + 4": circuits.discover(model, *tasks["3 + 4"])}
-        >>> circuits.transfer(model, some, tasks).round(1).loc["3 + 4", "3 + 4"] >= 0.9
+        >>> bool(circuits.transfer(model, some, tasks).loc["3 + 4", "3 + 4"] >= 0.85)
         True
     """
     rows = {}
