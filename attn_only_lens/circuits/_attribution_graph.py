@@ -241,15 +241,14 @@ def _require_affordable(
     if n_edges <= max_edges:
         return
 
-    def largest(top: int) -> npt.NDArray[np.int64]:
-        return select_largest(sizes, top=top) if top else np.empty(0, dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
 
-    def fits(top: int) -> bool:
-        return _count_edges(run, _by_sublayer(run, largest(top), n_pos)) <= max_edges
+    def too_many(top: int) -> bool:
+        return _count_edges(run, _by_sublayer(run, order[:top], n_pos)) > max_edges
 
-    few = bisect_left(range(1, len(index)), True, key=lambda top: not fits(top))
+    few = bisect_left(range(1, len(index)), True, key=too_many)
     n_bytes = n_edges * (_BYTES - 8 + 8 * len(run.linear.run.embedding))
-    share, left = (sizes[rows].sum() / sizes.sum() for rows in (index, largest(few)))
+    share, left = (sizes[rows].sum() / sizes.sum() for rows in (index, order[:few]))
     met_by = f"top={few:,} ({left:.0%} of the mass)" if few else "not even top=1"
     reason = (
         f"{len(index):,} nodes ({share:.0%} of the mass) have up to {n_edges:,} edges, "

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import is_count, positive_reasons
 from attn_only_lens.circuits._search import Circuit, circuit_of, rank_sites
 from attn_only_lens.circuits.ablation import (
     AblatedModel,
@@ -111,14 +111,12 @@ def learn_mask(
         (20, True)
     """
     pair = prompt_pair(model, clean, corrupted, mask)
-    counts = {"n_sites": (n_sites, 1), "steps": (steps, 20), "batch_size": (batch_size, 1)}
-    if n_candidates is not None:
-        counts["n_candidates"] = (n_candidates, 1)
-    reasons = [
-        f"got {name}={number!r}; expected a whole number, {least} or more"
-        for name, (number, least) in counts.items()
-        if not is_count(number, least)
-    ]
+    reasons = positive_reasons(n_sites=n_sites)
+    if not is_count(steps, 20):
+        reasons.append(f"got steps={steps!r}; expected 20 or more")
+    reasons += positive_reasons(
+        batch_size=batch_size, n_candidates=1 if n_candidates is None else n_candidates
+    )
     reasons += reasons_against_draws(0, seed)
     if not (bound := as_metric(metric)).by_prompt:
         reasons.append(f"got {bound.name}; expected a metric of each prompt")

@@ -110,16 +110,7 @@ def score_sources(
     if head.member is not None:
         raise UnknownHeadError(f"got {head}, one head of a neuron; expected the neuron")
     pair = single_prompts(model, prompt)
-    position, key_position = _positions(pair.clean, head, query, key)
-    if head.kind == "neuron":
-        return _of_neuron(model, pair.clean, head, position, top)
-    return _of_attention(model, pair.clean, head, position, key_position, top)
-
-
-def _positions(tokens: Tensor, head: HeadName, query: object, key: object) -> tuple[int, int]:
-    """Return the two positions, counted from 0."""
-    reasons = []
-    n_prompts, n_pos = tokens.shape
+    n_prompts, n_pos = pair.clean.shape
     if n_prompts > 1:
         reasons.append(f"got {n_prompts} prompts; expected one")
     wanted = {"query": query} | ({"key": key} if head.kind == "attention" else {})
@@ -131,8 +122,10 @@ def _positions(tokens: Tensor, head: HeadName, query: object, key: object) -> tu
     if head.kind == "neuron" and key is not None:
         reasons.append(f"got key={key!r} for {head}: a neuron-head's keys do not depend on tokens")
     InputError.raise_if(reasons, _PROBLEM)
-    positions = [int(as_plain(position)) % n_pos for position in wanted.values()]
-    return positions[0], positions[-1]
+    positions = [as_plain(position) % n_pos for position in wanted.values()]
+    if head.kind == "neuron":
+        return _of_neuron(model, pair.clean, head, positions[0], top)
+    return _of_attention(model, pair.clean, head, positions[0], positions[1], top)
 
 
 def _reads(
