@@ -303,6 +303,7 @@ class _GroupedModel(AblatedModel):
     def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
         super().__init__(model, *prompts, **options)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
+        self._whole = self._changes(np.arange(self.n_sites))
 
     @torch.no_grad()
     def _run(self, hooks: Any) -> Float[Tensor, "1 prompt"]:
@@ -335,12 +336,11 @@ class _GroupedModel(AblatedModel):
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
         """Return what sites add to the stream in the clean run beyond the corrupted one."""
-        changes = self._changes(np.arange(self.n_sites))
-        return torch.stack([self._writes(row, changes).mean(0) for row in rows.tolist()])
+        return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
         """Return the faithfulness of a circuit with the members of each group set by one number."""
-        whole, here = self._changes(np.arange(self.n_sites)), self._changes(circuit)
+        whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:
             pairs = [(self._writes(r, whole), self._writes(r, here)) for r in group.tolist()]

@@ -114,9 +114,9 @@ def learn_mask(
     reasons = positive_reasons(n_sites=n_sites)
     if not is_count(steps, 20):
         reasons.append(f"got steps={steps!r}; expected 20 or more")
-    reasons += positive_reasons(
-        batch_size=batch_size, n_candidates=1 if n_candidates is None else n_candidates
-    )
+    reasons += positive_reasons(batch_size=batch_size)
+    if n_candidates is not None:
+        reasons += positive_reasons(n_candidates=n_candidates)
     reasons += reasons_against_draws(0, seed)
     if not (bound := as_metric(metric)).by_prompt:
         reasons.append(f"got {bound.name}; expected a metric of each prompt")

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from scipy.integrate import trapezoid
 from torch import Tensor
 
@@ -230,7 +230,7 @@ class AblatedModel:
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
         source = runs.corrupted
         if ablation == "positional_mean":
-            source = _positional_means(runs.clean, pair.real, roles)
+            source = _positional_means(runs.clean, roles or resolve_positions(pair, "each"))
         elif ablation != "resample":
             source = ablate(runs.clean, runs.clean, ablation, pair.real)
         self._points = _ablated_points(model, source, sites, roles)
@@ -357,21 +357,15 @@ class AblatedModel:
         return [point.hook(kept, self._first, computed) for point in self._points]
 
 
-def _positional_means(
-    run: Recording, real: Bool[Tensor, "batch pos"], roles: Sequence[PositionSet]
-) -> Recording:
-    """Return a run with z replaced by its mean over prompts at each position, or at each role."""
-    places = [role.chosen for role in roles]
-    if not roles:
-        places = [real & (torch.arange(real.shape[1], device=real.device) == i)
-                  for i in range(real.shape[1])]  # fmt: skip
+def _positional_means(run: Recording, places: Sequence[PositionSet]) -> Recording:
+    """Return a run with z replaced by its mean over prompts at each place."""
 
     def means(z: Tensor) -> Tensor:
         result = z.clone()
         for place in places:
-            at = place.to(z.device)
-            if at.any():
-                result[at] = z[at].mean(dim=0)
+            chosen = place.chosen.to(z.device)
+            if chosen.any():
+                result[chosen] = z[chosen].mean(dim=0)
         return result
 
     neurons = {layer: NeuronRun(means(one.z)) for layer, one in run.neurons.items()}
