@@ -80,10 +80,10 @@ def learn_mask(
         metric: `logit_diff(...)` and the like, differentiable, with a number for each prompt.
         n_sites: the size of the circuit.
         steps: of training, 20 or more.
-        n_candidates: the sites of largest |effect| in one pass of `method`, from which the circuit
-            is chosen; by default five times `n_sites`.
-        groups: a label for each pair, its noun for instance. A fifth of the groups, drawn at
-            random, is for validation, so that no label is in both parts; by default pairs alone.
+        n_candidates: the circuit is chosen from the sites of largest |effect|; by default five
+            times `n_sites`.
+        groups: a label for each pair, its noun for instance; a random fifth of the labels is for
+            validation. By default each pair has its own.
         batch_size: prompts of a step.
         method: of the ranking; see `attribution`.
         ablation: of everything outside; see `discover`. Means are those of a step's prompts.
@@ -94,8 +94,8 @@ def learn_mask(
         progress: show a bar over the steps; a text is its label.
 
     Returns:
-        The circuit, measured on all prompts. Its frame `tried` has a row for each look at the
-        validation prompts: `n_sites`, `faithfulness` and `error` there (see `Evaluation`).
+        The circuit, measured on all prompts. `tried` has a row for each look at the validation
+        prompts: `n_sites`, `faithfulness` and `error` (see `Evaluation`).
 
     Raises:
         InputError: with every reason: invalid settings; too few prompts or groups; prompts, metric,

@@ -149,21 +149,16 @@ def path_expansion(
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
-        model: converted, or with exposed neuron-heads. A model in half precision is run in float32
-            during the call, with the same weights, and again in `effects` and `paths`.
+        model: converted, or with exposed neuron-heads. In half precision it is run in float32.
         prompts: a text, texts, or tokens.
         hops: the largest number of heads that paths are told apart by.
         held: in a gated MLP with exact heads, the factor of the value that is held: "gate" (paths
             go through W_in), or "up" (through W_gate, the neuron's score).
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
-    Returns:
-        Logits of paths through 0, 1, 2 and more heads. Its `effects` gives what they add to a
-        metric, and its `paths` the single paths through one head or two that add most.
-
     Raises:
-        InputError: with every reason: prompts that do not fit, unknown norms or
-            matrices, `held="up"` where no value is a product.
+        InputError: with every reason: prompts that do not fit, unknown norms or matrices,
+            `held="up"` where no value is a product.
         UnsupportedModelError: heads whose outputs are not linear in what they read, for instance
             because values are clipped or normed; or paths that do not add up to the logits.
 

@@ -85,16 +85,15 @@ def score_edges(
 ) -> pd.DataFrame:
     """Score every edge between some nodes, the embedding and the logits.
 
-    An edge is a writer, a later reader, and the input of the reader. Writers and readers are heads
-    at all positions together.
+    An edge is a writer, a later reader, and the reader's input, at all positions together.
 
     Args:
         model: converted, or with exposed neuron-heads; without hooks of its own. A model in half
-            precision is run in float32 during the call, with the same weights.
+            precision is run in float32.
         prompts: a text, texts, tokens [batch, pos], or a list of rows of tokens; of any lengths.
         nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names: whole neurons. By default all,
-            if there are no more than `top`; otherwise those of largest attribution.
-        metric: for that attribution, Σ |gradient · z| over tokens; not used otherwise.
+            up to `top`, or those of largest attribution, Σ |gradient · z| over tokens.
+        metric: for that attribution.
         top: the largest number of default nodes.
         to: what replaces writes and outputs: "zero", "mean", or both, which are added up.
         exact: how many of the edges of highest score are also cut exactly.

@@ -15,7 +15,6 @@ score is that before the softmax and before a soft cap. For a neuron,
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
 (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", for the terms of a score.)
-Cost for a head: a forward pass, 2 d_model d_head flops a writer and side, and 2 d_head a pair.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,8 +64,7 @@ def score_sources(
     The shares add up to the score, to rounding, for norm scales as they are in this run.
 
     Args:
-        model: converted, or with exposed neuron-heads. A model in half precision is run in
-            float32 during the call, with the same weights.
+        model: converted, or with exposed neuron-heads. In half precision it is run in float32.
         prompt: a text, or tokens [pos] or [1, pos].
         name: `L5H3`, or a neuron, `L5N1234`.
         query: the position that attends; of a neuron, its position. -1 is the last.

@@ -125,22 +125,15 @@ class AttributedRun:
 
     linear: LinearRun
     metric: str
-    value: float
-    """The metric, or its change."""
-    offset: float
-    """What the logits do not explain to first order: 0 for a metric with known rules."""
+    value: float  # the metric, or its change
+    offset: float  # what the logits do not explain to first order: 0 for a metric with known rules
     gradients: list[Outputs]
-    first: Residual
-    """The gradient at the embedding."""
-    last: Residual
-    """The gradient at the stream that is unembedded."""
-    logit_bias: Float[Tensor, "batch"]
-    """What the biases of the last norm and the unembedding add."""
-    bias: float
-    """What all biases add."""
+    first: Residual  # the gradient at the embedding
+    last: Residual  # the gradient at the stream that is unembedded
+    logit_bias: Float[Tensor, "batch"]  # what biases of the last norm and the unembedding add
+    bias: float  # what all biases add
     slopes: list[Slopes]
-    z: list[Outputs]
-    """The outputs of heads in the clean run."""
+    z: list[Outputs]  # of the clean run
     is_difference: bool = False
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:

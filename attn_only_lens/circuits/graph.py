@@ -43,11 +43,11 @@ class CircuitGraph:
 
     Attributes:
         nodes: a row for each node: `id`, `kind`, `layer` (source layer; only of heads and neurons),
-            `name`, `position` (none for bias, rest, offset, metric), `value` (the output of a
-            neuron in the clean run; the length of that of an attention head or the embedding; the
-            mean over prompts), `gradient` (of the metric by a neuron's value; none with several
-            prompts, or heads to a neuron) and `attribution`, the sum over prompts.
-            Of several prompts by role, also `error`, the standard error.
+            `name`, `position` (none for bias, rest, offset, metric), `value` (the mean over prompts
+            of a neuron's output in the clean run, or the length of a head's or the embedding's),
+            `gradient` (of the metric by a neuron's value; none with several prompts, or heads to a
+            neuron) and `attribution`, the sum over prompts; by role also `error`, the standard
+            error.
         edges: a row for each edge that is not 0: `source`, `target` (ids), `kind` ("value", "q",
             "k", "gate"), `weight`; by role also `error`.
         tokens: of each clean prompt, as strings; by role, the roles.

@@ -69,9 +69,8 @@ def composition(
         model: converted, or with exposed neuron-heads.
         writers: `patching.heads()`, `patching.neuron_heads()`, names; "embed" is the embedding.
         readers: the same, without "embed".
-        kind: "q", "k" or "v", the reader's input. A neuron-head reads its pre-activation through
-            "q" and its value through "v": the same vector in a plain MLP, W_gate and W_in in a
-            gated one.
+        kind: "q", "k" or "v", the reader's input. A neuron-head reads through the same vector for
+            "q" and "v" in a plain MLP, and through W_gate and W_in in a gated one.
         fold_norms: fold norms into the weights; False uses the weights alone.
 
     Returns:
@@ -206,10 +205,9 @@ def virtual_weights(
 ) -> FactoredMatrix:
     """Return the matrix W R that joins a writer's input to a reader's output.
 
-    Rows are the writer's input: the stream at the token it attends to (d_model); for a neuron, its
-    activation (1); for "embed", the token (d_vocab). Columns are the reader's output: for an
-    attention head the stream on the other side of its scores (q, k), or what it writes (v): d_model
-    entries; for a neuron its query or value (1).
+    Rows are the writer's input: the stream (d_model); for a neuron, its activation (1); for
+    "embed", the token (d_vocab). Columns are the reader's output: for an attention head the stream
+    on the other side of its scores (q, k), or what it writes (v); for a neuron its query or value.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 

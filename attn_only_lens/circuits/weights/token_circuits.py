@@ -68,12 +68,10 @@ class TokenCircuit:
     Attributes:
         name: of the head.
         kind: "qk" or "ov".
-        matrix: a row for each query token, or token attended to; a column for each key token, or
-            token written. A neuron's QK has one column: the bias token. A TransformerLens
-            `FactoredMatrix`: `matrix.AB` would be all of it.
+        matrix: a TransformerLens `FactoredMatrix`, with rows for query tokens, or tokens read, and
+            columns for key tokens, or tokens written. A neuron's QK has one, for the bias token.
         row_tokens: the tokens of its rows; None for the whole input vocabulary.
-        column_tokens: the tokens of its columns; None for the whole vocabulary (of an OV circuit,
-            the output vocabulary).
+        column_tokens: the tokens of its columns; None for all (of an OV circuit, all outputs).
     """
 
     name: str
@@ -100,7 +98,7 @@ class TokenCircuit:
 
         Returns:
             Rows by falling score (rising, of the lowest): texts, `query` and `key` or `read` and
-            `written`; their tokens, `query_token` and so on (-1 for the bias token); `score`.
+            `written`; tokens, `query_token` and so on (-1 for the bias token); `score`.
 
         Raises:
             InputError: k or block not positive.
@@ -183,9 +181,7 @@ def qk_circuit(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return which tokens a head attends to from which, by its weights.
-
-    For a neuron-head: which tokens open its gate against the bias token.
+    """Return which tokens a head attends to from which, or which open a neuron-head's gate.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -198,9 +194,8 @@ def qk_circuit(
         The circuit, W_E W_Q W_Kᵀ W_Eᵀ in two factors; of a neuron [d_vocab, 1].
 
     Raises:
-        InputError: the model has no neuron-heads, or not that head; unknown weights or norms; an
-            embedding that does more than multiply by one matrix; tokens that are not in the
-            vocabulary, or repeated.
+        InputError: a model without neuron-heads, or without that head; unknown weights, norms or
+            embeddings; tokens that are not in the vocabulary, or repeated.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
@@ -300,9 +295,8 @@ def copying_scores(
         are missing where a head reads or writes nothing.
 
     Raises:
-        InputError: with every reason: the model has no neuron-heads, or not those heads; unknown
-            weights or norms; an output vocabulary of another size, without tokens that are in
-            both; weights that are not finite.
+        InputError: as in `qk_circuit`; an output vocabulary of another size, without tokens that
+            are in both; weights that are not finite.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
@@ -412,8 +406,7 @@ def token_paths(
         first of them).
 
     Raises:
-        InputError: with every reason: numbers that are not positive, no neurons, single heads of a
-            neuron, unknown weights or norms; the model has no neuron-heads, or not those neurons.
+        InputError: as in `ov_circuit`; numbers that are not positive, single heads of a neuron.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
