@@ -201,14 +201,8 @@ def explain(
     prompts = model, clean, corrupted, metric
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
         whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
-        circuit = discover(
-            *prompts,
-            faithfulness=faithfulness,
-            method="secant",
-            budget=0,
-            resamples=resamples,
-            progress=progress,
-        )
+        search: dict[str, Any] = {"faithfulness": faithfulness, "resamples": resamples}
+        circuit = discover(*prompts, **search, method="secant", budget=0, progress=progress)
         shares = whole.to_frame().set_index(["name", "position"])["score"]
         keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
         keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
@@ -234,29 +228,23 @@ def _what_nodes_do(
         host.hook_name(head.layer, head.kind, point) for head in heads for point in ("z", "pattern")
     }
     run = record(model, pair.clean, pair.mask, names=sorted(hooks))
-    try:
-        written = DirectEffects(model).promoted_tokens(run.hooked, nodes, 2)
-    except InputError:  # of an unknown norm, say: then without tokens
-        written = []
+    written = DirectEffects(model).promoted_tokens(run.hooked, nodes, 2)
     texts = [token_text(model, token) for token in pair.clean[0].tolist()]
     does, labels = dict[str, str](), dict[str, str]()
-    for index, (head, (name, position)) in enumerate(zip(heads, nodes, strict=True)):
-        pattern = run.hooked[host.hook_name(head.layer, head.kind, "pattern")][0]
-        key = f"{name}@{position}"
-        labels[key] = name
-        top = [repr(token_text(model, token)) for token, _ in written[index][:2]] if written else []
-        writes = f"writes {', '.join(top)}" if top else ""
+    for head, (name, position), top in zip(heads, nodes, written, strict=True):
+        pattern = run.hooked[host.hook_name(head.layer, head.kind, "pattern")][0, head.index]
+        tokens = [token_text(model, token) for token, _ in top[:2]]
+        writes = f"writes {', '.join(map(repr, tokens))}" if tokens else ""
         if head.kind == "attention":
-            weights = pattern[head.index, position, : len(texts)]
+            weights = pattern[position, : len(texts)]
             most = int(weights.argmax())
-            looks = f"{texts[position]!r} looks at {texts[most]!r} ({float(weights[most]):.0%})"
-            does[key] = f"{looks}; {writes}".rstrip("; ")
-            labels[key] += f" ← {texts[most].strip()[:_LONGEST]}"
+            reads = f"{texts[position]!r} looks at {texts[most]!r} ({float(weights[most]):.0%})"
+            label = f"{name} ← {texts[most].strip()[:_LONGEST]}"
         else:
             shared = host.neurons[head.layer].heads_per_neuron > 1
-            gate = "" if shared else f", gate {float(pattern[head.index, position, SELF]):.2f}"
-            does[key] = f"at {texts[position]!r}{gate}; {writes}".rstrip("; ")
-            if written:
-                token = token_text(model, written[index][0][0])
-                labels[key] += f" → {token.strip()[:_LONGEST]}"
+            gate = "" if shared else f", gate {float(pattern[position, SELF]):.2f}"
+            reads = f"at {texts[position]!r}{gate}"
+            label = f"{name} → {tokens[0].strip()[:_LONGEST]}" if tokens else name
+        key = f"{name}@{position}"
+        does[key], labels[key] = f"{reads}; {writes}".rstrip("; "), label
     return does, labels
