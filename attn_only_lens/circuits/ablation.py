@@ -499,27 +499,20 @@ def _ablated_points(
 
 
 def ablated_model(
-    model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    sites: pd.DataFrame,
-    *,
-    ablation: Ablation,
+    *prompts_and_sites: Any,
     prompts_at_once: int | None = None,
     some: Sequence[int] | None = None,
     **options: Any,
 ) -> AblatedModel:
-    """Return an ablated model that holds the runs of all prompts, or of a chunk if they are many.
+    """Return an `AblatedModel` that holds the runs of all prompts, or of a chunk if they are many.
 
     Means are over all prompts, and so are custom metrics: with these, all prompts are held.
     """
-    make = partial(
-        AblatedModel, model, clean, corrupted, metric, sites, ablation=ablation, **options
-    )
+    model, clean, corrupted, metric, sites = prompts_and_sites
+    make = partial(AblatedModel, *prompts_and_sites, **options)
     pair, metric = prompt_pair(model, clean, corrupted, options["mask"]), as_metric(metric)
     chosen = list(range(len(pair.clean)) if some is None else some)
-    if ablation not in _BY_PROMPT or not metric.by_prompt:
+    if options["ablation"] not in _BY_PROMPT or not metric.by_prompt:
         return make(some=some)
     here = pair.of_prompts(chosen)
     layers = resolve_sites(model, list(sites["name"].unique()))
