@@ -81,10 +81,10 @@ def evaluate(
         >>> model = convert(pretrained.modular_addition())
         >>> circuit = circuits.discover(
         ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]), p.logit_diff(7, 8))
-        >>> other = circuits.evaluate(
+        >>> second = circuits.evaluate(
         ...     model, circuit, torch.tensor([9, 4, 113]), torch.tensor([9, 5, 113]),
         ...     p.logit_diff(13, 14))
-        >>> abs(1 - circuit.faithfulness) < abs(1 - other.faithfulness)  # it is of one sum alone
+        >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it is of one sum alone
         True
     """
     pair = prompt_pair(model, clean, corrupted, mask)
@@ -118,14 +118,8 @@ def evaluate(
     (left,) = ablated.by_prompt([rows])
     whole, nothing = ablated.whole_by_prompt, ablated.nothing_by_prompt
     _, error = share_of_sums(left - nothing, whole - nothing)
-    return Evaluation(
-        float(measured[0]),
-        float(complete[0]),
-        ablated.whole,
-        ablated.nothing,
-        standard_error=error,
-        error=float((abs(left - whole) / abs(whole - nothing)).mean()),
-    )
+    numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
+    return Evaluation(*numbers, error=float((abs(left - whole) / abs(whole - nothing)).mean()))
 
 
 def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:

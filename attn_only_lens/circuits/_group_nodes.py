@@ -236,9 +236,9 @@ def _distances(
 ) -> Float[np.ndarray, "node node"]:
     """Return 1 - the mean of the three similarities."""
     similar = [weights]
-    for end, other in (("source", "target"), ("target", "source")):
+    for end, opposite in (("source", "target"), ("target", "source")):
         edges = graph.edges[graph.edges[end].isin(heads["id"])]
-        table = edges.pivot_table("weight", end, [other, "kind"], fill_value=0.0, observed=True)
+        table = edges.pivot_table("weight", end, [opposite, "kind"], fill_value=0.0, observed=True)
         similar.append(_cosines(table.reindex(heads["id"], fill_value=0.0).to_numpy(dtype=float)))
     return np.clip(1 - np.mean(similar, axis=0), 0, None)
 

@@ -156,7 +156,7 @@ def node_frame(
         means = places.sums(values).mean(0)[some, heads]
         add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
     if places.chosen is not None:  # tokens without a role
-        rest += float(along.double().sum() - by_place.sum())
+        rest += float(along.cpu().double().sum() - by_place.sum())
     ends = {"bias": (0.0, run.bias), "rest": (0.0, rest)}
     if run.is_difference:
         del ends["bias"]  # it drops out
