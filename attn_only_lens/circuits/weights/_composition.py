@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -421,20 +422,15 @@ def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
     """Yield each neuron with the heads of the largest |scores|."""
-    names = [name for group in others for name in group.names]
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
-        values: Float[Tensor, "neuron kept"] = factors.new_empty(len(factors), 0)
-        places, first = values.long(), 0
+        tops: list[list[tuple[str, float]]] = [[] for _ in factors]
         for group in others:
             for rows in group.slices(_BLOCK):
                 new = scores(group.factors(rows).to(factors), factors, signed=True).T
-                new_places = torch.arange(first + rows.start, first + rows.stop, device=new.device)
-                values = torch.cat([values, new], dim=1)
-                places = torch.cat([places, new_places.expand(len(new), -1)], dim=1)
-                kept = values.abs().topk(min(k, values.shape[1]), dim=1).indices
-                values, places = values.gather(1, kept), places.gather(1, kept)
-            first += len(group.names)
-        rows_of = zip(neurons.names[some], places.tolist(), values.tolist(), strict=True)
-        for name, indices, amounts in rows_of:
-            yield name, [(names[i], x) for i, x in zip(indices, amounts, strict=True)]
+                kept = new.abs().topk(min(k, new.shape[1]), dim=1).indices
+                names = np.array(group.names[rows])[kept.cpu().numpy()].tolist()
+                for top, *columns in zip(tops, names, new.gather(1, kept).tolist(), strict=True):
+                    top += zip(*columns, strict=True)
+        for name, top in zip(neurons.names[some], tops, strict=True):
+            yield name, sorted(top, key=lambda pair: -abs(pair[1]))[:k]
