@@ -29,6 +29,8 @@ from attn_only_lens.viz.page import (
     visible_token,
 )
 
+_SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
+_STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
 _CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # of a box, in pixels
 _LONGEST = 28  # characters of a label
 
@@ -90,23 +92,20 @@ def circuit_page(
     """
     details, state = {} if details is None else details, {} if state is None else state
     refuse(*circuit_reasons(nodes, edges, meta, details, state))
-    data = _drawing(nodes.reset_index(drop=True), edges, meta)
-    data["details"] = {key: _plain(item) for key, item in details.items()}
-    data["notes"], data["state"] = list(meta.get("notes", ())), state
-    data["groups"] = list(meta.get("groups", ()))
-    data["exact"] = meta.get("exact", "")
+    data = _drawing(nodes.reset_index(drop=True), edges, meta) | {
+        "details": {key: _plain(item) for key, item in details.items()},
+        **{"state": state, "exact": meta.get("exact", "")},
+        **{key: list(meta.get(key, ())) for key in ("notes", "groups")},
+    }
     title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"
     picture = circuit_picture(_named(data, state), title)
     body = [
         asset("assets/circuit.html").replace("TITLE", escape(title)),
         f'<script type="application/json" id="circuit">{script_data(data)}</script>',
         f'<script type="application/json" id="state">{script_data(state)}</script>',
-        inline_script(asset("vendor/d3.min.js")),
-        inline_script(asset("assets/layout.js")),
-        inline_script(asset("assets/circuit.js")),
+        *map(inline_script, map(asset, _SCRIPTS)),
     ]
-    styles = [asset(f"assets/{name}.css") for name in ("page", "graph", "circuit")]
-    return document(title, "\n".join(body), "".join(styles), picture=picture)
+    return document(title, "\n".join(body), "".join(map(asset, _STYLES)), picture=picture)
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,10 +113,8 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
-    rows_by_id = {name: index for index, name in enumerate(nodes["id"])}
-    ends = edges.assign(
-        source=edges["source"].map(rows_by_id), target=edges["target"].map(rows_by_id)
-    )
+    row_of = {name: index for index, name in enumerate(nodes["id"])}
+    ends = edges.assign(source=edges["source"].map(row_of), target=edges["target"].map(row_of))
     position = nodes["position"].astype(float)
     column = position.fillna(-1).astype(int)
     for metric in np.flatnonzero((nodes["kind"] == "metric") & position.isna()).tolist():
@@ -129,11 +126,9 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
         elif kind == "embed" and pd.notna(t):
             labels[i] = axis[int(t)]
     drawing = {
-        "nodes": _columns(nodes, NODE_COLUMNS, *OPTIONAL)
-        | {
-            "label": labels,
-            "row": row,
-            "column": column.tolist(),
+        "nodes": {
+            **_columns(nodes, NODE_COLUMNS, *OPTIONAL),
+            **{"label": labels, "row": row, "column": column.tolist()},
             "width": list(map(_box, labels)),
             "strength": short_numbers(_strength(nodes, ends)),
         },

@@ -54,8 +54,8 @@ def comparison_report(comparison: Comparison) -> Page:
     """
     about = comparison.about
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
-    changed = every.loc[every["attribution_change"].abs().nlargest(_ROWS).index]
-    new = comparison.new.loc[comparison.new["share"].abs().nlargest(_ROWS).index]
+    changed = _largest(every, ["attribution_change"], _ROWS)
+    new = _largest(comparison.new, ["share"], _ROWS)
     title = f"{model_title(about['model'])}: {about['metric']}, original against grown"
     models = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
     models = models.assign(
@@ -69,10 +69,10 @@ def comparison_report(comparison: Comparison) -> Page:
         "out, which are silent in both models.</p>",
         _table("The models", models),
         _table("Circuits at equal faithfulness", comparison.circuits),
-        _html(_overlap(comparison)),
+        _overlap(comparison),
         _table("By layer: means over components", comparison.summary()),
-        _html(_divergences(every)),
-        _html(_attributions(every, comparison.new)),
+        _divergences(every),
+        _attributions(every, comparison.new),
         _table(f"The {len(changed)} components whose attribution changed most", changed),
         _table(f"The {len(new)} new components of largest share", new),
     ]
@@ -99,8 +99,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
     """
     nodes = comparison.nodes
     refuse(*["neither circuit has a node"] * (not len(nodes)))
-    sizes = nodes[["effect", "grown_effect"]].abs().max(axis=1)
-    nodes = nodes.loc[sizes.nlargest(_NODES).sort_index().index]
+    nodes = _largest(nodes, ["effect", "grown_effect"], _NODES).sort_index()
     lost = nodes["status"] == "lost"
     drawn = nodes[["id", "kind", "layer", "name", "position", "status"]].assign(
         value=np.nan, attribution=np.where(lost, nodes["effect"], nodes["grown_effect"])
@@ -140,19 +139,24 @@ def comparison_circuit(comparison: Comparison) -> Page:
     return circuit_page(drawn, edges, meta)
 
 
-def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> "go.Figure":
+def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
+    """Return the n rows of largest absolute value in some columns, the largest first."""
+    return frame.loc[frame[columns].abs().max(axis=1).nlargest(n).index]
+
+
+def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> str:
     """Draw each component's attribution in one model against that in the other."""
-    sizes = every[["attribution", "grown_attribution"]].abs().max(axis=1)
-    every = every.loc[sizes.nlargest(_POINTS).index]
-    figure = empty_figure()
+    every = _largest(every, ["attribution", "grown_attribution"], _POINTS)
+    figure = _figure("Attribution of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
         _points(figure, part, "attribution", part["name"] + " → " + part["grown_name"], str(kind))
-    new = new.assign(none=0.0).loc[new["attribution"].abs().nlargest(_POINTS).index]
+    new = _largest(new, ["attribution"], _POINTS).assign(none=0.0)
     new = new.rename(columns={"attribution": "grown_attribution"})
     _points(figure, new, "none", new["grown_name"] + " (new)", "new")
-    limit = float(sizes.max()) if len(sizes) else 1.0
+    sizes = every[["attribution", "grown_attribution"]].abs().to_numpy()
+    limit = float(np.nanmax(sizes)) if sizes.size else 1.0
     figure.add_shape(type="line", x0=-limit, y0=-limit, x1=limit, y1=limit, line_color="#bbb")
-    return _finish(figure, "Attribution of each component", "in the original", "in the grown model")
+    return _html(figure)
 
 
 def _points(
@@ -169,28 +173,27 @@ def _points(
     )
 
 
-def _divergences(every: pd.DataFrame) -> "go.Figure":
+def _divergences(every: pd.DataFrame) -> str:
     """Draw how far patterns moved, by layer and kind, next to the null."""
-    figure = empty_figure()
+    name = "Jensen–Shannon divergence of patterns: median and quartiles"
+    figure = _figure(name, "layer of the original", "bits")
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
     rows = "L" + every["layer"].astype(str) + " " + every["kind"]
     for label, prefix in prefixes.items():
         quantiles = every[f"{prefix}divergence"].groupby(rows, sort=False).quantile
         middle = quantiles(0.5)
         _bars(figure, label, label, list(middle.index), quantiles(0.25), middle, quantiles(0.75))
-    name = "Jensen–Shannon divergence of patterns: median and quartiles"
-    return _finish(figure, name, "layer of the original", "bits")
+    return _html(figure)
 
 
-def _overlap(comparison: Comparison) -> "go.Figure":
+def _overlap(comparison: Comparison) -> str:
     """Draw the Jaccard index of nodes and edges, with intervals."""
-    figure = empty_figure()
+    figure = _figure("What the circuits have in common (Jaccard)", "", "share of the union")
     names = {"grown": "original and grown", "null model": "grown and null"}
     for label, part in comparison.circuits.groupby("pair", sort=False):
-        values = (part["jaccard_low"], part["jaccard"], part["jaccard_high"])
-        _bars(figure, str(label), names[str(label)], part["what"].tolist(), *values)
-    figure.update_yaxes(range=[0, 1.05])
-    return _finish(figure, "What the circuits have in common (Jaccard)", "", "share of the union")
+        low, middle, high = (part[f"jaccard{end}"] for end in ("_low", "", "_high"))
+        _bars(figure, str(label), names[str(label)], part["what"].tolist(), low, middle, high)
+    return _html(figure.update_yaxes(range=[0, 1.05]))
 
 
 def _bars(
@@ -209,8 +212,8 @@ def _bars(
     figure.add_bar(x=x, y=short_numbers(middle), error_y=interval, name=name, marker_color=colour)
 
 
-def _finish(figure: "go.Figure", title: str, x: str, y: str) -> "go.Figure":
-    return style_figure(figure, title, xaxis_title=x, yaxis_title=y, height=420)
+def _figure(title: str, x: str, y: str) -> "go.Figure":
+    return style_figure(empty_figure(), title, xaxis_title=x, yaxis_title=y, height=420)
 
 
 def _html(figure: "go.Figure") -> str:

@@ -13,7 +13,7 @@ Lengths are pixels, y downward. `assets/layout.js` does the same for the page, w
 what is shown; `tests/viz/test_circuit_page.py` holds the two against each other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -44,14 +44,8 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """What the layout needs of each node.
-
-    Attributes:
-        row: of each node, counted from below.
-        column: its position; -1 for none.
-        width: of its box.
-        overhangs: whether its box may be wider than its column, as the metric's.
-    """
+    """What the layout needs of each node: its row, from below; its position, -1 for none; the width
+    of its box, and whether that may be wider than the column, as the metric's."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -61,16 +55,10 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of boxes, columns and rows in a drawing, in pixels.
+    """The centres of boxes that are shown, the columns, the rows and the size of a drawing.
 
-    Attributes:
-        x: the centre of the box of each node that is shown.
-        y: the same, downwards.
-        columns: the first and last position, left end and width of each column. A column of several
-            positions holds folded tokens; position -1 is for nodes without a token.
-        rows: the row, y and height of each row that has nodes.
-        width: the width of the drawing.
-        height: the height of the drawing.
+    A column has a first and last position, a left end and a width: of several positions, tokens are
+    folded; position -1 is for nodes without a token. A row has its number, y and height.
     """
 
     x: dict[int, float]
@@ -82,23 +70,16 @@ class Layout:
 
 
 def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
-    """Return the row of each node, counted from below, and the names of rows.
-
-    Example:
-        >>> import pandas as pd
-        >>> rows_of(pd.DataFrame({"kind": ["metric", "embed", "neuron"],
-        ...                       "layer": [None, None, 2]}))
-        ([2, 0, 1], ['tokens', 'L2 neurons', 'metric'])
-    """
-    ranks = [_rank(kind, layer) for kind, layer in zip(nodes["kind"], nodes["layer"], strict=True)]
-    names = dict(zip(ranks, zip(nodes["kind"], nodes["layer"], strict=True), strict=True))
+    """Return the row of each node, counted from below, and the names of rows."""
+    pairs = list(zip(nodes["kind"], nodes["layer"], strict=True))
+    ranks = [_rank(kind, layer) for kind, layer in pairs]
+    names = {rank: _row_name(*pair) for rank, pair in zip(ranks, pairs, strict=True)}
     order = {rank: index for index, rank in enumerate(sorted(names))}
-    return [order[rank] for rank in ranks], [_row_name(*names[rank]) for rank in order]
+    return [order[rank] for rank in ranks], [names[rank] for rank in order]
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
-    """Rank a row by the order of computation; nodes without a layer stand next to the
-    embeddings."""
+    """Rank a row by the order of computation; without a layer, next to the embeddings."""
     kind_index = NODE_KINDS.index(kind)
     if kind == "metric":
         return np.iinfo(int).max, kind_index
@@ -176,10 +157,7 @@ class _Columns:
         self._full, self.abreast = full, dict(full)
         self._runs = [(c, c) for c in range(-1 if -1 in used else 0, len(tokens))]
         self._narrow(2)
-        if (excess := self._total() - free) > 0:
-            self._runs = _fold(
-                self._runs, used, lambda a, b: sum(map(self._width, range(a, b + 1))), excess
-            )
+        self._fold()
         self._narrow(1)
         # The room that folding leaves goes to the fullest columns.
         for c in sorted(used, key=lambda c: (-full[c], c)):
@@ -203,6 +181,22 @@ class _Columns:
             }
             abreast[min(wide, key=costs.__getitem__)] -= 1
 
+    def _fold(self) -> None:
+        """Fold columns of tokens without nodes, the widest first, until the picture fits."""
+        excess = self._total() - self._free
+        if excess <= 0:
+            return
+        ends = [-1, *(c for c in (*self.used, self._runs[-1][1] + 1) if c >= 0)]
+        empty = [(a + 1, b - 1) for a, b in pairwise(ends) if b - a > 2]
+        widths = {(a, b): sum(map(self._width, range(a, b + 1))) for a, b in empty}
+        folded = []
+        for run in sorted(empty, key=lambda run: (-widths[run], run)):
+            if excess > 0:
+                folded.append(run)
+                excess -= widths[run] - _FOLDED
+        kept = [run for run in self._runs if not any(a <= run[0] <= b for a, b in folded)]
+        self._runs = sorted(kept + folded)
+
     def spans(self) -> tuple[list[tuple[int, int, float, float]], float]:
         """Return first and last token, left edge and width of each column; and the right edge."""
         more = max(0.0, self._free - self._total()) / max(len(self.used), 1)
@@ -214,32 +208,15 @@ class _Columns:
         return spans, left
 
 
-def _fold(
-    runs: list[tuple[int, int]],
-    used: Sequence[int],
-    width: Callable[[int, int], float],
-    excess: float,
-) -> list[tuple[int, int]]:
-    """Fold columns of tokens without nodes, the widest first, until the picture fits."""
-    ends = [*used, runs[-1][1] + 1]
-    empty = [(a + 1, b - 1) for a, b in pairwise([-1, *(e for e in ends if e >= 0)]) if b - a > 2]
-    folded = []
-    for a, b in sorted(empty, key=lambda run: (-width(*run), run)):
-        if excess > 0:
-            folded.append((a, b))
-            excess -= width(a, b) - _FOLDED
-    kept = [run for run in runs if not any(a <= run[0] <= b for a, b in folded)]
-    return sorted(kept + folded)
-
-
 def edge_paths(
     layout: Layout, boxes: Boxes, edges: Sequence[tuple[int, int, str]]
 ) -> list[list[Point]]:
-    """Return the points that each edge runs through, from its source to its target.
-
-    Between two points it is a curve that leaves and arrives vertically (`curve`).
-    """
-    lines = _lines(layout, boxes)
+    """Return the points that each edge runs through, from its source to its target; see `curve`."""
+    intervals: dict[float, list[Interval]] = {}
+    for node, y in layout.y.items():
+        half = boxes.width[node] / 2
+        intervals.setdefault(y, []).append((layout.x[node] - half, layout.x[node] + half))
+    lines = [(y, sorted(intervals[y])) for y in sorted(intervals, reverse=True)]  # from below
     up = [(a, b) if layout.y[a] >= layout.y[b] else (b, a) for a, b, _ in edges]
     kinds = [_KIND_ORDER.index(kind) for *_, kind in edges]
     starts = _ports(layout, boxes, up, kinds, end=0)
@@ -262,27 +239,13 @@ def edge_paths(
 
 
 def curve(path: Sequence[Point]) -> str:
-    """Return the path of an edge, as SVG writes it.
-
-    Example:
-        >>> curve([(0, 10), (5, 0)])
-        'M0.0 10.0C0.0 5.0 5.0 5.0 5.0 0.0'
-    """
+    """Return the path of an edge as SVG writes it: curves that leave and arrive vertically."""
     text = [f"M{path[0][0]:.1f} {path[0][1]:.1f}"]
     for (x0, y0), (x1, y1) in pairwise(path):
         middle = (y0 + y1) / 2
         numbers = (x0, middle, x1, middle, x1, y1)
         text.append("C" + " ".join(f"{number:.1f}" for number in numbers))
     return "".join(text)
-
-
-def _lines(layout: Layout, boxes: Boxes) -> list[Line]:
-    """Return the lines of nodes from below."""
-    intervals: dict[float, list[Interval]] = {}
-    for node, y in layout.y.items():
-        half = boxes.width[node] / 2
-        intervals.setdefault(y, []).append((layout.x[node] - half, layout.x[node] + half))
-    return [(y, sorted(intervals[y])) for y in sorted(intervals, reverse=True)]
 
 
 def _ports(

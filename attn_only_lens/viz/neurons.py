@@ -9,17 +9,19 @@ scale. `NeuronStatistics` has all figures.
 
 import base64
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.circuits.weights._composition import is_gated, strongest_partners
-from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
 from attn_only_lens.engine.tokens import token_text
@@ -94,13 +96,13 @@ def neuron_page(
         >>> "L0N11" in page
         True
     """
+    by_default: Sites = neuron_heads()
     if isinstance(texts, NeuronStatistics):
         of, model_name = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
         if of != model_name:
             refuse(f"got statistics of the model {of!r}; expected those of {model_name!r}")
-        sites = resolve_sites(model, list(texts.names) if names is None else names)
-    else:
-        sites = resolve_sites(model, neuron_heads() if names is None else names)
+        by_default = list(texts.names)
+    sites = resolve_sites(model, by_default if names is None else names)
     wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
@@ -125,36 +127,37 @@ def page_of_statistics(
 ) -> Page:
     """Draw statistics."""
     names = list(statistics.names)
-    lists, notes = _by_weights(model, names)
-    ids = sorted(
-        {
-            *statistics.vocabulary,
-            *(token for rows_of_list in lists.values() for top in rows_of_list for token, _ in top),
-        }
-    )
-    texts = {token: statistics.vocabulary.get(token) or token_text(model, token) for token in ids}
+    lists, partners, notes = _by_weights(model, names)
+    listed = {token for tops in lists.values() for top in tops for token, _ in top}
+    ids = sorted(listed.union(statistics.vocabulary))
+    texts = [statistics.vocabulary.get(token) or token_text(model, token) for token in ids]
     place = {token: i for i, token in enumerate(ids)}
-    partners, why = _partners(model, names)
     data = {
         "names": names,
         "by": statistics.by,
-        "vocabulary": [with_space(texts[token]) for token in ids],
+        "vocabulary": list(map(with_space, texts)),
         "ends": {
             end: _examples(statistics, end, ids)
             for end in ENDS
             if f"{end}.z" in statistics.examples
         },
-        "limits": short_numbers(_limits(statistics), 4),
-        "histograms": {name: _histogram(statistics, name) for name in QUANTITIES},
+        "limits": short_numbers(_limits(statistics).tolist(), 4),
+        "histograms": {
+            name: {
+                "counts": _packed(statistics.counts[f"{name}.counts"], "<u4"),
+                "exponent": statistics.counts[f"{name}.exponent"].tolist(),
+            }
+            for name in QUANTITIES
+        },
         "zeros": statistics.counts["zeros"].tolist(),
         "joint": _packed(_log_shares(statistics.counts["joint"]), "u1"),
         "bins": [BINS, JOINT],
         "tokens": {
-            title: [[[place[t], round(score, 1)] for t, score in top] for top in item]
-            for title, item in lists.items()
+            title: [[[place[token], round(score, 1)] for token, score in top] for top in tops]
+            for title, tops in lists.items()
         },
         "partners": [partners.get(name, []) for name in names],
-        "notes": [*notes, *why],
+        "notes": notes,
         "others": others or {},
     }
     many = f"{len(names):,} neurons" if len(names) > 3 else ", ".join(names)
@@ -171,50 +174,48 @@ def _about(statistics: NeuronStatistics) -> str:
 
 def _by_weights(
     model: Any, names: list[str]
-) -> tuple[dict[str, list[list[tuple[int, float]]]], list[str]]:
-    """Return the tokens that neurons read and write; and why some are left out."""
-    gated = is_gated(model, HeadName.parse(names[0]).layer)
+) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
+    """Return the tokens that neurons read and write, their partners, and why some are left out."""
+    tokens: dict[str, list[TokenScores]] = {}
+    partners: dict[str, Any] = {}
     notes: list[str] = []
-    pages = {}
-    try:
+
+    @contextmanager
+    def note_error(what: str) -> Iterator[None]:
+        try:
+            yield
+        except InputError as error:
+            notes.append(f"{what} are left out: {'; '.join(error.reasons)}")
+
+    with note_error("Tokens read and written"):
         effects = DirectEffects(model)
-    except InputError as error:
-        return {}, ["Tokens read and written are left out: " + "; ".join(error.reasons)]
-    try:
-        pages["The gate reads" if gated else "It reads"] = effects.read_tokens(names, _TOP_TOKENS)
-        if gated:
-            pages["The value reads"] = effects.read_tokens(names, _TOP_TOKENS, "v")
-    except InputError as error:
-        notes.append("Tokens read are left out: " + "; ".join(error.reasons))
-    pages["It writes"] = effects.written_tokens(names, _TOP_TOKENS)
-    return pages, notes
+        with note_error("Tokens read"):
+            gated = is_gated(model, HeadName.parse(names[0]).layer)
+            title = "The gate reads" if gated else "It reads"
+            tokens[title] = effects.read_tokens(names, _TOP_TOKENS)
+            if gated:
+                tokens["The value reads"] = effects.read_tokens(names, _TOP_TOKENS, "v")
+        tokens["It writes"] = effects.written_tokens(names, _TOP_TOKENS)
+    with note_error("Connections"):
+        for name, rows in strongest_partners(model, names, _PARTNERS).items():
+            both = ([r for r in rows if r.side == side] for side in ("writes", "reads"))
+            partners[name] = [
+                [[r.name, r.kind, round(r.score, 3)] for r in side[:_PARTNERS]] for side in both
+            ]
+    return tokens, partners, notes
 
 
-def _partners(model: Any, names: list[str]) -> tuple[dict[str, Any], list[str]]:
-    try:
-        partners = strongest_partners(model, names, _PARTNERS)
-    except InputError as error:
-        return {}, ["Connections are left out: " + "; ".join(error.reasons)]
-    kept = {}
-    for name, rows in partners.items():
-        both = ([r for r in rows if r.side == side][:_PARTNERS] for side in ("writes", "reads"))
-        kept[name] = [[[r.name, r.kind, round(r.score, 3)] for r in side] for side in both]
-    return kept, []
-
-
-def _limits(statistics: NeuronStatistics) -> Iterable[float]:
+def _limits(statistics: NeuronStatistics) -> Float[Tensor, "neuron"]:
     """Return the largest |z| of each neuron's windows, which gets the strongest colour."""
-    sizes = [
-        x.abs().flatten(1).amax(1) for key, x in statistics.examples.items() if key.endswith(".z")
-    ]
-    limits: list[float] = torch.stack(sizes).amax(0).tolist()
-    return limits
+    windows = [x for key, x in statistics.examples.items() if key.endswith(".z")]
+    return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
 
 def _examples(statistics: NeuronStatistics, end: str, ids: list[int]) -> dict[str, Any]:
     """Pack the examples of one end: [neuron, k] and [neuron, k, window] numbers."""
-    of_end = {name: statistics.examples[f"{end}.{name}"] for name in _PARTS}
-    limits = torch.tensor(list(_limits(statistics)), device="cpu").view(-1, 1, 1)
+    parts = ("found", "score", "text", "position", "tokens", "z", "gate")
+    of_end = {name: statistics.examples[f"{end}.{name}"] for name in parts}
+    limits = _limits(statistics).view(-1, 1, 1)
     tokens = torch.tensor(ids, device="cpu")
     # Where there is no token, the number is that after the last.
     places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
@@ -232,16 +233,6 @@ def _examples(statistics: NeuronStatistics, end: str, ids: list[int]) -> dict[st
         "tokens": _packed(places, kind),
         "z": _packed(shares, "<f2"),
         "gate": _packed(of_end["gate"], "<f2"),
-    }
-
-
-_PARTS = ("found", "score", "text", "position", "tokens", "z", "gate")
-
-
-def _histogram(statistics: NeuronStatistics, quantity: str) -> dict[str, Any]:
-    return {
-        "counts": _packed(statistics.counts[f"{quantity}.counts"], "<u4"),
-        "exponent": statistics.counts[f"{quantity}.exponent"].tolist(),
     }
 
 
