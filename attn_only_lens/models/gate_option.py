@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -80,15 +81,13 @@ def calibrate(
     tokens = checked_tokens(model, tokens)
     largest = [0.0] * len(mlps)
 
-    def measure(layer: int) -> Any:
-        def hook(module: Any, inputs: Any, gate: Tensor) -> None:
-            largest[layer] = gate.abs().max().item()
-
-        return hook
+    def measure(layer: int, module: Any, inputs: Any, gate: Tensor) -> None:
+        largest[layer] = gate.abs().max().item()
 
     with ExitStack() as stack:
         for layer, mlp in enumerate(mlps):
-            stack.callback(mlp.points.pre.register_forward_hook(measure(layer)).remove)
+            hook = partial(measure, layer)
+            stack.enter_context(mlp.points.pre.register_forward_hook(hook))
         model(tokens)
     if infinite := [layer for layer, value in enumerate(largest) if not value < float("inf")]:
         reason = f"its gate pre-activations are not finite in layers {infinite}"

@@ -292,7 +292,8 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
     for name in (*sizes, "dtype", "device"):
         before, after = (getattr(cfg, name, None) for cfg in (source.cfg, converted_cfg))
         if before != after:
-            reasons.append(f"{name}: got {before} in the source and {after} in the converted model")
+            values = f"got {before} in the source and {after} in the converted model"
+            reasons.append(f"{name}: {values}; expected the same")
     return reasons
 
 

@@ -306,11 +306,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         refuse_mlp_input(mlp_input)
         if not 0 <= layer <= self.cfg.n_layers:
             raise UnsupportedCallError(f"got layer={layer}; expected 0 to {self.cfg.n_layers}")
-        step = 1 if include_mlp_biases else 2
-        total = torch.zeros_like(self.blocks[0].attn.b_O)
-        for block in self.blocks[:layer:step]:
-            total = total + block.attn.b_O
-        return total
+        return self.b_O[: layer : 1 if include_mlp_biases else 2].sum(dim=0)
 
     # Running
 
