@@ -36,6 +36,7 @@ from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
 _TOLERANCE = 1e-2  # for half precision; a transposed or permuted matrix has an error near 1
+STOCK_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
@@ -117,9 +118,7 @@ def bridge_final_norm(model: Any) -> Norm:
 def known_norm(norm: Any) -> Norm:
     """Return a norm of a HookedTransformer: no other classes can be converted or exposed."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
-    assert norm is None or isinstance(
-        norm, LayerNorm | LayerNormPre | RMSNorm | RMSNormPre | nn.Identity
-    )
+    assert norm is None or isinstance(norm, (*STOCK_NORMS, nn.Identity))
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
     module = None if isinstance(norm, nn.Identity) else norm
     return Norm(weight, isinstance(norm, LayerNorm | LayerNormPre), bias, module)
@@ -127,7 +126,7 @@ def known_norm(norm: Any) -> Norm:
 
 def norm_modules(model: Any) -> list[nn.Module]:
     """Return the norms of a model, of the stream and of queries and keys."""
-    kinds = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre, NormalizationBridge)
+    kinds = (*STOCK_NORMS, NormalizationBridge)
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from attn_only_lens.gates import GATES, GeneralizedSiLU
 from attn_only_lens.heads.host import stock_class
+from attn_only_lens.models.norms import STOCK_NORMS
 from attn_only_lens.tl import (
     MLP,
     USE_INSTEAD,
@@ -14,14 +15,9 @@ from attn_only_lens.tl import (
     GatedMLP,
     GroupedQueryAttention,
     HookedTransformer,
-    LayerNorm,
-    LayerNormPre,
-    RMSNorm,
-    RMSNormPre,
     TransformerBlock,
 )
 
-_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre, nn.Identity)
 _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 
 
@@ -103,7 +99,7 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
         reasons.append(f"its attention is a {type(block.attn).__qualname__}, which is not known")
     for name in ("ln1", "ln2", "ln1_post", "ln2_post"):
         norm = getattr(block, name, None)
-        if norm is not None and type(norm) not in _NORMS:
+        if norm is not None and type(norm) not in (*STOCK_NORMS, nn.Identity):
             reasons.append(f"its {name} is a {type(norm).__qualname__}, which is not known")
     if cfg.attn_only:
         return reasons
