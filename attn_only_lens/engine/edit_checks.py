@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.devices import normal_numbers, to_float64_device
 from attn_only_lens.engine.edits import attention_edit, change_of_z, neuron_variants
+from attn_only_lens.engine.passed_tests import passed_tests
 from attn_only_lens.engine.recording import (
     Hooks,
     Recording,
@@ -46,7 +47,11 @@ def require_same_edit(
 ) -> None:
     """Refuse a replay if an edit in it differs from a hook in a whole run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
-    untested, ineffective = list(layers), list[int]()
+    tests = {layer: ("edit", kind, part, layer, first > 0) for layer in layers}
+    untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
+    if not untested:
+        return
+    ineffective, layers = list[int](), untested
     for level in _NOISE_LEVELS:
         names = {layer: hook_name(model, layer, part, kind) for layer in untested}
         noise = _noise(2 if part == "pattern" else 1, first, level)
@@ -79,6 +84,8 @@ def require_same_edit(
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     if ineffective and not first:
         require_edits_read(model, recording, kind, ineffective, part)
+    for layer in layers:
+        replay.tested.add(tests[layer], recording)
 
 
 @torch.no_grad()
@@ -86,6 +93,11 @@ def require_edits_read(
     model: Any, recording: Recording, kind: HeadKind, layers: Sequence[int], part: Part
 ) -> None:
     """Refuse hook points that ignore edits, such as `hook_pattern` on some bridges."""
+    tested = passed_tests(model)
+    tests = {layer: ("reads edits", kind, part, layer) for layer in layers}
+    layers = [layer for layer in layers if not tested.covers(tests[layer], recording)]
+    if not layers:
+        return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
     # The softmax of a single key is 1 for any key, but the pattern then shows nan.
@@ -105,6 +117,8 @@ def require_edits_read(
                 f"has no effect; patch another part, or {other_kind} alone"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
+    for layer in layers:
+        tested.add(tests[layer], recording)
 
 
 @torch.no_grad()
@@ -114,6 +128,9 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     The last value is set to nan; heads with a z of nan read it.
     """
     model = replay.model
+    layers = [x for x in layers if not replay.tested.covers(("groups", x), replay.recording)]
+    if not layers:
+        return
     v_names, z_names = (
         {layer: hook_name(model, layer, part) for layer in layers} for part in _VALUE_AND_Z
     )
@@ -132,6 +149,8 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
                 f"{expected}; patch z"
             )
     UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
+    for layer in layers:
+        replay.tested.add(("groups", layer), replay.recording)
 
 
 def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tensor]:

@@ -48,11 +48,7 @@ class AttachedHooks:
 
 def find_hooks(model: Any) -> AttachedHooks:
     """Find the hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
-    captures = {
-        (id(handle.hooks_dict_ref()), handle.id)  # a block attaches these when it runs
-        for block in getattr(model, "blocks", ())
-        for handle in getattr(block, "_capture_hook_handles", ())
-    }
+    captures = _captures(model)
     users, placeholders, on_model, on_weights = (dict[str, None]() for _ in range(4))
     added: set[str] = set()  # the ways in which users added hooks
     for name, module in modules_of(model):
@@ -60,12 +56,7 @@ def find_hooks(model: Any) -> AttachedHooks:
             continue
         lens = _lens_handles(module)
         shown = str(getattr(module, "name", None) or name) if lens else name or "the model itself"
-        hooks = [
-            (id(vars(module)[kind]), key, hook)
-            for kind in _KINDS
-            for key, hook in vars(module)[kind].items()
-        ]
-        for hooks_id, key, hook in hooks:
+        for hooks_id, key, hook in _torch_hooks(module):
             handle, library = lens.get((hooks_id, key)), _library(hook)
             if handle is not None and is_placeholder(handle):
                 placeholders[shown] = None
@@ -92,6 +83,32 @@ def find_hooks(model: Any) -> AttachedHooks:
     return AttachedHooks(
         tuple(users), tuple(placeholders), tuple(on_model), tuple(on_weights), removal
     )
+
+
+def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield what identifies the hooks on each module, but for those that each run attaches."""
+    captures = _captures(model)
+    for name, module in modules_of(model):
+        for hooks_id, key, _ in _torch_hooks(module):
+            if (hooks_id, key) not in captures:
+                yield name, hooks_id, key
+
+
+def _captures(model: Any) -> set[tuple[int, int]]:
+    """Return the dictionaries and keys of hooks that blocks of bridges attach when they run."""
+    return {
+        (id(handle.hooks_dict_ref()), handle.id)
+        for block in getattr(model, "blocks", ())
+        for handle in getattr(block, "_capture_hook_handles", ())
+    }
+
+
+def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
+    """Yield torch's hooks on a module, with their dictionaries and keys."""
+    for kind in _KINDS:
+        hooks = vars(module)[kind]
+        for key, hook in hooks.items():
+            yield id(hooks), key, hook
 
 
 def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:

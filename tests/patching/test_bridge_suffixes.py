@@ -267,7 +267,7 @@ def test_errors_that_say_nothing_about_the_model_are_heard(tried, error):
     model = exposed("gpt2")
 
     def fail(module, args, kwargs):
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        cache = kwargs.get("past_key_values")
         if cache is not None and tried == ("suffix" if cache.get_seq_length() else "cache"):
             raise error
 

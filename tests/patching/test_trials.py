@@ -85,8 +85,8 @@ def test_an_edit_of_a_module_that_does_not_run_is_refused(monkeypatch):
 @pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
 @pytest.mark.parametrize("site", ["L1N5", "L1H0"])
 def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monkeypatch):
-    model, leaving = exposed("gpt2"), BridgeReplay.block_output
-    assert len(sweep(model, [site], part=part))
+    leaving = BridgeReplay.block_output
+    assert len(sweep(exposed("gpt2"), [site], part=part))
 
     def other(self, variants, times):
         hooks = [(name, lambda x, hook, f=f: f(x, hook) * times) for name, f in variants.hooks]
@@ -103,7 +103,7 @@ def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monke
             BridgeReplay, "block_output", lambda self, variants, n=times: other(self, variants, n)
         )
         with pytest.raises(UnsupportedModelError, match="layer 1: noise at"):
-            sweep(model, [site], part=part)
+            sweep(exposed("gpt2"), [site], part=part)
 
 
 def test_what_acts_between_an_mlp_and_the_stream_is_patched_through():

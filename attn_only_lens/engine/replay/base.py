@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from attn_only_lens.axes import Residual
 from attn_only_lens.devices import normal_numbers
 from attn_only_lens.engine.metrics import BoundMetric
+from attn_only_lens.engine.passed_tests import passed_tests
 from attn_only_lens.engine.recording import Hooks, Recording
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
@@ -155,6 +156,7 @@ class Replay(ABC):
 
     def __post_init__(self) -> None:
         self.host = host_of(self.model)
+        self.tested = passed_tests(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
         self.joins = True  # until a test shows that blocks do not run some of the rows
@@ -263,6 +265,9 @@ class Replay(ABC):
         if self.precise is not self:
             with full_precision():
                 return self.precise.adds_mlp_output(block, mlp)
+        test = "adds the MLP output", block
+        if block not in self._adds and self.tested.covers(test, self.recording):
+            self._adds[block] = True
         if block not in self._adds:
             before, after = self.recording.streams[block : block + 2]
             added = normal_numbers(after.shape).to(after) * after.std()
@@ -272,10 +277,15 @@ class Replay(ABC):
             # No later layer has amplified the rounding of this sum. If the test fails, patches run
             # the block, which is always right.
             self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
+            if self._adds[block]:
+                self.tested.add(test, self.recording)
         return self._adds[block]
 
     def check(self) -> None:
         """Compare replays without any edit, from several blocks, with the recorded logits."""
+        test = "replay", self.metric.positions is None, self.metric.columns is None
+        if self.tested.covers(test, self.recording):
+            return
         whole = self.metric.select(self.recording.logits)
         largest = float(self.recording.logits.abs().max())
         bound = logit_tolerance(self.host.neurons, whole.dtype) * largest
@@ -302,6 +312,8 @@ class Replay(ABC):
                         f"{difference:.2g} from those of a whole run (largest: {largest:.2g})"
                     )
                     raise UnsupportedModelError([reason], PROBLEM)
+        if self.joins:
+            self.tested.add(test, self.recording)
 
     def starts_to_check(self) -> set[int]:
         """Return positions that represent all others in a test: the first and the last."""

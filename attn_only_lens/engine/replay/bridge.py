@@ -29,11 +29,7 @@ from attn_only_lens.engine.recording import (
     run,
 )
 from attn_only_lens.engine.replay.base import Joined, Replay, Variants, suppress_refusals
-from attn_only_lens.engine.replay.key_values import (
-    KeyValues,
-    cache_argument,
-    record_key_values,
-)
+from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.precision import full_precision
@@ -70,17 +66,26 @@ class BridgeReplay(Replay):
                 return self.precise.can_start_at(block, position)
         if self._past is None:
             return False
-        if block < self._tested.get(position, self.n_blocks + 1):
+        if self._is_untested(block, position):
             earlier = [p for p, b in self._tested.items() if p < position and b <= block]
             self._tested[position] = block
-            if not self._test_start(block, position, max(earlier, default=0)):
+            if self._test_start(block, position, max(earlier, default=0)):
+                self.tested.add(("start", block, position), self.recording)
+            else:
                 self._past = None
         return self._past is not None
+
+    def _is_untested(self, block: int, position: int) -> bool:
+        """Return whether it was never tested that blocks from this one on can start there."""
+        return block < self._tested.get(position, self.n_blocks + 1) and not any(
+            self.tested.covers(("start", earlier, position), self.recording)
+            for earlier in range(block + 1)
+        )
 
     def flops_per_run(self, block: int, position: int) -> float:
         """Return the fixed cost of a run, with that of testing its start if it is untested."""
         flops = super().flops_per_run(block, position)
-        if not position or block >= self._tested.get(position, self.n_blocks + 1):
+        if not position or not self._is_untested(block, position):
             return flops
         tokens = self.batch * 2 * (self.n_pos - position)
         return 3 * flops + tokens * self.flops_per_token(block)
@@ -157,11 +162,15 @@ class BridgeReplay(Replay):
         placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
+        if self.tested.covers("columns", self.recording):
+            return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
         with suppress_refusals(), self._unembed_columns():  # of a model that checks the columns
             got = self._run(Joined(unedited))
-            return self._agree(got, logits[..., self.metric.columns], logits.abs().max())
+            if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
+                self.tested.add("columns", self.recording)
+                return True
         return False
 
     def block_output(self, variants: Variants) -> Residual:
@@ -182,13 +191,11 @@ class BridgeReplay(Replay):
         repeats = joined.n_rows // self.batch
         mask = None if recording.mask is None else recording.mask.repeat(repeats, 1)
         tokens = recording.tokens[:, first:].repeat(repeats, 1)
-        with ExitStack() as stack:
-            cached: dict[str, Any] = {}
-            if first:
-                assert self._past is not None
-                cached = stack.enter_context(cache_argument(self.model, self._past.before(first)))
-            stack.enter_context(self._enter_blocks(joined))
-            stack.enter_context(joined.added())
+        cached: dict[str, Any] = {}
+        if first:
+            assert self._past is not None
+            cached["past_key_values"] = self._past.before(first)
+        with self._enter_blocks(joined), joined.added():
             return run(self.model, tokens, mask, joined.hooks, **cached)
 
     @contextmanager

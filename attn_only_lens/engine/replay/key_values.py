@@ -4,19 +4,15 @@ With such a cache a model runs the rest of a prompt again and again, with the ri
 rotations and masks.
 """
 
-import inspect
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from attn_only_lens.engine.recording import Recording, of_this_thread, run_blocks
+from attn_only_lens.engine.recording import Recording, run_blocks
 from attn_only_lens.engine.replay.base import suppress_refusals
 
 _Heads = Float[Tensor, "batch head pos d_head"]
@@ -43,39 +39,11 @@ def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
     cache = DynamicCache()  # without a configuration it keeps all positions, not just a window
     layers: list[Any] = []
     with suppress_refusals():  # of a model that takes no such argument
-        with cache_argument(model, cache) as argument:
-            run_blocks(model, recording.tokens, recording.mask, **argument)
+        run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
         layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     if not layers or not all(layer.is_initialized for layer in layers):
         return None
     return KeyValues(tuple((layer.keys, layer.values) for layer in layers))
-
-
-@contextmanager
-def cache_argument(model: Any, cache: Cache) -> Iterator[dict[str, Any]]:
-    """Yield the keyword argument with which a bridge reads and fills a cache.
-
-    Since transformers 5.24 it is called `cache`; TransformerLens 4.3's attention still expects
-    `past_key_values`, and would not use the cache.
-    """
-    original = getattr(model, "original_model", model)
-    if "cache" not in inspect.signature(original.forward).parameters:
-        yield {"past_key_values": cache}
-        return
-
-    def rename(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if "cache" in kwargs:
-            kwargs = {**kwargs, "past_key_values": kwargs["cache"]}
-            del kwargs["cache"]
-        return args, kwargs
-
-    with ExitStack() as stack:
-        for block in model.blocks:
-            hook = of_this_thread(rename)
-            stack.enter_context(block.attn.register_forward_pre_hook(hook, with_kwargs=True))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-        yield {"cache": cache}
 
 
 class _Prefix(DynamicLayer):

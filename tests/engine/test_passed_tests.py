@@ -1,0 +1,87 @@
+"""Tests of a model are remembered until it changes, and for prompts that are no longer."""
+
+import bridges
+import pytest
+import torch
+from common import HAS_HOOKED_TRANSFORMER, of_a_library
+from models import build
+from torch import nn
+
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+KINDS = ["gpt2", "llama", *["HookedTransformer"] * HAS_HOOKED_TRANSFORMER]
+
+
+class Counted:
+    """A model that counts how often its blocks run."""
+
+    def __init__(self, kind):
+        source = build("gelu") if kind == "HookedTransformer" else bridges.boot(kind, torch.float64)
+        self.model, self.n_runs = expose_neuron_heads(source).model, 0
+        for block in self.model.blocks:
+            block.register_forward_hook(of_a_library(lambda *run: self.count()))
+
+    def count(self):
+        self.n_runs += 1
+
+    def sweep(self, n_pos=7, batch=1, mask=None):
+        """Return effects, and how often blocks ran for them."""
+        self.n_runs, generator = 0, torch.Generator().manual_seed(1)
+        clean = torch.randint(0, 37, (batch, n_pos), generator=generator)
+        corrupted = clean.clone()
+        corrupted[:, 3:] = (clean[:, 3:] + 5) % 37
+        sites = ["L0N5", "L1N3", "L1H0"]
+        given = clean, corrupted, p.logit_diff(7, 8)
+        result = p.activation_patch(self.model, *given, sites=sites, mask=mask, progress=False)
+        return result.effect.to_numpy(), self.n_runs
+
+
+def count_hook(module, args, output):
+    pass
+
+
+def replace_weight(model):
+    norm = model.ln_final
+    norm = getattr(norm, "original_component", norm)
+    name = next(iter(norm._parameters))
+    norm._parameters[name] = nn.Parameter(norm._parameters[name].detach().clone())
+
+
+CHANGES = {
+    "a weight is written to": lambda model: next(model.parameters()).detach().mul_(1.0),
+    "a weight is replaced": replace_weight,
+    "a hook": lambda model: model.blocks[0].register_forward_hook(of_a_library(count_hook)),
+    "an option": lambda model: setattr(model.cfg, "seed", 12345),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tests_run_once(kind):
+    counted = Counted(kind)
+    first, n_first = counted.sweep()
+    second, n_second = counted.sweep()
+    assert (first == second).all()
+    assert n_second <= n_first - 3 * len(counted.model.blocks)
+    assert counted.sweep(n_pos=5)[1] <= n_second  # shorter
+    assert counted.sweep(n_pos=11)[1] > n_second  # longer
+    assert counted.sweep(n_pos=11)[1] <= n_second
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_model_is_tested_again(kind, change):
+    counted = Counted(kind)
+    n_first, n_second = (counted.sweep()[1] for _ in range(2))
+    CHANGES[change](counted.model)
+    assert counted.sweep()[1] == n_first
+    assert counted.sweep()[1] == n_second
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_prompts_are_always_tested(kind):
+    counted, mask = Counted(kind), torch.ones(2, 7, dtype=torch.long)
+    mask[0, -2:] = 0
+    n_first, n_second = (counted.sweep(batch=2, mask=mask)[1] for _ in range(2))
+    assert n_first == n_second
