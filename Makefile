@@ -32,7 +32,7 @@ OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_o
 	tests/analyses/test_framework_on_models.py tests/analyses/test_layernorm_gap.py tests/analyses/test_omega_study.py \
 	tests/analyses/test_studies.py tests/viz/test_circuit_page.py \
 	tests/viz/test_comparison_pages.py tests/viz/test_neuron_page.py tests/viz/test_page.py \
-	tests/viz/test_sweeps.py \
+	tests/viz/test_sweeps.py tests/test_release.py \
 	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
 EXAMPLES := tests/examples.py README.md docs/circuits.md docs/growth.md docs/layouts.md \
@@ -43,7 +43,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks pictures support \
-	wheel bench conformance smollm2 clean
+	wheel bench conformance smollm2 clean \
+	pure dist nightly paper hub
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -114,6 +115,28 @@ conformance: .venv/ready .venv4/ready ## TransformerLens' own tests on our model
 smollm2: .venv/ready .venv4/ready out/smollm2/config.json ## fetch SmolLM2-135M-Instruct, and test it
 	for bin in .venv/bin .venv4/bin; do \
 		OMP_NUM_THREADS=1 $$bin/python -m pytest tests/test_smollm2.py || exit 1; done
+
+pure: ## tests of mathematics, gates, names and files, with the packages of PYTHON
+	$(PYTHON) -m pytest tests/theorems tests/gates tests/heads tests/storage
+
+dist: .venv/ready ## what a release uploads, into dist/, checked (TAG=v1.2.3 must be its version)
+	rm -rf dist
+	$(BIN)/hatchling build -d dist
+	$(BIN)/twine check --strict dist/*
+	@test -z "$(TAG)" || test -e dist/attn_only_lens-$(TAG:v%=%).tar.gz \
+		|| { echo "the tag is $(TAG), but dist/ has $$(ls dist)"; exit 1; }
+
+nightly: .venv4/ready ## tests with TransformerLens' development branch
+	.venv4/bin/python -m pip install -q --upgrade \
+		"transformer-lens @ git+https://github.com/TransformerLensOrg/TransformerLens@main"
+	$(MAKE) pytest4
+
+hub: .venv/ready ## the models of the package, as folders for the Hugging Face hub, into out/hub
+	$(BIN)/python -m analyses.tools.export_pretrained --out out/hub
+
+paper: ## paper/paper.pdf, where pandoc and LaTeX are installed
+	@command -v pandoc >/dev/null || { echo "make paper needs pandoc and LaTeX"; exit 1; }
+	cd paper && pandoc paper.md --citeproc --output paper.pdf
 
 clean: ## remove what make made
 	rm -rf .venv .venv4 out site

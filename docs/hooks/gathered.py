@@ -74,9 +74,12 @@ def package(module: str) -> Path:
 
 def public(module: str) -> dict[str, str]:
     """The names of a package's `__all__`, each with where it is defined."""
-    tree = ast.parse(package(module).read_text("utf-8"))
+    stub = package(module).with_suffix(".pyi")  # where names are imported when they are first used
+    tree = ast.parse((stub if stub.is_file() else package(module)).read_text("utf-8"))
     where = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        alias.asname or alias.name: ".".join(
+            [*[module] * node.level, *[node.module] * bool(node.module), alias.name]
+        )
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names

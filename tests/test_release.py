@@ -1,0 +1,61 @@
+"""What a release needs: metadata of its owner, commands that exist, models with cards."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from analyses.tools.export_pretrained import main as export
+
+ROOT = Path(__file__).parents[1]
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+
+
+def metadata(root, version=CITATION["version"]):
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = {"version": version}
+    module.CitationHook(str(root), {}).update(result)
+    return result
+
+
+def test_the_owner_is_read_from_one_file(tmp_path):
+    assert "urls" in metadata(ROOT) or "repository-code" not in CITATION
+    owner = {"given-names": "Ada", "family-names": "Lovelace", "orcid": "https://orcid.org/0"}
+    source = "https://github.com/ada/attn_only_lens"
+    filled = CITATION | {"authors": [owner], "repository-code": source}
+    (tmp_path / "CITATION.cff").write_text(yaml.safe_dump(filled), encoding="utf-8")
+    result = metadata(tmp_path)
+    assert result["authors"] == [{"name": "Ada Lovelace"}]
+    assert result["urls"]["Issues"] == f"{source}/issues"
+    assert result["urls"]["Documentation"] == "https://ada.github.io/attn_only_lens/"
+    with pytest.raises(ValueError, match="expected 9"):
+        metadata(tmp_path, "9.9.9")
+
+
+def test_workflows_run_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z0-9]+):", makefile, re.MULTILINE))
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text("utf-8"))["jobs"].values():
+            rows = " ".join(job.get("strategy", {}).get("matrix", {}).get("tests", []))
+            for step in job["steps"]:
+                if "make " in (command := step.get("run", "")):
+                    words = command.replace("${{ matrix.tests }}", rows).split("make ")[1].split()
+                    used = [word for word in words if re.fullmatch("[a-z0-9]+", word)]
+                    assert used, command
+                    assert set(used) <= targets, (path.name, set(used) - targets)
+
+
+def test_exported_models_have_cards(tmp_path):
+    export(tmp_path)
+    folders = sorted(tmp_path.iterdir())
+    assert [folder.name for folder in folders] == ["modular_addition", "small_english"]
+    for folder in folders:
+        _, header, text = (folder / "README.md").read_text("utf-8").split("---\n", 2)
+        assert {"license", "library_name", "tags"} <= yaml.safe_load(header).keys()
+        assert "# " in text
+        assert (folder / "model.safetensors").is_file()
