@@ -30,7 +30,7 @@ that root mean square at most; the quietest neurons of five trained models that 
 the root mean square itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log
 from typing import Any, TypeAlias
 
@@ -102,17 +102,18 @@ def gate_divergence(
     return (divergence / log(2)).clamp(min=0)
 
 
-class _WriteDirections:
-    """Directions that the heads of a model write along, as readers see them."""
+_Directions: TypeAlias = Callable[[LayerSites], Float[Tensor, "site d_head d_model"]]
 
-    def __init__(self, model: Any) -> None:
-        self._centred = host_of(model).reads_centred()
-        self._matrices = HeadMatrices.of(model, fold_norms=False)
 
-    def of(self, sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
-        """W C of each site."""
-        W: Tensor = self._matrices.write_matrices(sites).B
-        return W - W.mean(dim=-1, keepdim=True) if self._centred else W
+def _write_directions(model: Any) -> _Directions:
+    """Return a function of sites: W C, the directions of their outputs as readers see them."""
+    is_centred, matrices = host_of(model).reads_centred(), HeadMatrices.of(model, fold_norms=False)
+
+    def directions(sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
+        W: Tensor = matrices.write_matrices(sites).B
+        return W - W.mean(dim=-1, keepdim=True) if is_centred else W
+
+    return directions
 
 
 def _gram(
@@ -170,13 +171,11 @@ _NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
 class _SharedStatistics:
     """Sums and maxima for the components of two models, which `Statistics` adds up."""
 
-    def __init__(
-        self, first: _WriteDirections, second: _WriteDirections, alignment: Alignment
-    ) -> None:
+    def __init__(self, first: _Directions, second: _Directions, alignment: Alignment) -> None:
         self._shared, self._grams = alignment.shared, []
         for pair in alignment.shared:
-            W_2 = second.of(pair.second)
-            W = first.of(pair.first).to(W_2)
+            W_2 = second(pair.second)
+            W = first(pair.first).to(W_2)
             kept = W_2[..., alignment.coordinates.to(W_2.device)]
             self._grams.append((_gram(W, kept), _gram(W, W), _gram(W_2, W_2)))
         names = [
@@ -188,19 +187,16 @@ class _SharedStatistics:
         self.sums = np.zeros((10, len(names)))
         self.maxima = np.zeros((4, len(names)))
 
-    def __len__(self) -> int:
-        return len(self._shared)
-
     def measure(
         self, one: BatchRun, second_run: BatchRun, bar: "tqdm[Any]"
     ) -> tuple[_Floats, _Floats]:
-        """Return the sums and maxima over a batch; the bar moves by the length of this."""
+        """Return the sums and maxima over a batch; move the bar once for each pair of sites."""
         sums, maxima = [], []
         for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
             js = _divergences_by_prompt(one, second_run, pair)
             effect = _effects_by_prompt(one, pair.first)
-            other_effect = _effects_by_prompt(second_run, pair.second)
-            by_prompt = [js, js**2, effect, other_effect, (other_effect - effect) ** 2]
+            effect_2 = _effects_by_prompt(second_run, pair.second)
+            by_prompt = [js, js**2, effect, effect_2, (effect_2 - effect) ** 2]
             z, z_2 = one.z(pair.first), second_run.z(pair.second)
             products = [_dot(z, cross, z_2), _dot(z, first, z), _dot(z_2, second, z_2)]
             squares = [_numbers(_norm(x)) ** 2 for x in (z, z_2)]
@@ -243,9 +239,9 @@ def _norm(z: Float[Tensor, "token site d_head"]) -> Float[Tensor, "site"]:
 class _NewStatistics:
     """Sums for the components that only this model has."""
 
-    def __init__(self, directions: _WriteDirections, new: Sequence[LayerSites]) -> None:
+    def __init__(self, directions: _Directions, new: Sequence[LayerSites]) -> None:
         self._new = new
-        self._grams = [_gram(W, W) for W in map(directions.of, new)]
+        self._grams = [_gram(W, W) for W in map(directions, new)]
         self.sums = np.zeros((3, sum(len(sites.names) for sites in new)))
 
     def measure(self, run: BatchRun) -> _Floats:
@@ -269,7 +265,6 @@ class _NewStatistics:
 
 
 _MEASURES = ("divergence", "divergence_se", "cosine", "norm_ratio")
-_CHANGES = ("attribution_change", "attribution_change_se")
 
 
 class Statistics:
@@ -278,12 +273,13 @@ class Statistics:
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models
         self._sites = [resolve_sites(model, all_heads()) for model in models]
-        directions = [_WriteDirections(model) for model in models]
+        directions = list(map(_write_directions, models))
         alignments = [alignment, alignment.with_null(models[1].cfg.d_model)]
         self._shared = [
             _SharedStatistics(directions[i], directions[i + 1], alignments[i])
             for i in range(len(models) - 1)
         ]
+        self._n_shared = len(alignment.shared)
         self._new = [_NewStatistics(direction, alignment.new) for direction in directions[1:]]
         self._values = np.zeros((len(models), 2))
         self._n_prompts = self._n_tokens = 0
@@ -292,7 +288,7 @@ class Statistics:
     @property
     def n_steps(self) -> int:
         """How many steps of a bar one batch takes."""
-        return len(self._models) + sum(len(pair) for pair in self._shared)
+        return len(self._models) + len(self._shared) * self._n_shared
 
     def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
         """Run a batch through every model, and return the runs."""
@@ -305,12 +301,12 @@ class Statistics:
         # Whatever can fail comes first, so that an error leaves whole batches in the sums.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
-        new = [new_site.measure(run) for new_site, run in zip(self._new, runs[1:], strict=True)]
+        new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]
         for pair, (sums, maxima) in zip(self._shared, shared, strict=True):
             pair.sums += sums
             pair.maxima = np.maximum(pair.maxima, maxima)
-        for new_site, sums in zip(self._new, new, strict=True):
-            new_site.sums += sums
+        for new_sites, sums in zip(self._new, new, strict=True):
+            new_sites.sums += sums
         n_prompts = len(batch.pair.clean)
         self._values += n_prompts * np.array([run.values for run in runs])
         self._n_prompts += n_prompts
@@ -324,13 +320,13 @@ class Statistics:
         old, *nulls = (pair.frame(*counts) for pair in self._shared)
         spans = self._values[1:, 0] - self._values[1:, 1]
         new, *new_nulls = (
-            new_site.frame(*counts, span) for new_site, span in zip(self._new, spans, strict=True)
+            sites.frame(*counts, span) for sites, span in zip(self._new, spans, strict=True)
         )
         for null, new_null in zip(nulls, new_nulls, strict=True):
-            for name in (*_MEASURES, *_CHANGES):
-                # Patterns and outputs that are silent in both are noise.
-                noise = null["silent"] & (name in _MEASURES)
-                old[f"null_{name}"] = null[name].mask(noise)
+            for name in _MEASURES:  # patterns and outputs that are silent in both are noise
+                old[f"null_{name}"] = null[name].mask(null["silent"])
+            for name in ("attribution_change", "attribution_change_se"):
+                old[f"null_{name}"] = null[name]
             old["null_attribution"] = null["grown_attribution"]
             for name in ("attribution", "share"):
                 new[f"null_{name}"] = new_null[name]

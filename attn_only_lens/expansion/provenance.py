@@ -17,10 +17,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.errors import UnknownHeadError
-from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.weights import (
     Axis,
     Constants,
+    Identity,
     axes_of,
     block_name,
     in_layer,

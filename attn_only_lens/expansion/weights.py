@@ -9,15 +9,28 @@ head       an attention head, by query; kv_head: by key and value (fewer where q
 d_query    a coordinate of queries and keys; d_value: of values. TransformerLens has one d_head for
            both, the growth paper has k and v
 
-`d_model` is one axis of the whole model; the others are each layer's own.
+`d_model` is one axis of the whole model; every layer has the other axes for itself.
+
+An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor is the
+sum of its entries in order, weighted by numbers that look random,
+
+    s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
+
+and its norm. A change Δ of the weights, wherever it is, moves s by about ‖Δ‖ / 3. So a tensor whose
+s moved by no more than roundings of ‖w‖ is the same one, cast or computed on another machine; after
+one step of training it is another. (A digest of bytes would tell casts apart.)
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
+
+from attn_only_lens.tolerances import rounding
 
 Norm: TypeAlias = Literal["LN", "LNPre", "RMS", "RMSPre"] | None
 NormPlace: TypeAlias = Literal["before", "after", "both", "stream"]
@@ -63,6 +76,8 @@ WRITERS = frozenset(
 """The tails of tensors that write to the residual stream ("shortformer" positions: beside it)."""
 _OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+_GOLDEN = (math.sqrt(5) + 1) / 2
+_ROW = 2**11  # entries of a row; as many rows are summed at a time, in float64
 
 
 class Axis(NamedTuple):
@@ -207,3 +222,56 @@ class Weights:
     def sketch(self) -> "Weights":
         """Return the same without numbers, on the meta device, to try an expansion at no cost."""
         return self.map(lambda tensor: tensor.to("meta"))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Marks of a model's tensors. Made by `growth.identity`.
+
+    Attributes:
+        marks: the weighted sum and the norm of each tensor.
+        precision: the largest share of the norm by which roundings may have moved a sum.
+    """
+
+    marks: Mapping[str, tuple[float, float]] = field(repr=False)
+    precision: float
+
+    def differences(self, second: "Identity") -> list[str]:
+        """Return the tensors that differ, or that one model lacks and the other has, not zero.
+
+        The bridge of transformer-lens 3.9 adds a bias of zeros to the unembedding.
+        """
+        tolerance = max(self.precision, second.precision)
+        both = {**self.marks, **second.marks}
+        odd = {name for name in self.marks.keys() ^ second.marks.keys() if both[name][1] > 0}
+        for name in self.marks.keys() & second.marks.keys():
+            (one, size), (two, other_size) = self.marks[name], second.marks[name]
+            if not abs(one - two) <= tolerance * max(size, other_size):
+                odd.add(name)
+        return sorted(odd)
+
+
+def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
+    """Return the identity of a model, from its tensors by name."""
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    return Identity(
+        {name: _mark(tensor) for name, tensor in tensors.items()},
+        max(map(rounding, dtypes), default=0.0),
+    )
+
+
+def _mark(tensor: Tensor) -> tuple[float, float]:
+    total = squares = 0.0
+    row = _row_weights(0, _ROW)
+    for index, part in enumerate(tensor.detach().cpu().flatten().split(_ROW * _ROW)):
+        w = part.double()
+        rows, rest = w[: len(w) // _ROW * _ROW].view(-1, _ROW), w[len(w) // _ROW * _ROW :]
+        sums = torch.cat([rows @ row, (rest @ row[: len(rest)])[None]])
+        total += float(sums @ _row_weights(index * _ROW, len(sums)))
+        squares += float(w @ w)
+    return total, math.sqrt(squares)
+
+
+def _row_weights(first: int, n: int) -> Tensor:
+    turns = torch.arange(first + 1, first + n + 1, dtype=torch.float64, device="cpu") * _GOLDEN
+    return turns.frac() * 2 - 1

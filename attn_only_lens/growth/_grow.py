@@ -16,9 +16,8 @@ from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Provenance, Weights
 from attn_only_lens.expansion.expansion import Expansion, reasons_against_bytes
-from attn_only_lens.expansion.identity import Identity, identity_of
 from attn_only_lens.expansion.initialise import Initialiser, own
-from attn_only_lens.expansion.weights import in_layer
+from attn_only_lens.expansion.weights import Identity, identity_of, in_layer
 from attn_only_lens.growth.growable import Growable
 from attn_only_lens.growth.grown_folder import save_pretrained
 from attn_only_lens.growth.hooked import HookedModel

@@ -16,9 +16,8 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Axis, Provenance
-from attn_only_lens.expansion.identity import Identity
 from attn_only_lens.expansion.provenance import IndexMap, Shares, TiedEntries, ZeroEntries
-from attn_only_lens.expansion.weights import Constants
+from attn_only_lens.expansion.weights import Constants, Identity
 from attn_only_lens.growth.growable import PROBLEM, Growable
 from attn_only_lens.models.source_folder import GROWN, PROVENANCE, GrownFields
 from attn_only_lens.storage import (

@@ -156,10 +156,10 @@ def _converted_name(name: str, *, grouped: bool) -> str:
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
     """Sizes of every layer; `attn_scale` is set if scores are not divided by √d_head."""
-    constants, layers = weights.constants, []
+    constants, sizes, layers = weights.constants, weights.sizes, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (
-            weights.sizes[Axis(label, layer)]
+            sizes[Axis(label, layer)]
             for label in ("head", "kv_head", "d_query", "d_value", "d_mlp")
         )
         scale = math.sqrt(width) if constants.scale is None else attn_scale

@@ -8,8 +8,8 @@ from sealed_files import rewrite
 
 from attn_only_lens import CheckpointError, UnknownHeadError, grow
 from attn_only_lens import expansion as ex
-from attn_only_lens.expansion.identity import identity_of
 from attn_only_lens.expansion.provenance import IndexMap, TensorMap
+from attn_only_lens.expansion.weights import identity_of
 from attn_only_lens.growth import read, read_provenance
 
 
