@@ -13,6 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens import expansion as ex
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Provenance, Weights
 from attn_only_lens.expansion.expansion import Expansion, reasons_against_bytes
@@ -57,17 +58,17 @@ class Grown:
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
-        """Remove everything that growth added; right after growth, bit for bit the original.
+        """Return the model without new parts; right after growth, bit for bit the original.
 
         After training, this is the trained old part, in the original's scale (centred if growth
         centred it).
 
         Args:
-            drop_new: whether to drop new parts that have an effect by now.
+            drop_new: whether to drop new parts even if they have an effect.
 
         Raises:
-            GrowthError: entries that had to be zero no longer are, so that the old part alone does
-                not compute what the model computes.
+            GrowthError: entries that had to be zero no longer are: the old part alone does not
+                compute what the model computes.
         """
         growable, provenance = growable_of(self.model), self.provenance
         if reasons := _all_reasons(growable):
@@ -75,14 +76,12 @@ class Grown:
         now = growable.read()
         broken = provenance.broken(now.tensors)
         if broken and not drop_new:
-            raise GrowthError(
-                [
-                    f"{name}: entries that {was} are not any more; shrink(drop_new=True) "
-                    "drops them, and the model then computes something else"
-                    for name, was in broken.items()
-                ],
-                "this model cannot be shrunk",
-            )
+            reasons = [
+                f"{name}: entries that {was} are not any more; shrink(drop_new=True) "
+                "drops them, and the model then computes something else"
+                for name, was in broken.items()
+            ]
+            raise GrowthError(reasons, "this model cannot be shrunk")
         tensors = {}
         for name in now.tensors:
             old = provenance.old_name(name)
@@ -178,20 +177,19 @@ def grow(
 
     Args:
         model: a `TransformerBridge` of a language model of transformers, or of `boot_native`; a
-            `HookedTransformer`, or one that `convert` made attention-only.
+            `HookedTransformer`, or a model that `convert` made attention-only.
         expansion: one of `attn_only_lens.expansion`; or omit it and give sizes.
         d_mlp: neurons in every layer of the grown model.
         n_heads: attention heads in every layer.
         d_head: width of queries, keys and values.
         d_model: width of the residual stream.
         n_layers: layers; new ones come last.
-        init: of free entries, from `expansion.init`; by default as the model draws its own
-            weights.
+        init: of free entries, from `expansion.init`; by default as the model draws its weights.
         seed: of the initialization.
 
     Returns:
         The grown model, on the device and in the dtype of `model`, with its tokenizer, modes and
-        frozen parameters; and where everything went.
+        frozen parameters; and the provenance.
 
     Raises:
         GrowthError: with every reason, before anything is made.
@@ -250,7 +248,7 @@ def _checked_expansion(
     """Return the expansion that is asked for, or raise every reason against it."""
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
-    reasons = [*growable.attached(), *non_finite_weights(growable.model)]
+    reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
     odd = [
         f"got {name}={size!r}; expected a whole number, 1 or more"
         for name, size in asked.items()
@@ -392,7 +390,7 @@ def growable_of(model: Any) -> Growable:
 
 
 def _all_reasons(growable: Growable) -> list[str]:
-    return list(dict.fromkeys([*growable.reasons_against(), *growable.attached()]))
+    return list(dict.fromkeys([*growable.reasons_against(), *hook_reasons(growable.model)]))
 
 
 def _unshared(weights: Weights, source: Weights) -> Weights:

@@ -10,7 +10,6 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Weights
 
@@ -133,10 +132,6 @@ class Growable(ABC):
     def trial(self, grown: Any) -> list[str]:
         """Return every reason why a grown model does not compute the same, if that is in doubt."""
         return []
-
-    def attached(self) -> list[str]:
-        """Return everything attached to the model (hooks) that a new one would not have."""
-        return hook_reasons(self.model)
 
 
 def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
