@@ -37,12 +37,9 @@ class SharedComponents:
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """Two models, component by component.
+    """The components of both models, by layer of the first one, and those of the second alone.
 
-    Attributes:
-        shared: the components of both, by layer of the first; attention before neurons.
-        new: those of the second alone.
-        coordinates: of the first one's residual stream, as indices into the second one's.
+    `coordinates` are those of the first residual stream, as indices into the second.
     """
 
     shared: tuple[SharedComponents, ...]
@@ -57,7 +54,7 @@ class Alignment:
 
 def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
     """Match the components of a model with those of one grown from it."""
-    old, new = (resolve_sites(one, all_heads()) for one in (model, grown))
+    old, new = resolve_sites(model, all_heads()), resolve_sites(grown, all_heads())
     known = {name for group in new for name in group.names}
     reasons: list[str] = []
     old_names: dict[str, str] = {}

@@ -15,6 +15,7 @@ circuit then keeps its number of nodes, now those of largest mean |score|. An es
 outside its interval, as every resample has fewer distinct prompts.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,12 +138,12 @@ def overlap_measures(
     """Return counts, Jaccard index and rank correlation, with intervals."""
     # Few prompts have few different resamples; one prompt has one.
     weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
-    resampled: dict[tuple[str, str], list[_Floats]] = {}
+    resampled: defaultdict[tuple[str, str], list[_Floats]] = defaultdict(list)
     size = max(1, _AT_ONCE // max(1, n_rows))
     for first in range(0, len(weights), size):
         for what, overlap in overlaps(weights[first : first + size]).items():
             for name, values in overlap.similarity().items():
-                resampled.setdefault((what, name), []).append(values)
+                resampled[what, name].append(values)
         on_resamples(int(((number >= first) & (number < first + size)).sum()))
     columns: dict[str, dict[str, float]] = {}
     for what, overlap in overlaps(resampling.uniform[None]).items():
@@ -151,7 +152,7 @@ def overlap_measures(
         row: dict[str, float] = {"original": n_first, "grown": n_second, "kept": kept}
         row |= {"lost": n_first - kept, "gained": n_second - kept}
         for name, value in overlap.similarity().items():
-            samples = np.concatenate(resampled.get((what, name), [np.empty(0)]))
+            samples = np.concatenate([np.empty(0), *resampled[what, name]])
             low, high = resampling.interval(samples[number])
             row |= {name: float(value[0]), f"{name}_low": low, f"{name}_high": high}
         columns[what] = row

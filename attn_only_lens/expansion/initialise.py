@@ -131,23 +131,14 @@ class Initialiser(Protocol):
 
 @dataclass(frozen=True)
 class Made:
-    """Entries of units that go together.
-
-    Attributes:
-        entries: the new ones.
-        old: the old ones, if they change.
-        tied: pairs of indices along the axis: a new unit, and the unit whose entries it has,
-        factor: times this.
-        zero: indices of units whose entries must be zero.
-        shares: for each new unit that has a share of an old one, their indices and the share.
-    """
+    """New entries and, if they change, old ones; with what must hold of units."""
 
     entries: Float[Tensor, "..."]
     old: Float[Tensor, "..."] | None = None
-    tied: tuple[tuple[int, int], ...] = ()
-    factor: float = 1.0
-    zero: tuple[int, ...] = ()
-    shares: tuple[tuple[int, int, float], ...] = ()
+    tied: tuple[tuple[int, int], ...] = ()  # a new unit, and the unit whose entries it has …
+    factor: float = 1.0  # … times this
+    zero: tuple[int, ...] = ()  # units whose entries must be zero
+    shares: tuple[tuple[int, int, float], ...] = ()  # a new unit, an old one, its share of it
 
 
 def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Made:

@@ -19,12 +19,10 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The layout of a model's parameter, against the tensor of `Weights` that it stores.
+    """The layout of a model's parameter: the tensor of `Weights` that it stores, and how.
 
-    Attributes:
-        name: the tensor in `Weights`.
-        pattern: of einops, from the parameter to the tensor; None if they have one shape.
-        sizes: of axes that the pattern splits.
+    The pattern of einops goes from the parameter to the tensor, with the sizes of the axes that it
+    splits; None if they have one shape.
     """
 
     name: str

@@ -216,7 +216,10 @@ class HuggingFaceBridge(BridgeModel):
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
             if isinstance(part, nn.Dropout):  # as the user may have set it
-                part.p = old_modules[self._source_path(name, source_of)].p
+                like = self._with_layer(
+                    name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
+                )
+                part.p = old_modules[like].p
         frozen, new = self.frozen(), HuggingFaceBridge(model)
         named, beside = new.named_parameters(), self._beside()
         for name, layout in new.parameters().items():
@@ -378,19 +381,14 @@ class HuggingFaceBridge(BridgeModel):
         """The path of a part of the bridge in the wrapped model."""
         return str(self.model.adapter.component_mapping[part].name)
 
-    def _source_path(self, path: str, source_of: Callable[[str], str]) -> str:
-        """Return the path of this model's module that a module of the grown model is built like."""
+    def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
+        """A path in the wrapped model, with a function of the layer's number in its place."""
         blocks = re.escape(self._path("blocks"))
-        return re.sub(
-            rf"^({blocks}\.)(\d+)",
-            lambda match: f"{match[1]}{in_layer(source_of(block_name(int(match[2]), 'attn')))}",
-            path,
-        )
+        return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
 
     def _rule(self, name: str) -> str:
         """The name of a parameter with a place for the layer's number."""
-        path = self._path("blocks")
-        return re.sub(rf"^{re.escape(path)}\.\d+\.", f"{path}.{{}}.", name)
+        return self._with_layer(name, lambda layer: "{}")
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
