@@ -157,7 +157,11 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
-def main(out: Out = Path("out/stability"), smoke: Smoke = False, device: Device = "cpu") -> None:
+def main(
+    out: Out = Path("out/stability"),
+    smoke: Smoke = False,
+    device: Device = "cpu",
+) -> None:
     """Measure coverage, stability and transfer on Small English."""
     started = time.perf_counter()
     warnings.simplefilter("ignore")
