@@ -4,14 +4,15 @@ The tests compare two ways to compute the same thing, such as a replay and a who
 on what the model is, not on its prompts: a test that was passed holds for all prompts without
 padding that are no longer. A model is tested again when a parameter or buffer was replaced or
 written to, a hook or module was added or removed, a forward pass was replaced, or an option of its
-configuration, its dtype, device or mode has changed. One change is not noticed: that of weights
-through `.data`, which torch does not count. It changes what a model computes, and not how.
+configuration, its dtype, device, mode or autocast has changed. One change is not noticed: that of
+weights through `.data`, which torch does not count. It changes what a model computes, and not how.
 """
 
 from collections.abc import Hashable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from attn_only_lens.engine.model_checks import modules_of, state_of_hooks
@@ -53,6 +54,9 @@ def passed_tests(model: Any) -> PassedTests:
 
 def _state(model: Any) -> Iterator[Hashable]:
     yield from state_of_hooks(model)
+    device = next(model.parameters()).device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        yield torch.get_autocast_dtype(device)
     for _, module in modules_of(model):
         attributes = vars(module)
         forward = attributes.get("forward")

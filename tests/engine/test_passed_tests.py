@@ -1,13 +1,14 @@
 """Tests of a model are remembered until it changes, and for prompts that are no longer."""
 
+from contextlib import suppress
+
 import bridges
 import pytest
 import torch
 from common import HAS_HOOKED_TRANSFORMER, of_a_library
-from models import build
 from torch import nn
 
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import AttnOnlyLensError, expose_neuron_heads
 from attn_only_lens import patching as p
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
@@ -18,7 +19,12 @@ class Counted:
     """A model that counts how often its blocks run."""
 
     def __init__(self, kind):
-        source = build("gelu") if kind == "HookedTransformer" else bridges.boot(kind, torch.float64)
+        if kind == "HookedTransformer":
+            from models import build
+
+            source = build("gelu")
+        else:
+            source = bridges.boot(kind, torch.float64)
         self.model, self.n_runs = expose_neuron_heads(source).model, 0
         for block in self.model.blocks:
             block.register_forward_hook(of_a_library(lambda *run: self.count()))
@@ -77,6 +83,15 @@ def test_a_changed_model_is_tested_again(kind, change):
     CHANGES[change](counted.model)
     assert counted.sweep()[1] == n_first
     assert counted.sweep()[1] == n_second
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_is_tested(kind):
+    counted = Counted(kind)
+    n_first, n_second = (counted.sweep()[1] for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16), suppress(AttnOnlyLensError):
+        assert counted.sweep()[1] > n_second
+    assert counted.sweep()[1] == n_first
 
 
 @pytest.mark.parametrize("kind", KINDS)
