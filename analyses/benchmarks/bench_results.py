@@ -36,7 +36,7 @@ from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.sites import LayerSites
-from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.patching.site_groups import SiteGroup, site_rows
 
 LENGTHS = (15, 128)
 LARGE, SMALL = (32, 14336, 28), (2, 37, 3)  # layers, neurons, positions
@@ -127,7 +127,7 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
         calls = {"forward pass": forward, "AtP by plain hooks": plain, "attribution": ours}
         expected = plain().flatten().double().cpu()
         with exposed("attribution"):
-            found = torch.from_numpy(ours().effect.to_numpy())
+            found = torch.tensor(ours().effect.tolist(), dtype=torch.float64)
         apart = (found - expected).abs().max() / expected.abs().max()
         took = turns(calls, rounds, device, exposed)
         for clock in ("wall", "processor"):
@@ -155,8 +155,7 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
 
     def made(of_layers: Tensor) -> p.Sweep:
         groups = [SiteGroup.product(each, positions) for each in sites]
-        rows = pd.concat([group.rows for group in groups], ignore_index=True)
-        return p.Sweep(rows.assign(value=of_layers.numpy().ravel()), **RUN)
+        return p.Sweep(site_rows(groups).assign(value=of_layers.numpy().ravel()), **RUN)
 
     one, other = made(values), made(noisy)
     path = folder / "sweep.parquet"

@@ -26,6 +26,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.models.load import load
 from attn_only_lens.patching import _attribution
 from attn_only_lens.patching.repairs import Repairer
+from attn_only_lens.patching.site_groups import site_rows
 
 PAIRS = {
     "number": ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
@@ -49,7 +50,7 @@ class Keeping(Repairer):
     keys: pd.Series
 
     def __init__(self, runner: Any, groups: Any, keys: Any, *args: Any) -> None:
-        rows = pd.concat([group.rows for group in groups], ignore_index=True)
+        rows = site_rows(groups)
         numbers = np.concatenate([each.double().numpy() for each in keys])
         type(self).keys = pd.Series(numbers, pd.MultiIndex.from_frame(rows[SITE].astype(object)))
         super().__init__(runner, groups, keys, *args)

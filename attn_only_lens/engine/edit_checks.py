@@ -47,7 +47,7 @@ def require_same_edit(
 ) -> None:
     """Refuse a replay if an edit in it differs from a hook in a whole run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
-    tests = {layer: ("edit", kind, part, layer, first > 0) for layer in layers}
+    tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
     if not untested:
         return
@@ -84,7 +84,7 @@ def require_same_edit(
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     if ineffective and not first:
         require_edits_read(model, recording, kind, ineffective, part)
-    for layer in layers:
+    for layer in set(layers) - set(untested):
         replay.tested.add(tests[layer], recording)
 
 

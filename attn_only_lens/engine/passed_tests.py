@@ -4,11 +4,14 @@ The tests compare two ways to compute the same thing, such as a replay and a who
 on what the model is, not on its prompts: a test that was passed holds for all prompts without
 padding that are no longer. A model is tested again when a parameter or buffer was replaced or
 written to, a hook or module was added or removed, a forward pass was replaced, or an option of its
-configuration, its dtype, device, mode or autocast has changed. One change is not noticed: that of
-weights through `.data`, which torch does not count. It changes what a model computes, and not how.
+configuration, a plain attribute of a module, its dtype, device, mode or autocast has changed. Torch
+does not count writes through `.data`: those to vectors are noticed here by their contents, those to
+matrices are not. They change what a model computes, and not how it adds up.
 """
 
+import weakref
 from collections.abc import Hashable, Iterator
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +21,8 @@ from torch import Tensor, nn
 from attn_only_lens.engine.model_checks import modules_of, state_of_hooks
 from attn_only_lens.engine.recording import Recording
 
-_State = tuple[Hashable, ...]
+_State = tuple[object, ...]
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class PassedTests:
@@ -52,26 +56,68 @@ def passed_tests(model: Any) -> PassedTests:
     return known[1]
 
 
-def _state(model: Any) -> Iterator[Hashable]:
+def _state(model: Any) -> Iterator[object]:
     yield from state_of_hooks(model)
     device = next(model.parameters()).device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         yield torch.get_autocast_dtype(device)
+    small, types = list[Tensor](), dict[type, None]()
     for _, module in modules_of(model):
         attributes = vars(module)
-        forward = attributes.get("forward")
-        yield id(module), type(module), module.training, id(forward) if forward else None
+        types[type(module)] = None
+        yield _reference(module), type(module), module.training
+        for name in attributes.keys() - _OF_ALL_MODULES:
+            value = attributes[name]
+            if isinstance(value, bool | int | float | str):
+                yield name, value
+            elif callable(value) and not isinstance(value, type):
+                yield name, _reference(value)
         for tensors in (attributes["_parameters"], attributes["_buffers"]):
             for tensor in tensors.values():
                 if tensor is not None:
                     yield _tensor_state(tensor)
+                    small += [tensor] * (tensor.ndim <= 1)
+    yield from ((kind, _reference(kind.forward)) for kind in types if hasattr(kind, "forward"))
+    yield from _contents(small)
     for config in (model.cfg, getattr(getattr(model, "original_model", None), "config", None)):
         for name, option in vars(config).items() if config is not None else ():
-            if isinstance(option, bool | int | float | str):
-                yield name, option
+            if isinstance(option, bool | int | float | str | dict | list | tuple):
+                yield name, repr(option)
 
 
-def _tensor_state(tensor: Tensor) -> Hashable:
-    # Tensors of inference mode do not count changes: a new object is unlike any other.
+class _Reference:
+    """Equal for the same living object alone; it does not keep the object alive."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, value: Any) -> None:
+        self.reference = weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Reference):
+            return False
+        value = self.reference()
+        return value is not None and value is other.reference()
+
+    __hash__ = None  # type: ignore[assignment]  # states are compared alone
+
+
+def _reference(value: Any) -> Any:
+    try:
+        return _Reference(value)
+    except TypeError:  # it has no weak references: unlike any other
+        return object()
+
+
+def _tensor_state(tensor: Tensor) -> object:
+    # Tensors of inference mode do not count writes: this is unlike any other state.
     version = object() if tensor.is_inference() else tensor._version
-    return id(tensor), version, tensor.dtype, str(tensor.device)
+    return _reference(tensor), version, tensor.dtype, str(tensor.device)
+
+
+def _contents(tensors: list[Tensor]) -> Iterator[bytes]:
+    """Yield the numbers of small tensors: gains, which say how outputs are added, and biases."""
+    for _, group in groupby(tensors, key=lambda x: (x.device, x.dtype)):
+        joined = torch.cat([x.detach().reshape(-1) for x in group])
+        if joined.device.type != "meta":
+            yield joined.cpu().view(torch.uint8).numpy().tobytes()

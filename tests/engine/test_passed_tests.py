@@ -1,6 +1,9 @@
 """Tests of a model are remembered until it changes, and for prompts that are no longer."""
 
+import gc
+import weakref
 from contextlib import suppress
+from types import MethodType
 
 import bridges
 import pytest
@@ -10,6 +13,7 @@ from torch import nn
 
 from attn_only_lens import AttnOnlyLensError, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine import passed_tests
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 KINDS = ["gpt2", "llama", *["HookedTransformer"] * HAS_HOOKED_TRANSFORMER]
@@ -48,14 +52,24 @@ def count_hook(module, args, output):
     pass
 
 
+def inner(norm):
+    return getattr(norm, "original_component", norm)
+
+
+def norm_weight(model):
+    return next(p for p in inner(model.ln_final)._parameters.values() if p is not None)
+
+
 def replace_weight(model):
-    norm = model.ln_final
-    norm = getattr(norm, "original_component", norm)
+    norm = inner(model.ln_final)
     name = next(iter(norm._parameters))
     norm._parameters[name] = nn.Parameter(norm._parameters[name].detach().clone())
 
 
 CHANGES = {
+    "a vector is written to through .data": lambda model: norm_weight(model).data.mul_(1.5),
+    "a plain attribute": lambda model: setattr(inner(model.ln_final), "multiplier", 0.5),
+    "a function": lambda model: setattr(inner(model.ln_final), "function", lambda x: x),
     "a weight is written to": lambda model: next(model.parameters()).detach().mul_(1.0),
     "a weight is replaced": replace_weight,
     "a hook": lambda model: model.blocks[0].register_forward_hook(of_a_library(count_hook)),
@@ -70,7 +84,7 @@ def test_tests_run_once(kind):
     second, n_second = counted.sweep()
     assert (first == second).all()
     assert n_second <= n_first - 3 * len(counted.model.blocks)
-    assert counted.sweep(n_pos=5)[1] <= n_second  # shorter
+    assert counted.sweep(n_pos=5)[1] < n_first  # shorter
     assert counted.sweep(n_pos=11)[1] > n_second  # longer
     assert counted.sweep(n_pos=11)[1] <= n_second
 
@@ -83,6 +97,36 @@ def test_a_changed_model_is_tested_again(kind, change):
     CHANGES[change](counted.model)
     assert counted.sweep()[1] == n_first
     assert counted.sweep()[1] == n_second
+
+
+def test_metrics_of_other_columns_are_tested():
+    """A forward pass may treat one logit apart."""
+    model = expose_neuron_heads(bridges.boot("gpt2")).model
+    wrapped = model.original_model
+    forward = type(wrapped).forward
+
+    def masking(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits[..., 0] = -3.0
+        return output
+
+    wrapped.forward = MethodType(masking, wrapped)
+    clean, corrupted = (torch.tensor([[3, 5, 7, x, 13]]) for x in (11, 17))
+    for correct in (0, 5):
+        how = {"metric": p.logit_diff(correct, 7), "sites": p.heads(), "progress": False}
+        remembered = p.activation_patch(model, clean, corrupted, **how).effect.to_numpy()
+        passed_tests._PASSED.clear()
+        fresh = p.activation_patch(model, clean, corrupted, **how).effect.to_numpy()
+        assert (remembered == fresh).all()
+
+
+def test_a_model_is_not_kept_alive():
+    counted = Counted("gpt2")
+    counted.sweep()
+    reference = weakref.ref(counted.model)
+    del counted
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

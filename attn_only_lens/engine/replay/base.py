@@ -283,7 +283,9 @@ class Replay(ABC):
 
     def check(self) -> None:
         """Compare replays without any edit, from several blocks, with the recorded logits."""
-        test = "replay", self.metric.positions is None, self.metric.columns is None
+        positions, columns = self.metric.positions, self.metric.columns
+        from_end = None if positions is None else self.n_pos - positions
+        test = "replay", *(None if x is None else tuple(x.tolist()) for x in (from_end, columns))
         if self.tested.covers(test, self.recording):
             return
         whole = self.metric.select(self.recording.logits)

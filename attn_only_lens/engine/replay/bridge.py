@@ -162,15 +162,11 @@ class BridgeReplay(Replay):
         placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
-        if self.tested.covers("columns", self.recording):
-            return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
         with suppress_refusals(), self._unembed_columns():  # of a model that checks the columns
             got = self._run(Joined(unedited))
-            if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
-                self.tested.add("columns", self.recording)
-                return True
+            return self._agree(got, logits[..., self.metric.columns], logits.abs().max())
         return False
 
     def block_output(self, variants: Variants) -> Residual:
