@@ -87,10 +87,15 @@ def evaluate(
         >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it is of one sum alone
         True
     """
+    if positions is not None and not isinstance(positions, Mapping):
+        reason = f"got positions={positions!r}; expected a position for each role: task.roles"
+        raise InputError([reason], _PROBLEM)
+    if not isinstance(circuit, Circuit):
+        raise InputError([f"got a {type(circuit).__name__}; expected a circuit"], _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
     reasons = []
-    if roles != (got := sorted(positions or {})):
+    if roles != (got := sorted(map(str, positions or {}))):
         expected = roles or "none, because its sites have numbers as positions"
         reasons.append(f"got the roles {got}; expected those of the circuit, {expected}")
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
@@ -99,6 +104,8 @@ def evaluate(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos}, "
             "the length of the prompts on which the circuit was found: its sites have positions"
         )
+    if circuit.frame.duplicated(_KEY).any():
+        reasons.append("some sites are in it twice; expected one row for each site")
     InputError.raise_if(reasons, _PROBLEM)
     here = positions or circuit.positions
     sites = site_rows(site_groups(model, pair, circuit.candidates, here, "z"))
@@ -149,6 +156,10 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         >>> bool(circuits.transfer(model, some, tasks).loc["3 + 4", "3 + 4"] >= 0.85)
         True
     """
+    for name, value in (("circuits", circuits), ("tasks", tasks)):
+        if not isinstance(value, Mapping) or not value:
+            expected = "one or more, by name: {'a name': …}"
+            raise InputError([f"got {name} {value!r:.80}; expected {expected}"], _PROBLEM)
     rows = {}
     for circuit_name, circuit in circuits.items():
         row = rows[circuit_name] = dict[str, float]()

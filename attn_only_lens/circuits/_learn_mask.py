@@ -16,7 +16,7 @@ running means of θ, the one with the smallest error on validation prompts is re
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count, positive_reasons
+from attn_only_lens.arguments import as_plain, is_count, positive_reasons
 from attn_only_lens.circuits._search import Circuit, circuit_of, rank_sites
 from attn_only_lens.circuits.ablation import (
     AblatedModel,
@@ -120,7 +120,8 @@ def learn_mask(
     reasons += reasons_against_draws(0, seed)
     if not (bound := as_metric(metric)).by_prompt:
         reasons.append(f"got {bound.name}; expected a metric of each prompt")
-    labels = list(range(len(pair.clean)) if groups is None else groups)
+    groups = as_plain(range(len(pair.clean)) if groups is None else groups)
+    labels = list(map(str, groups)) if isinstance(groups, Iterable) else []
     if len(labels) != len(pair.clean):
         reasons.append(f"got {len(labels)} groups of {len(pair.clean)} pairs; expected as many")
     elif len(set(labels)) < 5:

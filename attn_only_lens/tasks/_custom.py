@@ -154,9 +154,12 @@ def from_jsonl(
         for role, number in roles.items()
         if not is_count(number)
     ]
+    if isinstance(keys, str) or len(keys) != len(KEYS):
+        reasons.append(f"got keys={keys!r}; expected the names of four columns, as {KEYS}")
+        keys = KEYS
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError, TypeError) as error:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError, TypeError) as error:
         raise InputError([*reasons, f"got {str(path)!r}: {error}"], PROBLEM) from None
     rows, bad = list[Mapping[str, Any]](), list[str]()
     for number, line in enumerate(lines, 1):

@@ -1,6 +1,7 @@
 """Learned masks: other prompts against rankings, no label in both."""
 
 import pytest
+import torch
 
 from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
@@ -84,6 +85,8 @@ def test_what_cannot_be_learned_is_refused(english, prompts):
             n_candidates=1.5)  # fmt: skip
     refused("3 groups of 17 pairs", groups=["a", "b", "c"])
     refused("2 groups of prompts", groups=["a"] * 8 + ["b"] * 9)
+    refused("2 groups of prompts", groups=torch.tensor([0] * 8 + [1] * 9))
+    refused("0 groups of 17 pairs", groups=3)
     refused("n_sites=45 of 5 candidates", n_candidates=5)
     refused("a metric of each prompt", metric=p.custom(lambda logits: logits[:, -1, 3].mean()))
     refused("seed=-1", seed=-1)

@@ -1,8 +1,11 @@
 """Circuits of random halves of the prompts: inclusion, held-out prompts, cores; transfer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy.stats import binomtest
 
 from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
@@ -157,6 +160,18 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
     with pytest.raises(InputError, match="expected PairedPrompts"):
         circuits.transfer(model, {"relative": circuit}, {"text": "The keys"})
+    for wrong in (([circuit], {"a": task}), ({"a": circuit}, [task]), ({}, {"a": task})):
+        with pytest.raises(InputError, match="expected one or more, by name"):
+            circuits.transfer(model, *wrong)
+    prompts = task.clean, task.corrupted, task.metric
+    for positions in ("each", 5, torch.tensor([1, 2])):
+        with pytest.raises(InputError, match="expected a position for each role"):
+            circuits.evaluate(model, circuit, *prompts, positions=positions)
+    with pytest.raises(InputError, match="got a NoneType; expected a circuit"):
+        circuits.evaluate(model, None, *prompts, positions=task.roles)
+    twice = replace(circuit, frame=pd.concat([circuit.frame, circuit.frame]))
+    with pytest.raises(InputError, match="some sites are in it twice"):
+        circuits.evaluate(model, twice, *prompts, positions=task.roles)
 
 
 def test_an_evaluation_tells_prompts_apart(model, task, circuit):

@@ -258,6 +258,12 @@ def test_pairs_of_a_file(tmp_path):
     assert some.clean == ("The cars near the car",)
 
 
+def test_texts_of_json_may_hold_separators_of_lines(tmp_path):
+    line = json.dumps(row_of("keys", "key") | {"note": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "pairs.jsonl").write_text("\ufeff" + line, encoding="utf-8")
+    assert len(tasks.from_jsonl(task_tokenizer(), 1, tmp_path / "pairs.jsonl")) == 1
+
+
 def test_files_that_make_no_pairs(tmp_path):
     def refused(match, rows=(), **settings):
         path = write_rows(tmp_path / "bad.jsonl", rows)
@@ -270,6 +276,8 @@ def test_files_that_make_no_pairs(tmp_path):
     refused("has 5 words; expected more, for subject", [row_of("a", "b")], roles={"subject": 5})
     refused(r"(?s)role 'end'.*word -1 for the role 'end'", roles={"end": -1})
     refused("n=1; 0 of 1", [row_of("garden door", "key")])
+    refused("names of four columns", [row_of("keys", "key")], keys=("clean_prefix", "answer"))
+    refused("names of four columns", [row_of("keys", "key")], keys="clean")
     refused("seed=-1", [row_of("keys", "key")], seed=-1)
     (tmp_path / "text.jsonl").write_text("The key", encoding="utf-8")
     for name, match in {"text.jsonl": "not JSON", "none.jsonl": "No such file"}.items():
