@@ -509,10 +509,7 @@ def test_a_sweep_of_few_names_takes_one_pass(n_names, monkeypatch):
 
 @of_bridges
 def test_a_split_model_takes_the_same_shortcuts():
-    """The same kernels and waits: where a step of a replay fails, it is slower, and still right.
-
-    But for one more look at the small weights of the second device (`passed_tests`).
-    """
+    """The same kernels and waits: where a step of a replay fails, it is slower, and still right."""
     set_up()
     counts = []
     with SimulatedDevice(forbid_float64=True) as device:
@@ -523,8 +520,7 @@ def test_a_split_model_takes_the_same_shortcuts():
             counts.append(
                 (device.total("kernel"), device.synchronisations, device.total("D2D") > 0)
             )
-    assert all(0 <= a - b <= 4 for a, b in zip(counts[0][:2], counts[1][:2], strict=True))
-    assert counts[0][2]
+    assert counts[0] == (*counts[1][:2], True)
     assert not counts[1][2]
 
 
@@ -575,7 +571,7 @@ def test_kernels_of_a_search(counted):
     device = counted(search)
     assert device.total("kernel") <= 15_000
     # Some 15 a layer are of its norms, which secants fit to what they did.
-    assert device.synchronisations <= 31 * 12
+    assert device.synchronisations <= 30 * 12
 
 
 @of_bridges

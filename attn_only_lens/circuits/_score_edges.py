@@ -242,8 +242,8 @@ class _Scoring:
             self._batches.append(_Batch(decomposed, readers, batching, tokens.numel() / n_tokens))
         for kind in _KINDS:
             if of_kind := [sites.layer for sites in chosen if sites.kind == kind]:
-                recording = self._batches[0].run.recording
-                require_edits_read(model, recording, kind, of_kind, "z")
+                recording, tested = self._batches[0].run.recording, replay.tested
+                require_edits_read(model, recording, kind, of_kind, "z", tested)
 
         def mean(activations: Iterable[Tensor]) -> Tensor:
             return torch.stack([x.sum((0, 1)) for x in activations]).sum(0) / n_tokens

@@ -234,9 +234,11 @@ class AblatedModel:
         elif ablation != "resample":
             source = ablate(runs.clean, runs.clean, ablation, pair.real)
         self._points = _ablated_points(model, source, sites, roles)
-        for kind, layers in sites.groupby("kind", observed=True)["layer"].unique().items():
-            require_edits_read(model, runs.clean, cast("HeadKind", kind), layers.tolist(), "z")
         self._replay = make_replay(model, runs.clean, runs.metric)
+        tested = self._replay.tested
+        for name, layers in sites.groupby("kind", observed=True)["layer"].unique().items():
+            kind = cast("HeadKind", name)
+            require_edits_read(model, runs.clean, kind, layers.tolist(), "z", tested)
         differs = ((pair.clean != pair.corrupted) & pair.real).any(dim=0).nonzero()
         first_change = int(differs[0]) if ablation == "resample" else 0
         self._first = self._replay.start(0, first_change)

@@ -70,10 +70,10 @@ def _parse_answer(text: str) -> int:
 
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
     """Return prompts as texts, or as a tensor of tokens."""
-    import torch
-
     if not tokens:
         return texts
+    import torch
+
     rows = [parse_numbers(text, option) for text in texts]
     if len({len(row) for row in rows}) > 1:
         raise AttnOnlyLensError(
@@ -85,10 +85,10 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
 
 def as_chat(model: Any, prompts: Any, chat: bool) -> "Prompts":
     """Return the prompts; with --chat, the tokens of the messages."""
-    from attn_only_lens.engine.prompts import chat_tokens
-
     if not chat:
         return prompts
+    from attn_only_lens.engine.prompts import chat_tokens
+
     if not isinstance(prompts, list):
         raise AttnOnlyLensError("got --chat and tokens; expected texts, which are messages")
     return chat_tokens(model, prompts)

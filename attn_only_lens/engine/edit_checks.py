@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attn_only_lens.axes import SELF, Residual
 from attn_only_lens.devices import normal_numbers, to_float64_device
 from attn_only_lens.engine.edits import attention_edit, change_of_z, neuron_variants
-from attn_only_lens.engine.passed_tests import passed_tests
+from attn_only_lens.engine.passed_tests import PassedTests
 from attn_only_lens.engine.recording import (
     Hooks,
     Recording,
@@ -83,17 +83,21 @@ def require_same_edit(
             break
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     if ineffective and not first:
-        require_edits_read(model, recording, kind, ineffective, part)
+        require_edits_read(model, recording, kind, ineffective, part, replay.tested)
     for layer in set(layers) - set(untested):
         replay.tested.add(tests[layer], recording)
 
 
 @torch.no_grad()
 def require_edits_read(
-    model: Any, recording: Recording, kind: HeadKind, layers: Sequence[int], part: Part
+    model: Any,
+    recording: Recording,
+    kind: HeadKind,
+    layers: Sequence[int],
+    part: Part,
+    tested: PassedTests,
 ) -> None:
     """Refuse hook points that ignore edits, such as `hook_pattern` on some bridges."""
-    tested = passed_tests(model)
     tests = {layer: ("reads edits", kind, part, layer) for layer in layers}
     layers = [layer for layer in layers if not tested.covers(tests[layer], recording)]
     if not layers:

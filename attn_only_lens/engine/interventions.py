@@ -23,6 +23,7 @@ from attn_only_lens.axes import SELF, Tokens
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.passed_tests import passed_tests
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.recording import NeuronRun, Recording, record
 from attn_only_lens.engine.sites import (
@@ -400,7 +401,8 @@ def _recorded(
     names = [host_of(model).hook_name(layer, "attention", "z") for layer in layers["attention"]]
     with keep_random_state(device):
         run = record(model, tokens, mask, layers=layers["neuron"], names=names)
+        tested = passed_tests(model)
         for kind, of_kind in layers.items():
             if of_kind:
-                require_edits_read(model, run, kind, sorted(of_kind), part)
+                require_edits_read(model, run, kind, sorted(of_kind), part, tested)
     return run

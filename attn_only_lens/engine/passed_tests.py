@@ -11,7 +11,6 @@ matrices are not. They change what a model computes, and not how it adds up.
 
 import weakref
 from collections.abc import Hashable, Iterator
-from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,7 +77,7 @@ def _state(model: Any) -> Iterator[object]:
                     yield _tensor_state(tensor)
                     small += [tensor] * (tensor.ndim <= 1)
     yield from ((kind, _reference(kind.forward)) for kind in types if hasattr(kind, "forward"))
-    yield from _contents(small)
+    yield _contents(small)
     for config in (model.cfg, getattr(getattr(model, "original_model", None), "config", None)):
         for name, option in vars(config).items() if config is not None else ():
             if isinstance(option, bool | int | float | str | dict | list | tuple):
@@ -115,9 +114,10 @@ def _tensor_state(tensor: Tensor) -> object:
     return _reference(tensor), version, tensor.dtype, str(tensor.device)
 
 
-def _contents(tensors: list[Tensor]) -> Iterator[bytes]:
-    """Yield the numbers of small tensors: gains, which say how outputs are added, and biases."""
-    for _, group in groupby(tensors, key=lambda x: (x.device, x.dtype)):
-        joined = torch.cat([x.detach().reshape(-1) for x in group])
-        if joined.device.type != "meta":
-            yield joined.cpu().view(torch.uint8).numpy().tobytes()
+def _contents(tensors: list[Tensor]) -> bytes:
+    """Return the numbers of small tensors: gains, which say how outputs are added, and biases."""
+    known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
+    if not known:
+        return b""
+    # One read, whatever the number of devices and dtypes.
+    return torch.cat([x.to(known[0].device) for x in known]).cpu().numpy().tobytes()
