@@ -127,8 +127,8 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
         calls = {"forward pass": forward, "AtP by plain hooks": plain, "attribution": ours}
         expected = plain().flatten().double().cpu()
         with exposed("attribution"):
-            found = torch.tensor(ours().effect.tolist(), dtype=torch.float64)
-        apart = (found - expected).abs().max() / expected.abs().max()
+            effects = torch.tensor(ours().effect.tolist(), dtype=torch.float64)
+        apart = (effects - expected).abs().max() / expected.abs().max()
         took = turns(calls, rounds, device, exposed)
         for clock in ("wall", "processor"):
             seconds = took[f"{clock} s"]

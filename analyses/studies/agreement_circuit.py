@@ -154,9 +154,8 @@ def arms(
                 *(*prompts, size), steps=steps, groups=groups, sites=sites, batch_size=batch_size,
                 progress=f"mask of {size} {kind}",
             )  # fmt: skip
-            seconds, key = time.perf_counter() - started, ["name", "position"]
-            chosen = frame[key].merge(learned.frame[key].assign(found=True), how="left")
-            rows = np.flatnonzero(chosen["found"].notna())
+            seconds = time.perf_counter() - started
+            rows = np.flatnonzero(learned.contains(frame))
             passes = PASSES * steps * batch_size / len(training)
             for prompts_of, ablated in both.items():
                 yield {"sites": kind, "arm": "learned mask", "size": size} | {
@@ -189,16 +188,14 @@ def small_english(device: str, *, smoke: bool) -> Iterator[dict[str, Any]]:
             )
             for task in (training, held_out)
         )  # fmt: skip
-        found = circuits.discover(*prompts, positions=training.roles, n_random=0)
-        chosen = {"secant, magnitude": here.ranked(ranking, "magnitude")[: len(found)]}
-        chosen["secant, signed"] = here.ranked(ranking, "signed")[: len(found)]
+        discovered = circuits.discover(*prompts, positions=training.roles, n_random=0)
+        chosen = {"secant, magnitude": here.ranked(ranking, "magnitude")[: len(discovered)]}
+        chosen["secant, signed"] = here.ranked(ranking, "signed")[: len(discovered)]
         learned = circuits.learn_mask(
-            *prompts, len(found), steps=20 if smoke else 100, positions=training.roles
+            *prompts, len(discovered), steps=20 if smoke else 100, positions=training.roles
         )
-        for arm, circuit in (("discover", found), ("learned mask", learned)):
-            key = ["name", "position"]
-            kept = ranking.frame[key].merge(circuit.frame[key].assign(found=True), how="left")
-            chosen[arm] = np.flatnonzero(kept["found"].notna())
+        for arm, circuit in (("discover", discovered), ("learned mask", learned)):
+            chosen[arm] = np.flatnonzero(circuit.contains(ranking.frame))
         for arm, rows in chosen.items():
             for prompts_of, ablated in (("training", here), ("held-out", there)):
                 yield {"sites": f"Small English, {name}", "arm": arm, "size": len(rows)} | {

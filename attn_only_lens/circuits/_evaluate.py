@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.circuits._search import Circuit
+from attn_only_lens.circuits._search import SITE_KEY, Circuit
 from attn_only_lens.circuits.ablation import ablated_model
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
@@ -19,7 +19,6 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.tasks import PairedPrompts
 
-_KEY = ["name", "position"]
 _PROBLEM = "this circuit cannot be measured on these prompts"
 
 
@@ -104,13 +103,12 @@ def evaluate(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos}, "
             "the length of the prompts on which the circuit was found: its sites have positions"
         )
-    if circuit.frame.duplicated(_KEY).any():
+    if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in it twice; expected one row for each site")
     InputError.raise_if(reasons, _PROBLEM)
     here = positions or circuit.positions
     sites = site_rows(site_groups(model, pair, circuit.candidates, here, "z"))
-    kept = sites[_KEY].merge(circuit.frame[_KEY].assign(kept=True), how="left")["kept"].notna()
-    rows = np.flatnonzero(kept)
+    rows = np.flatnonzero(circuit.contains(sites))
     if missing := len(circuit) - len(rows):
         reason = f"{missing} sites of the circuit do not exist for these prompts and this model"
         raise InputError([reason], _PROBLEM)

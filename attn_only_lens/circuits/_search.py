@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -62,7 +62,7 @@ _IDLE_ROUNDS = 2
 _AROUND = 4  # how much larger or smaller circuits of other prompts are expected to be
 _LARGE = 1000  # circuits of up to so many sites are pruned site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
-_KEY = ["name", "position"]
+SITE_KEY = ["name", "position"]
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
 """Yields circuits, is sent their faithfulness, and returns a size."""
@@ -116,8 +116,12 @@ class Circuit:
         if self.stability is None:
             return self.frame.copy()
         sites = self.stability.sites
-        inside = sites[_KEY].merge(self.frame[_KEY].assign(inside=True), how="left")["inside"]
-        return sites.assign(in_circuit=inside.notna().to_numpy())
+        return sites.assign(in_circuit=self.contains(sites))
+
+    def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
+        """Return which rows of a frame of sites (`name`, `position`) are in this circuit."""
+        inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
+        return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
     def core(self) -> "Circuit":
         """Return the sites that at least 90 % of the resampled circuits include, as a circuit.
@@ -274,8 +278,8 @@ def search_circuit(
             search_again = partial(find, near=len(rows))
             halves = random_halves(n_prompts, resamples, seed)
             stability = resampled(search_again, ablate, ablated, frame, effects, halves)
-            inclusion = stability.sites[[*_KEY, *INCLUSION]]
-            with_shares = circuit.frame.merge(inclusion, on=_KEY, how="left")
+            inclusion = stability.sites[[*SITE_KEY, *INCLUSION]]
+            with_shares = circuit.frame.merge(inclusion, on=SITE_KEY, how="left")
             circuit = replace(circuit, frame=with_shares, stability=stability)
         bar.total = bar.n  # not known before
         bar.refresh()
