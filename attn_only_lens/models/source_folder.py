@@ -94,9 +94,10 @@ def load_source(
 
 
 def refuse(reasons: Sequence[str], problem: str) -> None:
-    """Raise CheckpointError with the first few reasons, if there are any."""
+    """Raise CheckpointError with the first reasons and the number of others, if there are any."""
     if reasons:
-        raise CheckpointError(f"{problem}: {'; '.join(reasons[:5])}")
+        more = [f"and {len(reasons) - 5} more"] * (len(reasons) > 5)
+        raise CheckpointError(f"{problem}: {'; '.join([*reasons[:5], *more])}")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from attn_only_lens import (
 )
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.checkpoint.bridge import pack, unpack
+from attn_only_lens.models.source_folder import refuse
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 
@@ -320,3 +321,12 @@ def test_tensors_that_overlap_are_written_once_and_share_memory_again():
     assert memory[7] == 7.0
     with pytest.raises(CheckpointError, match="of another type"):
         pack({"numbers": memory, "bits": memory.view(torch.int32)})
+
+
+def test_an_error_says_how_many_reasons_it_leaves_out():
+    reasons = [f"reason {i}" for i in range(7)]
+    with pytest.raises(CheckpointError, match=r"reason 4; and 2 more$"):
+        refuse(reasons, "it cannot be loaded")
+    with pytest.raises(CheckpointError, match=r"reason 4$"):
+        refuse(reasons[:5], "it cannot be loaded")
+    refuse([], "it cannot be loaded")
