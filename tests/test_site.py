@@ -4,6 +4,10 @@ import base64
 import importlib
 import re
 import sys
+import threading
+from contextlib import ExitStack
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +53,51 @@ def config(tmp_path, monkeypatch):
     return load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site"))
 
 
+ANSWERS = {
+    "patch one neuron": "patch-one-neuron-or-one-head",
+    "use my own model": "use-my-own-model",
+    "load to GPU": "load-a-model-to-the-gpu-or-in-half-precision",
+    "steer": "steer-the-model-with-a-neuron",
+    "which heads matter": "see-which-heads-matter-most",
+    "save a sweep": "save-a-sweep-and-load-it-again",
+}
+"""Searches that people type, and the section of the page of questions that answers them."""
+
+
+def first_result(opened, address, question):
+    """Return the section that a search for a question lists first, as a person types it."""
+    opened.driver.get("about:blank")
+    opened.driver.get(address)
+    opened.js("document.querySelector('label[for=__search]').click()")
+    field = opened.driver.find_element("css selector", ".md-search__input")
+    field.send_keys(question)
+    opened.wait("document.querySelector('.md-search-result__item a') !== null")
+    first = "[...document.querySelector('.md-search-result__item').querySelectorAll('a')]"
+    [page, section] = opened.js(f"return {first}.slice(0, 2).map(link => link.href)")
+    assert page.endswith("/how_do_i.html")
+    return section.partition("#")[2].partition("?")[0]
+
+
+@pytest.fixture
+def served():
+    """A function that serves a folder on this machine, and returns its address."""
+    with ExitStack() as stack:
+
+        def serve(folder):
+            handler = partial(Quiet, directory=str(folder))
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            stack.callback(server.shutdown)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield serve
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        """Print nothing."""
+
+
 def write_notebook(path, *outputs):
     new = nbformat.v4
     cells = [new.new_markdown_cell("# A story\n\n## Its end"), new.new_code_cell("one()\n\ntwo()")]
@@ -66,7 +115,7 @@ def shown(data):
 
 @needs_browser
 @pytest.mark.filterwarnings("default")
-def test_the_site_with_a_notebook_asks_no_other_machine(config, tmp_path, monkeypatch):
+def test_the_site_with_a_notebook_asks_no_other_machine(config, tmp_path, monkeypatch, served):
     """Every page of it is opened; a notebook's outputs come through as they were saved."""
     picture = shown({"image/png": base64.b64encode(PIXEL).decode()})
     printed = nbformat.v4.new_output("stream", name="stdout", text="a <b>\n")
@@ -92,6 +141,9 @@ def test_the_site_with_a_notebook_asks_no_other_machine(config, tmp_path, monkey
         assert [text.strip() for text in opened.texts("pre code")] == ["one()\n\ntwo()", "a <b>"]
         assert opened.js("return document.querySelector('article iframe').srcdoc") == FRAMED
         assert opened.js("return document.querySelector('article img').naturalWidth") == 1
+        for address in (site.as_uri(), served(site)):
+            for question, answer in ANSWERS.items():
+                assert first_result(opened, f"{address}/index.html", question) == answer
 
 
 def page(folder, body, name="index.html"):
