@@ -20,6 +20,7 @@ import checked
 import gathered
 import mkdocs
 import nbformat
+import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import PluginError
@@ -144,6 +145,16 @@ def test_the_site_with_a_notebook_asks_no_other_machine(config, tmp_path, monkey
         for address in (site.as_uri(), served(site)):
             for question, answer in ANSWERS.items():
                 assert first_result(opened, f"{address}/index.html", question) == answer
+
+
+def test_a_notebook_opens_in_colab_once_the_repository_is_known(tmp_path):
+    path = write_notebook(tmp_path / "02_story.ipynb")
+    text = gathered.notebook(path, "https://github.com/someone/lens/")["notebooks/02_story.md"]
+    tag = f"v{yaml.safe_load((ROOT / 'CITATION.cff').read_text())['version']}"
+    colab = "https://colab.research.google.com/github/someone/lens/blob"
+    assert f"({colab}/{tag}/notebooks/02_story.ipynb)" in text
+    assert f"attn-only-lens[bridge,viz] @ git+https://github.com/someone/lens@{tag}" in text
+    assert "colab" not in gathered.notebook(path)["notebooks/02_story.md"]
 
 
 def page(folder, body, name="index.html"):

@@ -1,11 +1,11 @@
-"""What must hold of the site as it was built: where it does not, the build fails and says all.
+"""Check the site after it was built; the build fails with a list of all faults.
 
-    links      every link within the site leads to a file of it, and to an anchor that is there
+    links      every link within the site leads to a file of it, and to an existing anchor
     elsewhere  a link out of the site is https and well formed
     loads      no page or style sheet loads a script, style, font, picture or frame from elsewhere
     names      every public name of a module of the reference has an entry
 
-No other machine is asked, so whether a page elsewhere exists is not known: the build lists them.
+No other machine is asked, so links out of the site are only listed.
 """
 
 import re
@@ -46,7 +46,7 @@ _HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}", re.I)
 
 
 class Page(HTMLParser):
-    """The anchors of a page, where its links lead, and what it loads; of its frames as well."""
+    """The anchors, links and loaded files of a page and its frames."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -59,18 +59,18 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Read one tag."""
-        found = {name: value or "" for name, value in attrs}
+        values = {name: value or "" for name, value in attrs}
         self._inside = tag
-        self.anchors |= {found[name] for name in ("id", "name") if found.get(name)}
-        self.loads += [found[name] for name in _LOADING & found.keys() if found[name]]
-        self.loads += _STYLE.findall(found.get("style", ""))
-        if tag in ("a", "area") and "href" in found:
-            self.links.append(found["href"])
-        self.loads += re.findall(r"(?:^|,)\s*([^\s,]+)", found.get("srcset", ""))
-        if tag == "link" and not _FOLLOWED & set(found.get("rel", "").lower().split()):
-            self.loads.append(found.get("href", ""))
-        if "srcdoc" in found:
-            framed = Page(found["srcdoc"])
+        self.anchors |= {values[name] for name in ("id", "name") if values.get(name)}
+        self.loads += [values[name] for name in _LOADING & values.keys() if values[name]]
+        self.loads += _STYLE.findall(values.get("style", ""))
+        if tag in ("a", "area") and "href" in values:
+            self.links.append(values["href"])
+        self.loads += re.findall(r"(?:^|,)\s*([^\s,]+)", values.get("srcset", ""))
+        if tag == "link" and not _FOLLOWED & set(values.get("rel", "").lower().split()):
+            self.loads.append(values.get("href", ""))
+        if "srcdoc" in values:
+            framed = Page(values["srcdoc"])
             self.loads += framed.loads
             self.links += [link for link in framed.links if not link.startswith("#")]
 
@@ -87,28 +87,28 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> tuple[list[str], list[str]]:
-    """What is wrong with the pages of a folder, and the links that lead out of it."""
+    """Return the faults of the pages of a folder, and the links that lead out of it."""
     pages = {path: Page(path.read_text("utf-8")) for path in sorted(site.rglob("*.html"))}
     wrong, out = [], set()
     for path, page in pages.items():
-        at = path.relative_to(site)
+        name = path.relative_to(site)
         for link in page.links:
             if link.startswith("mailto:"):
                 continue
             if _REMOTE.match(link) or ":" in link.split("/")[0]:
                 out.add(link)
-                wrong += [f"{at}: {link} is no https address"] if not well_formed(link) else []
+                wrong += [f"{name}: {link} is no https address"] if not well_formed(link) else []
             else:
                 target, anchor = _target(site, path, link)
                 if not target.is_file():
-                    wrong.append(f"{at}: {link} leads nowhere")
+                    wrong.append(f"{name}: {link} leads nowhere")
                 elif target in pages and anchor not in pages[target].anchors:
-                    wrong.append(f"{at}: {link} has no such anchor")
+                    wrong.append(f"{name}: {link} has no such anchor")
         for load in page.loads:
             if _REMOTE.match(load):
-                wrong.append(f"{at}: loads {load}")
+                wrong.append(f"{name}: loads {load}")
             elif not (load.startswith(_WITHIN) or _target(site, path, load)[0].is_file()):
-                wrong.append(f"{at}: loads {load}, which is not there")
+                wrong.append(f"{name}: loads {load}, which is not there")
     for path in sorted(site.rglob("*.css")):
         remote = _STYLE.findall(path.read_text("utf-8"))
         wrong += [f"{path.relative_to(site)}: loads {address}" for address in remote]
@@ -116,7 +116,7 @@ def faults(site: Path) -> tuple[list[str], list[str]]:
 
 
 def well_formed(link: str) -> bool:
-    """Whether a link is an https address of a named host, without blanks."""
+    """Return whether a link is an https address of a named host, without blanks."""
     parts = urlsplit(link)
     named = bool(_HOST.fullmatch(parts.hostname or ""))
     return parts.scheme == "https" and named and not re.search(r"\s", link)
@@ -131,7 +131,7 @@ def _target(site: Path, page: Path, link: str) -> tuple[Path, str]:
 
 
 def missing(site: Path) -> Iterator[str]:
-    """Public names that the reference has no entry for."""
+    """Yield the public names without an entry in the reference."""
     anchors = set()
     for path in (site / "reference").glob("*.html"):
         anchors |= Page(path.read_text("utf-8")).anchors

@@ -1,7 +1,6 @@
-"""Docstrings as griffe is to read them: its Google style knows `Examples:`, the package's one each.
+"""Rename the section `Example:` of docstrings to `Examples:`, the only name that griffe knows.
 
-A sketch of formulas, indented by four, is code to Markdown already; `Example:` would be a note, and
-its prompts nested quotations.
+Without this, griffe shows an example as a note, and its prompts as nested quotations.
 """
 
 import re
@@ -13,9 +12,9 @@ _EXAMPLE = re.compile(r"^(\s*)Example:$", re.M)
 
 
 class Examples(Extension):
-    """Name the section of examples as griffe does."""
+    """The extension of griffe that renames the section."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Of every object that has a docstring."""
+        """Rename the section in the docstring of an object."""
         if obj.docstring:
             obj.docstring.value = _EXAMPLE.sub(r"\1Examples:", obj.docstring.value)
