@@ -1,4 +1,4 @@
-"""Bounds on the difference of two computations of the same logits, by dtype.
+"""Bounds on the difference of two computations of the same numbers, by dtype.
 
 A converted model with live hooks evaluates p(q) · q where its source evaluates act(q): the same
 real number through other roundings, which later layers amplify. Against the same model in float64
@@ -17,6 +17,7 @@ the tests, and in trained models:
 """
 
 import torch
+from torch import Tensor
 
 LOGIT_TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
@@ -34,3 +35,37 @@ def rounding(dtype: torch.dtype) -> float:
     eighth.
     """
     return min(16 * torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps)
+
+
+def disagreement(
+    computed: Tensor,
+    expected: Tensor,
+    tolerance: float,
+    *,
+    size: Tensor | float | None = None,
+    mask: Tensor | None = None,
+) -> str:
+    """Return by how much two computations of the same numbers differ; "" if only by rounding.
+
+    Args:
+        computed: one result.
+        expected: the other, of the same shape.
+        tolerance: the largest allowed max |Δ|, relative to the size.
+        size: the largest of the numbers that were added up; by default max |expected|.
+        mask: 1 for real tokens and 0 for padding, which is not compared.
+
+    Example:
+        >>> disagreement(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 1e-5)
+        'they differ by 0.5, and rounding allows 2e-05'
+    """
+    if mask is not None:
+        computed, expected = (x[mask.bool().to(x.device)] for x in (computed, expected))
+    if not expected.numel():
+        return ""
+    largest = expected.abs().max() if size is None else torch.as_tensor(size)
+    error = (computed - expected).abs().max()
+    difference, scale = torch.stack([error, largest.to(error)]).tolist()  # one wait for the device
+    allowed = tolerance * scale
+    if difference <= allowed:
+        return ""
+    return f"they differ by {difference:.2g}, and rounding allows {allowed:.2g}"

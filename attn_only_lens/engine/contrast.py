@@ -57,7 +57,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # in float64, after many layers
 _PROBLEM = "the difference of two runs of this model is unknown"
@@ -287,14 +287,14 @@ def _require_complete(result: Contrast) -> None:
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
-    got, size = float(terms.sum()), float(terms.abs().sum() + parts.abs().sum())
-    allowed = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
-    if not abs(got - result.total) <= allowed * size:
+    total, size = terms.sum(), terms.abs().sum() + parts.abs().sum()
+    tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
+    if off := disagreement(total, total.new_tensor(result.total), tolerance, size=size):
         reason = (
-            f"the contributions of the tokens add up to {got:.6g}; expected {result.total:.6g}, "
-            "the change of the metric: this model has a nonlinear step whose rule is unknown ("
-            "fused attention, for instance: load it with attn_implementation='eager'), or tokens "
-            "enter it after its first block; use method='gradient'"
+            f"the sum over its tokens is not the change of the metric, {result.total:.6g} ({off}): "
+            "the model has a nonlinear step without a known rule (fused attention, for instance: "
+            "load it with attn_implementation='eager'), or tokens enter it after its first block; "
+            "use method='gradient'"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
 
