@@ -72,7 +72,7 @@ class Tape:
         *,
         keep_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the gradients at every node, and at more tensors; the graph is usually freed."""
+        """Return the gradients at every node and at `more` tensors; the graph is usually freed."""
         nodes = self.nodes
         shared = {
             name: z

@@ -16,13 +16,14 @@ reads, so a sweep computes only these. Half precision is converted to float32, e
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half, to_float64_device
@@ -217,12 +218,7 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
         Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
     """
 
-    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
-        both = torch.tensor(tokens, device=like.device)[..., 0]  # [2, batch]
-        columns, (right, left) = both.unique(return_inverse=True)
-        return columns, lambda logits: _pick(logits, right) - _pick(logits, left)
-
-    return _of_answers("logit_diff", {"correct": correct, "wrong": wrong}, formula)
+    return _of_answers("logit_diff", {"correct": correct, "wrong": wrong}, None)
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
@@ -245,20 +241,8 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
         'probability_diff([[33, 34], 98], [[31, 32], 7])'
     """
 
-    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
-        signs = torch.zeros(like.shape, device=like.device)
-        for rows, sign in zip(tokens, (1.0, -1.0), strict=True):
-            for prompt, answers in enumerate(rows):
-                signs[prompt, list(answers)] = sign
-
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            probabilities = logits.squeeze(-2).softmax(dim=-1)
-            return (probabilities * signs.to(probabilities)).sum(dim=-1)
-
-        return None, compute
-
     answers = {"correct": correct, "wrong": wrong}
-    return _of_answers("probability_diff", answers, formula, several=True)
+    return _of_answers("probability_diff", answers, torch.softmax, several=True)
 
 
 def probability(answer: Answers) -> Metric:
@@ -275,7 +259,7 @@ def probability(answer: Answers) -> Metric:
         >>> p.probability(" Mary").name
         "probability(' Mary')"
     """
-    return _of_answers("probability", {"answer": answer}, _formula_of_log(torch.exp))
+    return _of_answers("probability", {"answer": answer}, torch.softmax)
 
 
 def log_probability(answer: Answers) -> Metric:
@@ -292,38 +276,50 @@ def log_probability(answer: Answers) -> Metric:
         >>> p.log_probability([17, 19]).name
         'log_probability([17, 19])'
     """
-    return _of_answers("log_probability", {"answer": answer}, _formula_of_log(lambda logs: logs))
-
-
-_Formula: TypeAlias = Callable[[list[list[tuple[int, ...]]], Tensor], tuple[_Columns, _Compute]]
-"""From the tokens of the answers, by role and prompt, and an empty tensor [batch, d_vocab]."""
-
-
-def _formula_of_log(scale: Callable[[Tensor], Tensor]) -> _Formula:
-    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
-        answers = torch.tensor(tokens, device=like.device)[0, :, 0]
-        return None, lambda logits: scale(_pick(logits.log_softmax(dim=-1), answers))
-
-    return formula
+    return _of_answers("log_probability", {"answer": answer}, torch.log_softmax)
 
 
 def _of_answers(
-    kind: str, answers: Mapping[str, Answers], formula: _Formula, *, several: bool = False
+    kind: str,
+    answers: Mapping[str, Answers],
+    scale: Callable[[Tensor, int], Tensor] | None,
+    *,
+    several: bool = False,
 ) -> Metric:
-    """Return a metric that reads the last position, and has one answer per prompt or several."""
+    """Return a metric of scaled logits at the last position: Σ of correct less Σ of wrong answers.
+
+    Without a scale, only the logits of answers are read.
+    """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape = _logits_shape(model, pair)
+        shape, device = _logits_shape(model, pair), pair.clean.device
         tokens = answer_tokens(model, pair, rows, reference, several=several)
-        like = torch.empty((), device=pair.clean.device).expand(shape[0], shape[2])
-        columns, compute = formula(list(tokens.values()), like)
-        return BoundMetric(
-            name, pair.last, columns, shape, lambda logits: compute(float32_if_half(logits))
-        )
+        index, signs = _index_and_signs(tokens.values(), device)
+        columns, index = (None, index) if scale else index.unique(return_inverse=True)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            scaled = float32_if_half(logits).squeeze(-2)
+            scaled = scaled if scale is None else scale(scaled, -1)
+            answers = scaled.gather(-1, index.expand(len(scaled), -1, -1))
+            return (answers * signs).sum(dim=-1)
+
+        return BoundMetric(name, pair.last, columns, shape, compute)
 
     return Metric(name, bound, answers=tuple(rows.values()))
+
+
+def _index_and_signs(
+    tokens: Collection[list[tuple[int, ...]]], device: torch.device
+) -> tuple[Int[Tensor, "batch answer"], Int[Tensor, "batch answer"]]:
+    """Return the answers of each prompt, and 1 for correct, -1 for wrong and 0 for missing ones."""
+    rows = [
+        [(token, sign) for sign, answers in zip((1, -1), roles, strict=False) for token in answers]
+        for roles in zip(*tokens, strict=True)
+    ]
+    table = pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+    return table[..., 0], table[..., 1]
 
 
 def kl() -> Metric:
@@ -468,12 +464,6 @@ def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
     """Return batch, pos and vocabulary of the logits of a whole run."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
-
-
-def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "site batch"]:
-    """Return one column of each prompt, at its one position."""
-    prompts = torch.arange(len(columns), device=columns.device)
-    return logits[:, prompts, 0, columns]
 
 
 # Requirements

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
@@ -179,32 +180,18 @@ def _rows(
     model: Any, prompts: Prompts, side: str, reasons: list[str], texts: dict[str, str]
 ) -> list[Tensor]:
     """Return the tokens of each prompt on the model's device, without padding of texts."""
-    items: list[Any]
     prompts, name = array_as_tensor(prompts), side or "prompts"
-    if isinstance(prompts, Tensor):
-        items = [prompts[None] if prompts.ndim == 1 else prompts]
-    elif isinstance(prompts, str):
-        items = [prompts]
-    elif are_prompts(prompts):
-        items = list(prompts)
-    else:
-        reasons.append(
-            f"{name}: got {type(prompts).__name__}; expected a text, a list of texts, a tensor or "
-            "array of tokens [batch, pos], or a list of rows of tokens [pos]"
-        )
-        return []
-    if not items:
-        reasons.append(f"{name}: got no prompts; expected at least one")
+    items = list(prompts) if are_prompts(prompts) else [prompts]
+    reasons += [f"{name}: got no prompts; expected at least one"] * (not items)
     rows: list[Tensor] = []
     for number, prompt in enumerate(items):
         if isinstance(prompt, str):
             label = f"{side} prompt".strip() + (f" {number}" if len(items) > 1 else "")
             texts[f"{label} {shortened(prompt)}"] = prompt
-        else:
-            prompt = array_as_tensor(prompt)
-            prompt = prompt[None] if prompt.ndim == 1 else prompt
+        elif _is_tensor(prompt) and prompt.ndim == 1:
+            prompt = prompt[None]
         try:
-            rows += checked_tokens(model, prompt, warn_unknown=False).long()
+            rows += checked_tokens(model, prompt, warn_unknown=False)
         except UnsupportedCallError as error:
             reasons.append(f"{name}: {error}")
     return rows
@@ -224,22 +211,18 @@ def _is_tensor(value: object) -> bool:
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
     """Return rows as one tensor, and a mask; None if all tokens are real."""
-    n_pos = max(map(len, rows))
-    if all(len(row) == n_pos for row in rows):
+    if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
-    left = getattr(model.tokenizer, "padding_side", "right") == "left"
+    side = getattr(model.tokenizer, "padding_side", "right")
     pad = getattr(model.tokenizer, "pad_token_id", None)
     if pad is None or pad >= model.cfg.d_vocab:  # some pad with a token outside the vocabulary
         pad = 0
-    tokens = rows[0].new_full((len(rows), n_pos), pad)
-    mask = torch.zeros_like(tokens)
-    for i, row in enumerate(rows):
-        columns = slice(n_pos - len(row), None) if left else slice(len(row))
-        tokens[i, columns], mask[i, columns] = row, 1
-    return tokens, mask
+    real = [torch.ones_like(row) for row in rows]
+    return pad_sequence(rows, True, pad, side), pad_sequence(real, True, 0, side)
 
 
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
+    """Return a mask as integers; None, and a reason, if it is invalid."""
     if mask is None:
         return None
     mask = array_as_tensor(mask)
@@ -292,17 +275,12 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected one with a chat template
+        the model has no tokenizer; expected that of a chat model, or give the prompts as texts
     """
     tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        reason = "the model has no tokenizer; expected one with a chat template"
-        raise InputError([reason], _PROBLEM_OF_CHAT)
     if not getattr(tokenizer, "chat_template", None):
-        reason = (
-            "the model's tokenizer has no chat template (tokenizers of base models have none); "
-            "expected the tokenizer of a chat model, or give the prompts as texts"
-        )
+        lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
+        reason = f"the {lacks}; expected that of a chat model, or give the prompts as texts"
         raise InputError([reason], _PROBLEM_OF_CHAT)
     reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):

@@ -31,7 +31,7 @@ _BYTES |= {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 _BROKEN = "\ufffd"
 _END_OF_WORD = "</w>"
 _ESCAPED = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
-_WORD = re.compile("w+(?:'w+)*")  # in kinds of characters (`_kind`): "don't" is one word
+_APOSTROPHES = "'’"  # inside a word: "don't"
 
 
 # From texts to tokens
@@ -49,20 +49,20 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
             warn_of_unknown_words(model.tokenizer, {shortened(tokens): tokens})
         tokens = tokens_of_text(model, tokens)
     tokens = array_as_tensor(tokens)
-    expected = f"expected integers [batch, pos] from 0 to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
-    if not isinstance(tokens, Tensor):
-        raise UnsupportedCallError(f"tokens: got a {type(tokens).__name__}; {expected}")
-    dtype = str(tokens.dtype).removeprefix("torch.")
-    if not dtype.startswith(("int", "uint")) or tokens.ndim != 2 or not tokens.numel():
-        raise UnsupportedCallError(f"tokens: got {dtype} {list(tokens.shape)}; {expected}")
-    if dtype.startswith("uint"):
-        tokens = tokens.long()  # torch has no minimum of most unsigned integers
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= cfg.d_vocab or tokens.shape[1] > cfg.n_ctx:
-        raise UnsupportedCallError(
-            f"tokens: got values from {low} to {high}, pos {tokens.shape[1]}; {expected}"
-        )
-    return tokens.to(next(model.parameters()).device)
+    got = type(tokens).__name__
+    if isinstance(tokens, Tensor):
+        dtype = str(tokens.dtype).removeprefix("torch.")
+        got = f"{dtype} {list(tokens.shape)}"
+        if dtype.startswith(("int", "uint")) and tokens.ndim == 2 and tokens.numel():
+            tokens = tokens.long()
+            low, high = int(tokens.min()), int(tokens.max())
+            if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
+                return tokens.to(next(model.parameters()).device)
+            got = f"values from {low} to {high}, pos {tokens.shape[1]}"
+    raise UnsupportedCallError(
+        f"tokens: got {got}; expected a text, or a tensor or array of integers [batch, pos] from 0 "
+        f"to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
+    )
 
 
 def array_as_tensor(value: Any) -> Any:
@@ -194,6 +194,17 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 # Words, signs and whitespace that a tokenizer does not know: the model reads <unk>, or nothing
 
 
+def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
+    """Return the tokens of a text, or of each of several texts, without special tokens."""
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def one_token(tokenizer: Any, text: str) -> int | None:
+    """Return the token that a text is; None if it is not a single known token."""
+    tokens = token_ids(tokenizer, text)
+    return int(tokens[0]) if len(tokens) == 1 and not unknown_words(tokenizer, text) else None
+
+
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
     """Return the words, signs and whitespace that a tokenizer does not know, each once, in order.
 
@@ -204,54 +215,46 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
         >>> unknown_words(pretrained.small_english().tokenizer, "The kezs near the  cabinet!")
         ['kezs', ' ', '!']
     """
-    token = getattr(tokenizer, "unk_token_id", None)
-    if not getattr(tokenizer, "is_fast", False):
-        return [] if token is None else _unknown_alone(tokenizer, text, token)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if not getattr(tokenizer, "is_fast", False):  # it has no offsets: try each word alone
+        return [
+            word
+            for word in dict.fromkeys(text.split() or [text])
+            if unknown is not None
+            and unknown in token_ids(tokenizer, word)
+            and tokenizer.unk_token not in word
+        ]
     # Bytes and special tokens have offsets too: so a BOS that is also the unknown token, as in
     # GPT-2, does not count as unknown.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    lost, known = list[tuple[int, int]](), set[int]()
-    for encoded_token, (start, end) in zip(
-        encoded["input_ids"], encoded["offset_mapping"], strict=True
-    ):
-        if encoded_token == token and text[start:end].strip() != tokenizer.unk_token:
-            lost.append((start, end))
-        else:
-            known.update(range(start, end))
-    taken = known.union(*(range(*span) for span in lost))
-    lost += [(i, i + 1) for i, letter in enumerate(text) if letter.isalnum() and i not in taken]
-    if not lost:
-        return []
-    words = [match.span() for match in _WORD.finditer("".join(map(_kind, text)))]
-    word_at = {i: word for word in words for i in range(*word)}
-    pieces = [_piece(text, span, word_at) for span in sorted(lost)]
+    spans = encoded["offset_mapping"]
+    lost = {
+        span
+        for token, span in zip(encoded["input_ids"], spans, strict=True)
+        if token == unknown and text[slice(*span)].strip() != tokenizer.unk_token
+    }
+    covered = set(chain(*(range(*span) for span in spans)))
+    lost |= {(i, i + 1) for i, x in enumerate(text) if x.isalnum() and i not in covered}
+    pieces = [_piece(text, *span) for span in sorted(lost)]
     return list(dict.fromkeys(filter(None, pieces)))
 
 
-def _kind(character: str) -> str:
-    """Return w for a letter, mark or digit, ' for an apostrophe, and a space for all others."""
-    return "'" if character in "'’" else "w" if category(character)[0] in "LMN" else " "
-
-
-def _piece(text: str, span: tuple[int, int], word_at: Mapping[int, tuple[int, int]]) -> str:
-    """Return the text at a span without spaces around it, widened to whole words."""
-    start, end = span
+def _piece(text: str, start: int, end: int) -> str:
+    """Return the text at a span; if it has a letter or digit, the whole word around it."""
     piece = text[start:end]
-    if not piece.strip():
-        return piece
-    trimmed = end - len(piece.lstrip()), start + len(piece.rstrip())
-    first, last = (word_at.get(i, trimmed) for i in (trimmed[0], trimmed[1] - 1))
-    return text[first[0] : last[1]]
+    if not any(map(_in_word, piece)):
+        return piece.strip() or piece
+    start, end = end - len(piece.lstrip()), start + len(piece.rstrip())
+    while start and (_in_word(text[start - 1]) or text[start - 1] in _APOSTROPHES):
+        start -= 1
+    while end < len(text) and (_in_word(text[end]) or text[end] in _APOSTROPHES):
+        end += 1
+    return text[start:end].strip(_APOSTROPHES)
 
 
-def _unknown_alone(tokenizer: Any, text: str, token: int) -> list[str]:
-    """Return the unknown words of a tokenizer without offsets: tokenize each word alone."""
-    return [
-        word
-        for word in dict.fromkeys(text.split() or [text])
-        if token in tokenizer(word, add_special_tokens=False)["input_ids"]
-        and tokenizer.unk_token not in word
-    ]
+def _in_word(character: str) -> bool:
+    """Return whether a character is a letter, a mark or a digit."""
+    return category(character)[0] in "LMN"
 
 
 def instead_of_unknown(tokenizer: Any) -> str:

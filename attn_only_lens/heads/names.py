@@ -6,8 +6,9 @@ MLP. If several heads share a neuron (bilinear gates), they are `L5N1234.0`, `L5
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -17,6 +18,8 @@ from attn_only_lens.heads.host import POINTS, HeadKind, has_neuron_heads, host_o
 _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"
+HeadCounts: TypeAlias = tuple[int, int, int]
+"""The attention heads of a layer, its neurons, and the heads of each neuron."""
 _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 
@@ -120,24 +123,26 @@ class HeadName:
     def require_in(self, model: Any) -> None:
         """Require that a model has this head; raises as `hook` does."""
         if has_neuron_heads(model):
-            neurons, n_heads = host_of(model).neurons, host_of(model).n_heads
-        else:
-            _require_plain(model, self)
-            neurons, n_heads = [], [model.cfg.n_heads] * len(model.blocks)
-        if not 0 <= self.layer < len(n_heads):
+            self.require_among(head_counts(model))
+            return
+        _require_plain(model, self)
+        self.require_among([(model.cfg.n_heads, 0, 1)] * len(model.blocks))
+
+    def require_among(self, layers: Sequence[HeadCounts]) -> None:
+        """Raise UnknownHeadError if there is no such head in layers with so many heads."""
+        if not 0 <= self.layer < len(layers):
             raise UnknownHeadError(
-                f"got {str(self)!r}; the model has layers 0 to {len(n_heads) - 1}"
+                f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
             )
-        if self.kind == "neuron":
-            count, plural = neurons[self.layer].n_neurons, "neurons"
-        else:
-            count, plural = n_heads[self.layer], "attention heads"
+        n_heads, n_neurons, heads_per_neuron = layers[self.layer]
+        is_neuron = self.kind == "neuron"
+        count, plural = (n_neurons, "neurons") if is_neuron else (n_heads, "attention heads")
         if not 0 <= self.index < count:
             raise UnknownHeadError(
                 f"got {str(self)!r}; layer {self.layer} has {plural} 0 to {count - 1}"
             )
-        if self.kind == "neuron":
-            self.heads(neurons[self.layer].heads_per_neuron)  # raises for an unknown member
+        if is_neuron:
+            self.heads(heads_per_neuron)  # raises for an unknown member
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"
@@ -162,6 +167,13 @@ def _require_plain(model: Any, name: HeadName) -> None:
             f"got {str(name)!r} and a model of to_stock, whose heads have no such names: the heads "
             "of source layer l are in blocks.{2l}.attn, its neurons in blocks.{2l+1}.attn"
         )
+
+
+def head_counts(model: Any) -> list[HeadCounts]:
+    """Return how many heads each source layer of a model with neuron-heads has."""
+    host = host_of(model)
+    layers = zip(host.n_heads, host.neurons, strict=True)
+    return [(n_heads, layer.n_neurons, layer.heads_per_neuron) for n_heads, layer in layers]
 
 
 def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:
