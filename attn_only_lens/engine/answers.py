@@ -1,8 +1,8 @@
-"""Answers of metrics: texts of one token, or tokens; one for all prompts or one per prompt.
+"""The answers that a metric compares: tokens, or texts that are one token.
 
 A list has one item per prompt, or a single item for all prompts. An item is one answer or, for a
-metric that sums over several answers, a list of answers. " are" and "are" are two tokens in most
-vocabularies; the clean run's logits show which of them the model expects.
+metric that sums over several answers, a list of answers. In most vocabularies, " are" and "are"
+are different tokens; the clean run's logits show which of them the model expects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,16 +36,16 @@ _Tokens: TypeAlias = list[tuple[int, ...]]
 
 PROBLEM = "this metric does not fit the model or its prompts"
 _FAR_MORE_PROBABLE = 10.0
-"""A warning is raised if another spelling of an answer is this many times as probable.
+"""Warn if another spelling of an answer is this many times as probable.
 
-On SmolLM2-135M and 2,011 next tokens of English texts, .2 % of these warnings would be wrong.
+On 2,011 next tokens of English texts, 0.2 % of these warnings are wrong for SmolLM2-135M.
 """
 _SHOWN = 4  # answers in a name
-_SPACES = (" ", "Ġ", "▁")  # of words, byte-level and SentencePiece vocabularies
+_SPACES = (" ", "Ġ", "▁")  # in vocabularies of words, of bytes, and of SentencePiece
 
 
 def answer_rows(answers: Any) -> AnswerRows:
-    """Return answers of any form as rows.
+    """Return answers in any accepted form as rows.
 
     Example:
         >>> answer_rows("12"), answer_rows([7, " are"]), answer_rows(torch.tensor([[3, 5]]))
@@ -173,7 +173,7 @@ def _why_not_one(model: Any, text: str) -> str:
 def _warn_of_spaces(
     model: Any, pair: PromptPair, answers: Mapping[str, _Tokens], logits: Logits
 ) -> None:
-    """Warn if an answer's other spelling is far more probable, in the geometric mean."""
+    """Warn if another spelling of an answer is far more probable, in the geometric mean."""
     rows = torch.arange(len(logits), device=logits.device)
     last = float32_if_half(logits.detach()[rows, pair.last.to(logits.device)])
     cases = dict[Any, str]()
@@ -191,10 +191,10 @@ def _warn_of_spaces(
 
 
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the same word's token with the leading space added or removed; None if there is none.
+    """Return the token of the same word with or without its leading space; None if there is none.
 
-    It is looked up in the vocabulary: SentencePiece adds a space to every text, so tokenizing
-    a text never gives the token without a space.
+    Search the vocabulary: SentencePiece adds a space to every text, so no text is tokenized to the
+    token without a space.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -202,14 +202,14 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
     for other in filter(None, others):
         number = tokenizer.convert_tokens_to_ids(other)
-        # For a piece that is not in the vocabulary this is None, or the unknown token.
+        # If the vocabulary lacks a piece, its number is None, or that of the unknown token.
         if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == other:
             return int(number)
     return None
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return the line of a warning about an answer that is far more probable when respelt."""
+    """Return a line of a warning: the other spelling is so many times as probable."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]

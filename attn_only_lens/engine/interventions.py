@@ -1,4 +1,4 @@
-"""Ablate or steer z of heads: in recorded activations, or in every run of a model in a context.
+"""Ablate or steer heads, in recorded activations or in every run of a model inside a `with`.
 
     ablated    z is 0 ("zero"), its mean over real tokens ("mean"), the z of another prompt
                ("resample"), or what it is with all attention on the bias token ("bias")
@@ -51,7 +51,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a run with z ablated at every recorded head; means are those of the reference."""
+    """Ablate z of every recorded head; means are those of the reference run."""
     if to == "bias" and recording.hooked:
         reason = (
             "'bias' is for neuron-heads: attention heads have no bias token; patch neuron_heads(), "
@@ -118,20 +118,20 @@ def ablated(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; it is edited itself.
-        names: `L5H3`, `L5N1234`, several of them, or `heads(layers=5)` and the like; `L5N1234@13`
-            at that position alone.
-        to: "zero", "mean" over all real tokens of `prompts`, or "bias": all attention of a
+        names: `L5H3`, `L5N1234`, a list of names, or a selection such as `heads(layers=5)`;
+            `L5N1234@13` edits that head only at position 13.
+        to: "zero"; "mean", over all real tokens of `prompts`; or "bias", all attention of a
             neuron-head on the bias token, so that it writes nothing.
-        prompts: texts or tokens for the means. Means are taken without hooks on the model: if
-            contexts are nested, the one with to="mean" must be the outermost.
-        mask: 1 for real tokens, 0 for padding, if the prompts are tokens.
-        positions: for names without a position: numbers from 0 that count prompt tokens, padding
-            and generated tokens; by default all.
+        prompts: texts or tokens for the means. The model must have no hooks when means are taken:
+            if contexts are nested, the one with to="mean" must be the outermost.
+        mask: 1 for real tokens and 0 for padding, if the prompts are tokens.
+        positions: for names without a position: numbers from 0, which count prompt tokens, padding
+            and generated tokens; by default all positions.
 
     Raises:
         InputError: with every reason: unknown names, no prompts for means, prompts for another
             ablation, attention heads ablated to "bias", or invalid positions.
-        UnsupportedModelError: the model does not read z where it is hooked, or a torch hook would
+        UnsupportedModelError: the model does not use the z of the hook point, or a torch hook would
             see z without the edit.
 
     Example:
@@ -150,9 +150,9 @@ def ablated(
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
     if (prompts is None) == (to == "mean"):
         got = "no prompts" if prompts is None else "prompts"
-        reasons.append(f"got {got} with to={to!r}; give prompts for to='mean', and only then")
+        reasons.append(f"got {got} with to={to!r}; give prompts if to='mean', and only then")
     if mask is not None and prompts is None:
-        reasons.append("got a mask without prompts; it says which of their tokens are real")
+        reasons.append("got a mask without prompts; it marks the real tokens of prompts")
     if to == "mean" and (unready := reasons_not_to_run(model)):
         reasons += [*unready, "if contexts are nested, the one with to='mean' must be outermost"]
     InputError.raise_if(reasons, _ABLATED)
@@ -184,9 +184,9 @@ def steered(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; it is edited itself.
-        steering: the value added to z, by head name: for a neuron-head a number, which changes its
-            neuron's activation by as much; for an attention head a vector [d_head]. Heads that
-            share a neuron are named one by one, such as `L5N1234.2`.
+        steering: by head name, the value that is added to z: a number for a neuron-head, which also
+            changes the activation of its neuron by this number; a vector [d_head] for an attention
+            head. Name heads that share a neuron one by one, such as `L5N1234.2`.
         positions: as for `ablated`.
 
     Raises:
@@ -270,7 +270,7 @@ class _Edit:
 
 
 def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
-    """Return heads with their positions, also for names such as `L3N7@13`, and reasons against."""
+    """Return heads with their positions, and every reason to refuse the positions."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
@@ -327,7 +327,7 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # of blocks that were run outside a pass of the model
+        values.pop(key, None)  # if blocks were run without the model around them
 
 
 @contextmanager

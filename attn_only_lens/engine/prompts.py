@@ -30,7 +30,7 @@ Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor | np.ndarra
 Message: TypeAlias = Mapping[str, str]
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
-_PROBLEM_OF_CHAT = "these are no prompts of a chat"
+_PROBLEM_OF_CHAT = "these are not prompts of a chat"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class PromptPair:
 
         Args:
             prompts: their indices.
-            cut: whether to drop the final columns in which all of them have padding.
+            cut: whether to drop the last columns if they hold only padding.
         """
         if list(prompts) == list(range(len(self.clean))):
             return self
@@ -99,24 +99,24 @@ def prompt_pair(
 ) -> PromptPair:
     """Tokenize and check clean and corrupted prompts.
 
-    Texts, and rows of tokens, of unequal length are padded on the side of the model's tokenizer,
-    and masked. Some prompts, but not all, may be the same on both sides.
+    Prompts of different lengths are padded on the side that the model's tokenizer pads, and masked.
+    Some clean prompts, but not all, may be equal to their corrupted prompts.
 
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
         clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
-            rows, as from `chat_tokens`; tokens are a tensor or a NumPy array. A text begins with
-            BOS where `model.to_tokens` puts one; a text with its own BOS gets no second.
-        corrupted: the same for the other run, prompt by prompt.
-        mask: 1 or True for real tokens and 0 or False for padding, in the shape of the tokens;
-            with tokens only.
+            rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A text gets
+            a BOS if `model.to_tokens` adds one, and if it does not begin with BOS already.
+        corrupted: the prompts of the other run, in the same form and order.
+        mask: for prompts given as tokens: 1 or True for real tokens and 0 or False for padding, in
+            the shape of the tokens.
 
     Returns:
         The pair, on the model's device.
 
     Raises:
-        InputError: with every reason: not tokens of the model, unequal lengths, identical
-            prompts, a mask that does not fit or leaves a prompt empty.
+        InputError: with every reason: invalid tokens, pairs of different lengths, identical
+            prompts, or a mask of another shape or without real tokens in a prompt.
 
     Warns:
         InputWarning: the tokenizer does not know a word, a sign or whitespace of a text. All
@@ -150,7 +150,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the tokens of each side, and the mask: the given one, or one for the padding."""
+    """Return the tokens of each side, and the given mask, or a mask of the padding of texts."""
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -160,7 +160,7 @@ def _tokenize(
     warn_of_unknown_words(model.tokenizer, texts)
     if len({*map(len, rows)}) > 1:
         counts = f"{len(rows[0])} clean and {len(rows[1])} corrupted"
-        raise InputError([f"got {counts} prompts; expected as many of each"], problem)
+        raise InputError([f"got {counts} prompts; expected the same number"], problem)
     for i, (clean, *others) in enumerate(zip(*rows, strict=True)):
         for corrupted in (row for row in others if len(row) != len(clean)):
             here, there = (token_texts(model, tokens) for tokens in (clean, corrupted))
@@ -215,7 +215,9 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
     pad = getattr(model.tokenizer, "pad_token_id", None)
-    if pad is None or pad >= model.cfg.d_vocab:  # some pad with a token outside the vocabulary
+    if (
+        pad is None or pad >= model.cfg.d_vocab
+    ):  # some pad with a token that the model does not have
         pad = 0
     real = [torch.ones_like(row) for row in rows]
     return pad_sequence(rows, True, pad, side), pad_sequence(real, True, 0, side)
@@ -237,8 +239,8 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     mask = mask.to(tokens.device).long()
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
-        reasons.append(f"mask: it leaves no token of prompts {empty}; expected one at least")
-    # Real tokens without gaps start once: count the steps from 0 to 1, and a 1 in the first column.
+        reasons.append(f"mask: it leaves no token of prompts {empty}; expected at least one")
+    # Count how often real tokens begin: in the first column, or at a step from 0 to 1.
     starts = mask[:, 0] + (mask.diff(dim=1) == 1).sum(dim=1)
     broken = (starts > 1).nonzero().flatten().tolist()
     if broken:
@@ -252,15 +254,15 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
 def chat_tokens(
     model: Any, prompts: str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
 ) -> list[Int[Tensor, "pos"]]:
-    """Return prompts of a chat model as tokens, by its tokenizer's template, up to its answer.
+    """Return the tokens of a chat up to the answer, by the template of the model's tokenizer.
 
-    The template alone decides about special tokens, including BOS. The last position predicts the
+    Only the template adds special tokens, including BOS. The last position predicts the
     first token of the model's answer.
 
     Args:
         model: a model with a tokenizer that has a chat template.
-        prompts: a user's message as a text; several texts, each a prompt; or the messages of one
-            prompt or of several: `{"role": "system", "content": "Be brief."}`, ….
+        prompts: a user's message as a text, or a list of such texts; or the messages of one chat,
+            or a list of chats: `{"role": "system", "content": "Be brief."}`, ….
 
     Returns:
         The tokens of each prompt, on the model's device, for every function that takes texts.
@@ -275,12 +277,12 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected that of a chat model, or give the prompts as texts
+        the model has no tokenizer; expected that of a chat model; or give texts
     """
     tokenizer = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
         lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
-        reason = f"the {lacks}; expected that of a chat model, or give the prompts as texts"
+        reason = f"the {lacks}; expected that of a chat model; or give texts"
         raise InputError([reason], _PROBLEM_OF_CHAT)
     reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):
@@ -291,13 +293,13 @@ def chat_tokens(
                 )
                 for tokenize in (True, False)
             )
-        except Exception as error:  # of a template, which is a program
+        except Exception as error:  # a template is a program, and may raise anything
             reasons.append(f"prompt {i}: the template does not accept it: {error}")
             continue
         rows.append(row)
         texts[f"prompt {i} {shortened(str(messages[-1]['content']))}"] = text
         if not row:
-            reasons.append(f"prompt {i}: the template returns no tokens; expected one at least")
+            reasons.append(f"prompt {i}: the template returns no tokens; expected at least one")
     InputError.raise_if(reasons, _PROBLEM_OF_CHAT)
     warn_of_unknown_words(tokenizer, texts)
     device = next(model.parameters()).device

@@ -31,7 +31,7 @@ _PROBLEM = "these heads cannot be selected"
 
 @dataclass(frozen=True)
 class Selection:
-    """All heads of the given kinds in the given layers, for any model.
+    """All heads of some kinds in some layers, for any model.
 
     Attributes:
         kinds: "attention", "neuron".
@@ -47,7 +47,7 @@ Sites: TypeAlias = Selection | str | HeadName | Sequence[str | HeadName]
 
 @dataclass(frozen=True, eq=False)
 class LayerSites:
-    """Sites of one kind in one source layer, in the order of `index` and `member`.
+    """Sites of one kind in one source layer, sorted by `index` and `member`.
 
     Attributes:
         layer: the source layer.
@@ -139,12 +139,12 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """Return the hook point of a part of one layer's heads."""
+    """Return the hook point of a part of the heads of a layer."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the heads of a model that a selection or a list of names stands for."""
+    """Return the heads of a model that a selection or names select."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts: list[dict[HeadKind, int]] = [
@@ -198,7 +198,7 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # without it, names take a noticeable share of an attribution's time
+@lru_cache(maxsize=1024)  # otherwise names take a noticeable part of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))

@@ -1,9 +1,10 @@
-"""Texts as tokens and tokens as texts, for any tokenizer; words that a tokenizer does not know.
+"""Convert texts to tokens and back with any tokenizer, and find the words that it does not know.
 
-`tokenizer.decode([id])` shows a token as it is at the start of a text: a SentencePiece tokenizer
-drops the space before a word there. Within a text, a token's text is `decode([id, id])` without
-`decode([id])`. If a vocabulary marks the end of a word (`the</w>`, OpenAI GPT), the space after it
-belongs to the token. Bytes that are not a complete character are written `<0xE2>`.
+`tokenizer.decode([id])` returns a token's text at the start of a text, where a SentencePiece
+tokenizer drops the space before a word. So the text of a token inside a text is `decode([id, id])`
+after the removal of its beginning, `decode([id])`. If a vocabulary marks the end of a word
+(`the</w>`, OpenAI GPT), the space after it belongs to the token. Bytes that are not a complete
+character are written `<0xE2>`.
 """
 
 import re
@@ -38,11 +39,12 @@ _APOSTROPHES = "'’"  # inside a word: "don't"
 
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
-    """Return tokens that the model can run on, on its device, from tokens or a text."""
+    """Return a text or tokens as tokens on the model's device; refuse what it cannot run on."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
-            f"{cfg.model_name} has no vocabulary (it takes pictures?); expected a model of tokens"
+            f"{cfg.model_name} has no vocabulary (does it take pictures?); expected a model "
+            "that takes tokens"
         )
     if isinstance(tokens, str):
         if warn_unknown:
@@ -66,14 +68,14 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
 
 
 def array_as_tensor(value: Any) -> Any:
-    """Return a NumPy array of numbers as a tensor, integers as int64; other values unchanged."""
+    """Convert a NumPy array of numbers to a tensor, integers to int64; keep other values."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
         return value
     return torch.tensor(value.astype(np.int64) if value.dtype.kind in "iu" else value, device="cpu")
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
-    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one."""
+    """Return the tokens of a text as `model.to_tokens` does, but never two BOS tokens."""
     if model.tokenizer is None:
         raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
@@ -92,12 +94,12 @@ def d_vocab_out(model: Any) -> int:
 
 
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
-    """Return the tokens of a text as texts, with the space before a word.
+    """Return the text of each token of a prompt, with the space before a word.
 
-    Joined, they are the original text, if the tokenizer can restore it.
+    Joined, these texts are the original text, if the tokenizer can restore it.
 
     Args:
-        model: a model with a tokenizer; without one, tokens are shown as numbers.
+        model: a model; if it has no tokenizer, tokens are shown as numbers.
         tokens: tokens of one prompt [pos], or a text.
 
     Returns:
@@ -136,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the tokens of a prompt as texts, given the text of each token within a text."""
+    """Return the texts of a prompt's tokens, from the text of each token inside a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -148,12 +150,12 @@ def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
 
 
 def token_text(model: Any, token: int) -> str:
-    """Return the text of a token of the vocabulary, within a text."""
+    """Return the text that a token has inside a text."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return str(token)
     piece: str | None = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
-    if piece is None:  # vocabularies of models are rounded up
+    if piece is None:  # the model's vocabulary is larger than the tokenizer's
         return f"<{token}>"
     if piece.endswith(_END_OF_WORD):
         return f"{_decode(tokenizer, [token])} "
@@ -167,7 +169,7 @@ def token_text(model: Any, token: int) -> str:
 
 
 def join_tokens(texts: Iterable[str]) -> str:
-    """Join the texts of tokens, and decode bytes that together are characters.
+    """Join the texts of tokens, and decode bytes that form characters together.
 
     Example:
         >>> join_tokens(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
@@ -224,8 +226,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
             and unknown in token_ids(tokenizer, word)
             and tokenizer.unk_token not in word
         ]
-    # Bytes and special tokens have offsets too: so a BOS that is also the unknown token, as in
-    # GPT-2, does not count as unknown.
+    # Bytes and special tokens have offsets too. So GPT-2's BOS in a text, which is also its unknown
+    # token, does not count as unknown.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = encoded["offset_mapping"]
     lost = {
@@ -258,12 +260,12 @@ def _in_word(character: str) -> bool:
 
 
 def instead_of_unknown(tokenizer: Any) -> str:
-    """Return what a model reads in place of a word that its tokenizer does not know."""
+    """Return the token that replaces unknown words, or "nothing"."""
     return str(getattr(tokenizer, "unk_token", None) or "nothing")
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn about unknown words of prompts, by name; return whether there are any."""
+    """Warn about unknown words in prompts, given by name; return whether there are any."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"
@@ -273,6 +275,6 @@ def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
     read = instead_of_unknown(tokenizer)
     warn(
         cases,
-        f"the tokenizer does not know these pieces, and the model reads {read}; choose others",
+        f"the tokenizer does not know these words, and the model reads {read}; choose other words",
     )
     return bool(cases)

@@ -19,7 +19,7 @@ _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"
 HeadCounts: TypeAlias = tuple[int, int, int]
-"""The attention heads of a layer, its neurons, and the heads of each neuron."""
+"""The numbers of attention heads, neurons, and heads per neuron of a layer."""
 _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 
@@ -29,9 +29,9 @@ class HeadName:
 
     Attributes:
         layer: the source layer, counted from 0 (not the block).
-        kind: "attention" for an original head, "neuron" for a neuron-head.
+        kind: "attention" for a head of the original model, "neuron" for a neuron-head.
         index: the head in its attention layer, or the neuron in its MLP.
-        member: one of the heads that share the neuron; None for the neuron, or its only head.
+        member: the number of a head that shares the neuron; None for the neuron, or its only head.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -47,7 +47,7 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Read `L5H3` or `L5N1234`; raise UnknownHeadError for another form."""
+        """Parse `L5H3` or `L5N1234`; raise UnknownHeadError for other texts."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
@@ -82,7 +82,7 @@ class HeadName:
         return self.layer
 
     def hook(self, point: str, model: Any) -> str:
-        """Return the full name of a hook point of this head, and of the other heads of its layer.
+        """Return the full name of a hook point that this head shares with the heads of its layer.
 
         Args:
             point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
@@ -91,8 +91,8 @@ class HeadName:
 
         Raises:
             UnknownHeadError: the model has no such head, or heads have no such point.
-            UnsupportedCallError: not a model; a neuron of a model without neuron-heads; a model of
-                `to_stock`; or the attention has no such hook point.
+            UnsupportedCallError: not a model; a neuron of a model without neuron-heads; a model
+                that `to_stock` returned; or the attention has no such hook point.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -105,9 +105,7 @@ class HeadName:
             'blocks.0.attn.hook_z'
         """
         if point not in POINTS:
-            raise UnknownHeadError(
-                f"got point={point!r}; expected a step of a head, one of {', '.join(POINTS)}"
-            )
+            raise UnknownHeadError(f"got point={point!r}; expected one of {', '.join(POINTS)}")
         self.require_in(model)
         if has_neuron_heads(model):
             name = host_of(model).hook_name(self.layer, self.kind, point)
@@ -129,7 +127,7 @@ class HeadName:
         self.require_among([(model.cfg.n_heads, 0, 1)] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
-        """Raise UnknownHeadError if there is no such head in layers with so many heads."""
+        """Raise UnknownHeadError if layers with these numbers of heads do not have this head."""
         if not 0 <= self.layer < len(layers):
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
@@ -150,7 +148,7 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Require a model without neuron-heads in which the name of a head has one meaning."""
+    """Require a model whose heads have these names, although it has no neuron-heads."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got a {type(model).__name__}; expected a model with blocks, of TransformerLens or of "
@@ -159,9 +157,9 @@ def _require_plain(model: Any, name: HeadName) -> None:
     if name.kind == "neuron":
         raise UnsupportedCallError(
             f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
-            "model that convert returned, or a model after expose_neuron_heads"
+            "model that convert or expose_neuron_heads returned"
         )
-    # In a model of to_stock, each layer of the source is two layers.
+    # to_stock makes two layers of each layer of the source.
     if getattr(model.cfg, "attn_only", False) and model.cfg.window_size == 1:
         raise UnsupportedCallError(
             f"got {str(name)!r} and a model of to_stock, whose heads have no such names: the heads "
