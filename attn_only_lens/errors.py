@@ -19,7 +19,7 @@ class InputError(AttnOnlyLensError, ValueError):
 
     Attributes:
         reasons: all reasons.
-        problem: what is impossible for these reasons.
+        problem: what cannot be done.
 
     Example:
         >>> from attn_only_lens import InputError
@@ -67,8 +67,6 @@ class ComparisonError(InputError):
     """Models, a provenance or prompts that cannot be compared component by component.
 
     Attributes:
-        reasons: all reasons.
-        problem: what is impossible for these reasons.
         so_far: if a batch after the first one failed, the `Comparison` on the batches before it,
             without patching; else None.
 
@@ -85,10 +83,6 @@ class ComparisonError(InputError):
 class GrowthError(InputError):
     """A growth that would change the function, or cannot be undone; nothing has been changed.
 
-    Attributes:
-        reasons: all reasons.
-        problem: what is impossible for these reasons.
-
     Example:
         >>> from attn_only_lens import GrowthError
         >>> print(GrowthError(["got d_mlp=5; it has 512 already"]))
@@ -104,10 +98,6 @@ class GrowthError(InputError):
 
 class UnsupportedModelError(InputError):
     """A model that cannot be converted or analysed exactly; nothing has been changed.
-
-    Attributes:
-        reasons: all reasons, so that one attempt shows everything to fix.
-        problem: what is impossible for these reasons.
 
     Example:
         >>> from attn_only_lens import UnsupportedModelError

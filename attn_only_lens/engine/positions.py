@@ -77,7 +77,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
                 "a real token of every prompt, or 'each', which skips prompts without one"
             )
         reasons += [
-            f"got {pos} and {earlier.label}, the same positions; expected each once"
+            f"got {pos} and {earlier.label}, the same positions; expected each position once"
             for earlier in sets
             if torch.equal(earlier.chosen, at_position) and not without
         ]

@@ -82,14 +82,9 @@ class PromptPair:
             return self
         rows = list(prompts)
         n_pos = int(self.last[rows].max()) + 1 if cut else self.clean.shape[1]
-        clean, corrupted, mask = (
-            None if tensor is None else tensor[rows, :n_pos]
-            for tensor in (self.clean, self.corrupted, self.mask)
-        )
-        assert clean is not None
-        assert corrupted is not None
-        if self.corrupted is self.clean:
-            corrupted = clean
+        clean = self.clean[rows, :n_pos]
+        corrupted = clean if self.corrupted is self.clean else self.corrupted[rows, :n_pos]
+        mask = None if self.mask is None else self.mask[rows, :n_pos]
         indices = prompts if self.among is None else [self.among[0][row] for row in rows]
         return PromptPair(clean, corrupted, mask, (indices, self.n_all))
 
@@ -181,7 +176,7 @@ def _rows(
 ) -> list[Tensor]:
     """Return the tokens of each prompt on the model's device, without padding of texts."""
     prompts, name = array_as_tensor(prompts), side or "prompts"
-    items = list(prompts) if are_prompts(prompts) else [prompts]
+    items: list[Any] = list(prompts) if are_prompts(prompts) else [prompts]
     reasons += [f"{name}: got no prompts; expected at least one"] * (not items)
     rows: list[Tensor] = []
     for number, prompt in enumerate(items):
@@ -279,7 +274,7 @@ def chat_tokens(
         ...     print(error.reasons[0])
         the model has no tokenizer; expected that of a chat model; or give texts
     """
-    tokenizer = getattr(model, "tokenizer", None)
+    tokenizer: Any = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
         lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
         reason = f"the {lacks}; expected that of a chat model; or give texts"

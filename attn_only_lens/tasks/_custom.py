@@ -79,12 +79,12 @@ def from_templates(
         if not roles or sorted(roles) != sorted(expected)
     ]
     reasons += [f"got field {{{role}}}; expected another name" for role in expected & _RESERVED]
-    for row in rows:
-        keys = [*sorted(expected), ANSWER]
-        if not isinstance(row, Mapping):
-            reasons.append(f"got words {row!r}; expected a text for each field, and {ANSWER!r}")
-        elif lacking := [key for key in keys if not isinstance(row.get(key), str)]:
-            reasons.append(f"got words {dict(row)}; expected a text for {', '.join(lacking)}")
+    keys = [*sorted(expected), ANSWER]
+    reasons += [
+        f"got words {row!r}; expected a text for {', '.join(keys)}"
+        for row in rows
+        if not _has_texts(row, keys)
+    ]
     reasons += ["got no templates; expected one or more"] * (not texts)
     reasons += [f"got {len(rows)} rows of words; expected two or more"] * (len(rows) < 2)
     pairs = (
@@ -104,6 +104,10 @@ def _fields(template: object) -> list[str]:
     fields = [part[1:] for part in parts if part[1] is not None]
     is_plain = all(role and not spec and not conversion for role, spec, conversion in fields)
     return [role for role, *_ in fields if role] if is_plain else []
+
+
+def _has_texts(row: object, keys: Iterable[str]) -> bool:
+    return isinstance(row, Mapping) and all(isinstance(row.get(key), str) for key in keys)
 
 
 def from_jsonl(
@@ -156,7 +160,7 @@ def from_jsonl(
         if not is_count(number)
     ]
     if isinstance(keys, str) or len(keys) != len(KEYS):
-        reasons.append(f"got keys={keys!r}; expected the names of four columns, as {KEYS}")
+        reasons.append(f"got keys={keys!r}; expected four names, such as {KEYS}")
         keys = KEYS
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -181,11 +185,8 @@ def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[st
         row = json.loads(line)
     except ValueError as error:
         return f"it is not JSON ({error})"
-    if not isinstance(row, dict):
-        return f"got a {type(row).__name__}; expected an object"
-    lacking = [key for key in keys if not isinstance(row.get(key), str)]
-    if lacking:
-        return f"expected a text for {', '.join(lacking)}"
+    if not _has_texts(row, keys):
+        return f"expected an object with a text for {', '.join(keys)}"
     clean, corrupted, *_ = keys
     fewest = min(len(row[clean].split()), len(row[corrupted].split()))
     if missing := [role for role, number in roles.items() if number >= fewest]:

@@ -33,7 +33,6 @@ END = "end"
 
 PROBLEM = "these prompts cannot be made"
 _MOST_DRAWN = 20_000
-_NO_PAIRS = "these are no pairs of prompts"
 _Tokens: TypeAlias = tuple[int, ...]
 _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
 
@@ -51,10 +50,6 @@ class PairedPrompts:
         roles: by role, a position in each prompt, counted from its end; for `positions=`.
         dropped: the number of pairs that were drawn and left out, by reason.
 
-    Raises:
-        InputError: no prompts; different numbers of prompts, answers or positions; answers that
-            are not tokens.
-
     Example:
         >>> from attn_only_lens import tasks
         >>> pairs = tasks.PairedPrompts("capitals", ("France:",), ("Italy:",), ((7,),), ((8,),),
@@ -70,23 +65,6 @@ class PairedPrompts:
     wrong: tuple[tuple[int, ...], ...]
     roles: Mapping[str, tuple[int, ...]]
     dropped: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        columns = {name: getattr(self, name) for name in ("clean", "corrupted", "answers", "wrong")}
-        columns |= {f"positions of {role}": column for role, column in self.roles.items()}
-        if any(isinstance(x, str) or not isinstance(x, Sequence) for x in columns.values()):
-            reason = "got something other than lists; expected prompts, answers and positions"
-            raise InputError([reason], _NO_PAIRS)
-        reasons = [
-            f"got {len(column)} {name} for {len(self)} clean prompts; expected one for each"
-            for name, column in columns.items()
-            if len(column) != len(self)
-        ]
-        reasons += ["got no prompts; expected one pair or more"] * (not self.clean)
-        for answer in (*self.answers, *self.wrong):
-            if not isinstance(answer, Sequence) or not answer or not all(map(is_count, answer)):
-                reasons.append(f"got answers {answer!r}; expected tokens, such as (7,)")
-        InputError.raise_if(reasons, _NO_PAIRS)
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -174,13 +152,14 @@ def collect(
             ],
             PROBLEM,
         )
-    *columns, positions = zip(*rows.values(), strict=True)
+    clean, corrupted, answers, wrong, positions = zip(*rows.values(), strict=True)
     roles = {
         role: tuple(row[role] for row in positions)
         for role in positions[0]
         if all(role in row for row in positions)
     }
-    return PairedPrompts(task, *columns, roles, dict(dropped.most_common()))
+    left_out = dict(dropped.most_common())
+    return PairedPrompts(task, clean, corrupted, answers, wrong, roles, left_out)
 
 
 def _tokenizer_reasons(tokenizer: Any) -> list[str]:
