@@ -368,7 +368,7 @@ class _Steps:
                 if module in norm_hooks:
                     attach(module, norm_hooks[module], with_kwargs=True)
                 attach(module, leave)
-            # The head of a masked language model, after the last block, has functions too.
+            # After the last block, the head of a masked language model has nonlinear functions too.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
             yield

@@ -174,7 +174,7 @@ def site_estimates(
     target: Recording,
     source: Recording,
 ) -> Float[Tensor, "site batch pos"]:
-    """Return gradient times change, the estimate, at each head and position."""
+    """Return the estimates of each head and position: gradient times change."""
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         runs = target.neurons[sites.layer], source.neurons[sites.layer]
         estimates = gradient.squeeze(-1) * change_of_z(*runs, part)

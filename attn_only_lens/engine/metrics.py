@@ -121,7 +121,7 @@ class BoundMetric:
         copy = selected.clone()
         once, again = (self.of_prompts(selected)[0].cpu().double() for _ in range(2))
         if not torch.equal(selected, copy):
-            self._refuse("it changes its input, the logits; let it work on a copy")
+            self._refuse("it changes the logits in place; let it work on a copy")
         if not torch.equal(once, again):
             self._refuse(
                 f"got {self.mean(once):.6g} and then {self.mean(again):.6g} for the same logits; "
