@@ -173,7 +173,7 @@ class Metric:
         """Return what identifies this metric when a job is resumed, as JSON."""
         if self.version is None:
             reason = (
-                f"{self.name} is your own function, and has no version; expected "
+                f"{self.name} is a function of your own without a version; expected "
                 "p.custom(fn, version='1'): give another version whenever fn changes"
             )
             raise InputError([reason], "a resumed job must have the same metric")
@@ -528,7 +528,7 @@ def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: 
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         reason = (
             f"{metric.name}: its gradient is zero on the run that is patched, so every "
-            "estimate would be zero; use the other direction, another metric, or "
-            "method='integrated'"
+            "estimate would be zero; expected a metric that is not flat there: use the other "
+            "direction, another metric, or method='integrated'"
         )
         raise InputError([reason], _NO_GRADIENT)
