@@ -63,8 +63,8 @@ def disagreement(
         computed, expected = (x[mask.bool().to(x.device)] for x in (computed, expected))
     if not expected.numel():
         return ""
-    largest = expected.abs().max() if size is None else torch.as_tensor(size)
     error = (computed - expected).abs().max()
+    largest = expected.abs().max() if size is None else torch.as_tensor(size, device=error.device)
     difference, scale = torch.stack([error, largest.to(error)]).tolist()  # one wait for the device
     allowed = tolerance * scale
     if difference <= allowed:

@@ -208,12 +208,12 @@ def _checked(tokenizer: Any, pair: Pair) -> _Row:
 
 def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
     """Return the position of each role, counted from the end."""
-    roles = {END: -1}
+    roles = dict[str, int]()
     for role, end in prompt.ends.items():
         start = token_ids(tokenizer, prompt.text[:end])
         _require(bool(start) and tokens[: len(start)] == start, f"no token ends where {role} does")
         roles[role] = len(start) - 1 - len(tokens)
-    return roles
+    return roles | {END: -1}
 
 
 def _answer_tokens(
