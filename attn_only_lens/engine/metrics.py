@@ -320,7 +320,8 @@ def _index_and_signs(
         [(token, sign) for sign, answers in zip((1, -1), roles, strict=False) for token in answers]
         for roles in zip(*tokens, strict=True)
     ]
-    table = pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+    of_prompts = [torch.tensor(row, device="cpu") for row in rows]
+    table = pad_sequence(of_prompts, batch_first=True).to(device)
     return table[..., 0], table[..., 1]
 
 
