@@ -66,7 +66,11 @@ def disagreement(
     error = (computed - expected).abs().max()
     largest = expected.abs().max() if size is None else torch.as_tensor(size, device=error.device)
     difference, scale = torch.stack([error, largest.to(error)]).tolist()  # one wait for the device
-    allowed = tolerance * scale
+    return beyond_rounding(difference, tolerance * scale)
+
+
+def beyond_rounding(difference: float, allowed: float) -> str:
+    """Return the text of a difference that rounding does not explain; otherwise ""."""
     if difference <= allowed:
         return ""
     return f"they differ by {difference:.2g}, and rounding allows {allowed:.2g}"

@@ -47,7 +47,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
 from attn_only_lens.precision import full_precision
-from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 Held = Literal["gate", "up", "half"]
 HELD: tuple[str, ...] = get_args(Held)
@@ -324,12 +324,16 @@ def _require_linear(linear: LinearRun) -> None:
     for sublayer in linear.sublayers:
         writes = sublayer.writes
         outputs = writes.outputs
-        linear_outputs = sublayer.z(writes.reads.stream[None])[0] + sublayer.constant
+        error = (sublayer.z(writes.reads.stream[None])[0] + sublayer.constant - outputs).abs()
         amplification = max(writes.neurons.amplification, 1.0) if writes.neurons else 1.0
-        tolerance = LOGIT_TOLERANCE[torch.float32] * amplification
-        if off := disagreement(linear_outputs, outputs, tolerance, mask=mask):
+        error, outputs = (
+            x if mask is None else x[mask.bool().to(x.device)] for x in (error, outputs)
+        )
+        size = outputs.abs().amax()
+        if not error.amax() <= LOGIT_TOLERANCE[torch.float32] * amplification * size:
             reasons.append(
                 f"layer {writes.layer}: the outputs of its {writes.kind} heads are not linear in "
-                f"their values ({off}), for instance because values are clipped or normed"
+                f"their values (off by {float(error.amax()):.2g} of {float(size):.2g}), for "
+                "instance because values are clipped or normed"
             )
     UnsupportedModelError.raise_if(reasons, "this run is not linear with its patterns held")

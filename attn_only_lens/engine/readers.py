@@ -31,7 +31,7 @@ from attn_only_lens.engine.sites import LayerSites, Part
 from attn_only_lens.engine.writes import Decomposition, Positions, Scale, add_to_input
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 READ_PARTS = ("q", "k", "value", "pattern", "z")
 _INPUTS = ("q", "k", "v")
@@ -95,7 +95,8 @@ class Readers:
             for W, before, after in zip(_read_matrices(heads), unmoved, moved, strict=True):
                 if before is None or after is None or W is None:
                     continue
-                if disagreement(before + noise @ W, after, LOGIT_TOLERANCE[x.dtype]):
+                error = (before + noise @ W - after).abs().max()
+                if not error <= LOGIT_TOLERANCE[x.dtype] * after.abs().max():
                     reason = f"the MLP of layer {layer} does not multiply its input by its W_in"
                     raise UnsupportedModelError([reason], _PROBLEM)
             self._projected[layer] = unmoved

@@ -45,7 +45,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
-from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 Positions: TypeAlias = slice | Int[Tensor, "pos"]
 Scale = Literal["held", "anew"]
@@ -80,11 +80,11 @@ class FrozenNorm:
         square = linear.square().sum(-1, keepdim=True)
         scale = (square / (linear * expected).sum(-1, keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
         frozen = cls(norm, stream, scale)
+        error = (linear / scale - expected).abs().amax()
         eps = scale.square() - frozen._centred(stream).square().mean(-1, keepdim=True)
         rounded = _ROUNDING * scale.square()
         is_root_mean_square = (square == 0) | ((eps > -rounded) & (eps < _LARGEST_EPS + rounded))
-        off = disagreement(linear / scale, expected, _ROUNDING)
-        if off or not is_root_mean_square.all():
+        if not (error <= _ROUNDING * expected.abs().amax() and is_root_mean_square.all()):
             raise UnsupportedModelError(
                 [f"a {type(norm.module).__name__} does not divide by a root mean square"], _PROBLEM
             )
@@ -301,9 +301,14 @@ def _require_sums(run: Decomposition) -> None:
     real = run.recording.mask
     for reader, stream, n_before in readers:
         total = sum((x.to(stream) for x in totals[:n_before]), run.embedding.to(stream))
-        if off := disagreement(total, stream, _ROUNDING, mask=real):
+        error, size = (
+            x if real is None else x[real.bool().to(x.device)]
+            for x in ((total - stream).abs(), stream.abs())
+        )
+        if not error.amax() <= _ROUNDING * size.amax():
             reason = (
-                f"the input of {reader} is not the sum of everything written before it ({off}): "
+                f"the input of {reader} differs by {float(error.amax()):.2g} from the sum of "
+                f"everything written before it (largest entry: {float(size.amax()):.2g}): "
                 "something else writes into the stream, or outputs are multiplied"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
