@@ -1,11 +1,11 @@
-"""Check options that users give; numbers of NumPy, torch and pandas count as Python's own."""
+"""Checks of options; numbers of NumPy, torch and pandas are treated like Python's."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def as_plain(value: Any) -> Any:
-    """Return numbers of NumPy, torch or pandas as Python's own; other values as they are.
+    """Convert numbers of NumPy, torch or pandas to Python's; return other values unchanged.
 
     Example:
         >>> import numpy as np

@@ -1,9 +1,9 @@
 """Axis names, the same everywhere in the package and in TransformerLens.
 
 batch       one prompt
-pos         a token of the prompt; `query_pos` where it asks, `key` where it is asked
+pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
 d_model     a coordinate of the residual stream
-d_mlp       a neuron of an MLP, hence a neuron-head of the converted model
+d_mlp       a neuron of an MLP, and so a neuron-head of the converted model
 head_index  a head of one block: `n_heads` of them in an attention block, `d_mlp` in a neuron block
 d_head      a coordinate inside a head: 1 for a neuron-head
 d_vocab     a token of the vocabulary

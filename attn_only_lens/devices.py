@@ -1,7 +1,7 @@
-"""Make numbers that do not depend on the device, and say how much memory a device has.
+"""Numbers that do not depend on the device, and the free memory of a device.
 
-Some devices have no float64 (MPS). A generator of random numbers belongs to one device and draws
-other numbers than another's.
+Some devices have no float64 (MPS). Generators of random numbers draw different numbers on different
+devices.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def to_float64_device(x: Tensor) -> Tensor:
     """
     try:
         torch.ones((), device=x.device).double()
-    except (RuntimeError, TypeError):  # MPS raises the one, others the other
+    except (RuntimeError, TypeError):  # MPS raises TypeError
         return x.cpu()
     return x
 
@@ -30,10 +30,9 @@ def to_float64_device(x: Tensor) -> Tensor:
 def free_bytes(device: torch.device) -> int:
     """Return how much more memory tensors can take on a device.
 
-    For an accelerator, this is its free memory plus the memory that torch's allocator holds and
-    does not use, without the remainders of blocks that are partly in use: no large tensor fits into
-    those. For a device that shares the machine's memory (MPS), it is the free memory of the
-    machine.
+    For an accelerator, this is its free memory plus the unused memory of torch's allocator, without
+    the unused parts of blocks in use, into which no large tensor fits. For a device that shares the
+    memory of the machine (MPS), it is the free memory of the machine.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -81,7 +80,7 @@ def keep_random_state(device: torch.device) -> Iterator[None]:
         True
     """
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    which = () if device.type == "mps" else (device,)  # MPS has one state, and takes no device
+    which = () if device.type == "mps" else (device,)  # MPS takes no device
     states = torch.get_rng_state(), None if module is None else module.get_rng_state(*which)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The errors of this package: each says what was got, what was expected, and what to do."""
+"""The errors of this package, which say what was given, what was expected, and what to do."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +18,8 @@ class InputError(AttnOnlyLensError, ValueError):
     """Prompts, sites, weights or options that cannot be used; raised with every reason at once.
 
     Attributes:
-        reasons: every reason found.
-        problem: what they are reasons against.
+        reasons: all reasons.
+        problem: what cannot be done.
 
     Example:
         >>> from attn_only_lens import InputError
@@ -41,15 +41,15 @@ class InputError(AttnOnlyLensError, ValueError):
             raise cls(reasons, *problem)
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
-        """Rebuild from the reasons: the default would pass the rendered text instead."""
+        """Rebuild from the reasons; by default, the rendered text would be passed."""
         return type(self), (self.reasons, self.problem)
 
 
 class InputWarning(UserWarning):
     """Prompts or answers that can be used, but are probably not what the user meant.
 
-    The tokenizer does not know a word of a prompt; or an answer lacks the space before it, or has
-    a space that the model does not expect. To get errors instead, call
+    The tokenizer does not know a word of a prompt, or the model expects an answer with, or without,
+    a space before it. To get errors instead, call
     `warnings.filterwarnings("error", category=InputWarning)`.
 
     Example:
@@ -58,7 +58,7 @@ class InputWarning(UserWarning):
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     pair = p.prompt_pair(pretrained.small_english(), "The kezs near", "The key near")
-        >>> [each.category is InputWarning and "'kezs'" in str(each.message) for each in caught]
+        >>> [x.category is InputWarning and "'kezs'" in str(x.message) for x in caught]
         [True]
     """
 
@@ -67,10 +67,8 @@ class ComparisonError(InputError):
     """Models, a provenance or prompts that cannot be compared component by component.
 
     Attributes:
-        reasons: every reason found.
-        problem: what they are reasons against.
-        so_far: where a batch after the first failed, the `Comparison` on those before it, without
-            patching; else None.
+        so_far: if a batch after the first one failed, the `Comparison` on the batches before it,
+            without patching; else None.
 
     Example:
         >>> from attn_only_lens import ComparisonError
@@ -83,31 +81,23 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth that would not keep the function, or cannot be undone; nothing has been changed.
-
-    Attributes:
-        reasons: every reason found.
-        problem: what they are reasons against.
+    """A growth that would change the function, or cannot be undone; nothing has been changed.
 
     Example:
         >>> from attn_only_lens import GrowthError
         >>> print(GrowthError(["got d_mlp=5; it has 512 already"]))
-        this model cannot be grown so:
+        this model cannot be grown like this:
           - got d_mlp=5; it has 512 already
     """
 
     def __init__(
-        self, reasons: Sequence[str], problem: str = "this model cannot be grown so"
+        self, reasons: Sequence[str], problem: str = "this model cannot be grown like this"
     ) -> None:
         super().__init__(reasons, problem)
 
 
 class UnsupportedModelError(InputError):
-    """The model cannot be converted exactly, or not be compared; nothing has been changed.
-
-    Attributes:
-        reasons: every reason found, so that one attempt tells all there is to mend.
-        problem: what they are reasons against.
+    """A model that cannot be converted or analysed exactly; nothing has been changed.
 
     Example:
         >>> from attn_only_lens import UnsupportedModelError
@@ -138,7 +128,7 @@ class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
 
 
 class UnknownHeadError(AttnOnlyLensError, ValueError):
-    """A name that is not of the form `L5H3` or `L5N1234`, or that the model does not have.
+    """A name that does not have the form `L5H3` or `L5N1234`, or a head that the model lacks.
 
     Example:
         >>> from attn_only_lens import HeadName, UnknownHeadError
@@ -151,7 +141,7 @@ class UnknownHeadError(AttnOnlyLensError, ValueError):
 
 
 class CheckpointError(AttnOnlyLensError, ValueError):
-    """A saved file or folder that is missing, damaged, tampered with, or of another version.
+    """A saved file or folder that is missing, damaged, changed, or of another version.
 
     Example:
         >>> from attn_only_lens import CheckpointError, load

@@ -1,8 +1,8 @@
 """Compute float32 matrix products in full float32, whatever the user's settings are.
 
 With `torch.set_float32_matmul_precision("high")`, GPUs round the factors of a float32 matrix
-product to TF32's 10 bits. One model, run twice on batches of different size, then differs by 1e-3,
-where rounding in float32 makes 1e-6. So code that compares numbers with a tolerance uses
+product to TF32's 10 bits. Then the outputs of a model for batches of different sizes differ by
+1e-3, instead of 1e-6 in float32. So code that compares numbers with a tolerance uses
 `full_precision`.
 """
 
@@ -24,7 +24,7 @@ _restore: Callable[[], None] | None = None
 def full_precision() -> Iterator[bool]:
     """Compute float32 matrix products in full float32; restore the user's setting afterwards.
 
-    The setting is global to the process: other threads compute in full meanwhile, too.
+    The setting belongs to the process, so other threads compute in full float32 too.
 
     Example:
         >>> torch.set_float32_matmul_precision("high")
@@ -44,7 +44,7 @@ def full_precision() -> Iterator[bool]:
     try:
         yield lowered
     finally:
-        with _lock:  # the last to leave, of all threads
+        with _lock:  # the last thread to leave restores the setting
             _inside -= 1
             if not _inside and _restore is not None:
                 _restore()
@@ -62,7 +62,7 @@ def matmul_precision() -> str:
 
 
 def _backends() -> list[Any]:
-    """Return the backends that have a setting of their own; none before torch 2.9."""
+    """Return the backends with a separate setting; there are none before torch 2.9."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
     settings = [getattr(backend, "matmul", None) for backend in every]
     return [setting for setting in settings if hasattr(setting, "fp32_precision")]
@@ -72,7 +72,7 @@ def _set_products(precision: str) -> Callable[[], None]:
     """Set the precision of float32 products, and return a function that restores the user's."""
     backends: list[Any] = _backends()
     before = [backend.fp32_precision for backend in backends]
-    # A backend that has no setting takes that of the device's library, or of all of them.
+    # A backend without a setting uses the one above it.
     above = [
         getattr(backend, "fp32_precision", None)
         for backend in (torch.backends.cudnn, torch.backends.mkldnn)
@@ -81,7 +81,7 @@ def _set_products(precision: str) -> Callable[[], None]:
         warnings.simplefilter("ignore")  # torch deprecates its older settings
         try:
             whole = torch.get_float32_matmul_precision()
-        except RuntimeError:  # the newer settings are in use
+        except RuntimeError:  # the user chose the newer settings
             whole = None
         torch.set_float32_matmul_precision(precision)
 

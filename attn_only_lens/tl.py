@@ -1,8 +1,8 @@
-"""Names that only one of transformer-lens 3.9 and 4 has, so that either may be installed.
+"""Names that either transformer-lens 3.9 or 4 lacks, so that the package works with both.
 
-Under 4 the classes of 3.9 are classes without instances: `isinstance` is False, and making one
-raises an error that names what to use instead. So the package imports each name from here, without
-branches.
+Under 4, the classes of 3.9 are classes without instances: `isinstance` is False, and making an
+instance raises an error that says what to use instead. So the package imports all these names from
+here, without branches.
 """
 
 import warnings
@@ -39,13 +39,13 @@ __all__ = [
 
 _VERSION = version("transformer-lens")
 _NEEDED = (
-    f"needs HookedTransformer, which transformer-lens {_VERSION} has not: "
+    f"needs HookedTransformer, which transformer-lens {_VERSION} does not have: "
     "pip install 'transformer-lens<4' for 3.9; or build a TransformerBridge, and use "
     "attn_only_lens.expose_neuron_heads on that"
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
 USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
-"""The end of an error about a model that is no HookedTransformer; empty where there are such."""
+"""The end of an error about a model that is no HookedTransformer; empty under 3.9."""
 
 
 @contextmanager
@@ -57,14 +57,14 @@ def quiet() -> Iterator[None]:
 
 
 def require_hooked_transformer(what: str = "this") -> None:
-    """Refuse what needs HookedTransformer where there is none."""
+    """Raise an error under transformer-lens 4, which has no HookedTransformer."""
     if not HAS_HOOKED_TRANSFORMER:
         raise UnsupportedCallError(f"{what} {_NEEDED}")
 
 
 @contextmanager
 def no_remote_code() -> Iterator[None]:
-    """Keep TransformerLens 3.9 from running code from the hub, which it does for some models."""
+    """Stop TransformerLens 3.9 from running code of the hub, which it does for some models."""
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return
@@ -97,7 +97,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
     ) -> dict[str, Tensor]:
-        """Convert a HookedTransformer's state dict to a native bridge's, under 4 only."""
+        """Convert a HookedTransformer's state dict to that of a native bridge (only under 4)."""
         raise UnsupportedCallError(
             f"this needs transformer-lens 4, and {_VERSION} is installed: use the HookedTransformer"
         )
@@ -113,11 +113,11 @@ else:
 
         @classmethod
         def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
-            """Refuse, as the class does."""
+            """Refuse to make an instance."""
             require_hooked_transformer()
 
     def convert_llama_weights(*args: object) -> NoReturn:
-        """Refuse: what it makes is a HookedTransformer's."""
+        """Refuse to convert weights for a HookedTransformer."""
         require_hooked_transformer()
 
     for _name in set(__all__) - set(globals()):

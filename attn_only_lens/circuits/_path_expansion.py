@@ -44,6 +44,7 @@ from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
 from attn_only_lens.precision import full_precision
+from attn_only_lens.tolerances import disagreement
 
 _MOST_HOPS = 1000
 _HELD = ("gate", "up")
@@ -187,17 +188,14 @@ def path_expansion(
     linear = linearize(model, pair.clean, pair.mask, held=held)
     streams, first = _expand(linear, hops)
     logits = linear.unembed(streams)
-    real = pair.real.to(logits.device)
+    real, neurons = pair.real.to(logits.device), host_of(model).neurons
+    tolerance = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
     # Terms of different lengths may be much larger than their sum.
-    error = (logits.sum(0) - linear.logits)[real].abs().amax()
     size = logits.abs().sum(0)[real].amax()
-    neurons = host_of(model).neurons
-    if not error <= size * max(logit_tolerance(neurons, x) for x in (logits.dtype, torch.float32)):
-        reason = (
-            f"its paths add up to logits that differ by {float(error):.2g} from those of the run "
-            f"(the sizes of terms add up to {float(size):.2g})"
+    if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
+        raise UnsupportedModelError(
+            [f"its paths do not add up to the logits of the run: {off}"], _PROBLEM
         )
-        raise UnsupportedModelError([reason], _PROBLEM)
     return PathExpansion(logits, held, pair, linear, first)
 
 

@@ -40,7 +40,7 @@ from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _MOST_PAIRS = 4_000_000
 _BLOCK = 2**22  # pairs at once
@@ -304,22 +304,20 @@ def _require_score(
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:
         total, capped, expected = (logits.diff() for logits in (total, capped, expected))
-    if not (capped - expected).abs() <= _allowed(expected) * size:
+    if disagreement(capped, expected, _tolerance(expected), size=size):
         _require_sum(total, expected, size)
 
 
 def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
-    error = (total - expected).abs().max()
-    if not error <= _allowed(expected) * size:
+    if off := disagreement(total, expected, _tolerance(expected), size=size):
         reason = (
-            f"the sum of all shares differs by {float(error):.2g} from what the run shows "
-            f"(shares: {float(size):.2g} in all): something between is not linear, such as "
-            "queries that are clipped, or another cap"
+            f"the shares do not add up to what the run shows ({off}): something between is not "
+            "linear, such as queries that are clipped, or another cap"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
 
 
-def _allowed(x: Tensor) -> float:
+def _tolerance(x: Tensor) -> float:
     # Many bridged norms compute in float32, in whatever dtype the model is.
     return max(LOGIT_TOLERANCE[x.dtype], LOGIT_TOLERANCE[torch.float32])
 

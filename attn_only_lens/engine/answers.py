@@ -1,8 +1,8 @@
-"""Answers of metrics: texts of one token, or tokens; one for all prompts or one per prompt.
+"""The answers that a metric compares: tokens, or texts that are one token.
 
 A list has one item per prompt, or a single item for all prompts. An item is one answer or, for a
-metric that sums over several answers, a list of answers. " are" and "are" are two tokens in most
-vocabularies; the clean run's logits show which of them the model expects.
+metric that sums over several answers, a list of answers. In most vocabularies, " are" and "are"
+are different tokens; the clean run's logits show which of them the model expects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,8 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import (
     d_vocab_out,
     instead_of_unknown,
+    one_token,
+    token_ids,
     token_text,
     token_texts,
     unknown_words,
@@ -29,22 +31,21 @@ from attn_only_lens.errors import InputError
 Answer: TypeAlias = str | int
 Answers: TypeAlias = Answer | Sequence[Answer | Sequence[Answer]] | Tensor
 AnswerRows: TypeAlias = tuple[tuple[Any, ...], ...]
-"""A row of answers for each prompt, or one for all; not checked yet."""
+"""A row of answers for each prompt, or one row for all prompts; not checked yet."""
 _Tokens: TypeAlias = list[tuple[int, ...]]
 
 PROBLEM = "this metric does not fit the model or its prompts"
 _FAR_MORE_PROBABLE = 10.0
-"""A warning is raised if another spelling of an answer is this many times as probable.
+"""Warn if another spelling of an answer is this many times as probable.
 
-On SmolLM2-135M and 2,011 next tokens of English texts, .2 % of these warnings would be wrong.
+On 2,011 next tokens of English texts, 0.2 % of these warnings are wrong for SmolLM2-135M.
 """
 _SHOWN = 4  # answers in a name
-_SPACES = (" ", "Ġ", "▁")  # of words, byte-level and SentencePiece vocabularies
-_NO_TOKEN = -1
+_SPACES = (" ", "Ġ", "▁")  # in vocabularies of words, of bytes, and of SentencePiece
 
 
 def answer_rows(answers: Any) -> AnswerRows:
-    """Return answers of any form as rows.
+    """Return answers in any accepted form as rows.
 
     Example:
         >>> answer_rows("12"), answer_rows([7, " are"]), answer_rows(torch.tensor([[3, 5]]))
@@ -83,8 +84,8 @@ def answer_tokens(
 ) -> dict[str, _Tokens]:
     """Return the tokens of each prompt's answers, by role: "correct", "wrong" or "answer".
 
-    Refuse invalid answers, with every reason. Warn if an answer is far more probable on the clean
-    run with its leading space added or removed.
+    Refuse invalid answers, with every reason. Warn if the clean run makes an answer far more
+    probable with its leading space added or removed.
     """
     reasons: list[str] = []
     tokens = {
@@ -111,68 +112,59 @@ def _tokens_of_prompts(
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or {pair.n_all}, one for each prompt"
-        hint = "; several answers to every prompt are a list in a list, [[33, 34]]" * several
+        hint = "; for several answers to every prompt, give a list in a list, [[33, 34]]" * several
         reasons.append(f"{role}: got {len(rows)} answers; expected {expected}{hint}")
-        return [()] * len(pair.clean)
+        return []
     numbers = range(pair.n_all) if pair.among is None else pair.among[0]
     tokens_of_prompts: _Tokens = []
     for number, row in zip(numbers, rows if shared else pair.own(rows), strict=False):
         label = role if shared else f"{role}, prompt {number}"
-        tokens = tuple(_token(model, answer, label, reasons) for answer in row)
-        valid = [token for token in tokens if token != _NO_TOKEN]
+        results = [_token(model, answer) for answer in row]
+        reasons += [f"{label}: {reason}" for reason in results if isinstance(reason, str)]
+        tokens = tuple(token for token in results if isinstance(token, int))
         if not row or (len(row) > 1 and not several):
             expected = "1 or more" if several else "1; probability_diff takes several"
             reasons.append(f"{label}: got {len(row)} answers to a prompt; expected {expected}")
-        elif len({*valid}) < len(valid):
+        elif len({*tokens}) < len(tokens):
             reasons.append(f"{label}: got {list(row)}; expected each answer once")
         tokens_of_prompts.append(tokens)
     return tokens_of_prompts * len(pair.clean) if shared else tokens_of_prompts
 
 
-def _token(model: Any, answer: Any, role: str, reasons: list[str]) -> int:
-    """Return the token of an answer; -1, and a reason, if it is not one."""
-    size = d_vocab_out(model)
+def _token(model: Any, answer: Any) -> int | str:
+    """Return the token of an answer, or the reason why it is not one token."""
+    size, tokenizer = d_vocab_out(model), getattr(model, "tokenizer", None)
     if isinstance(answer, str):
-        answer = _token_of_text(model, answer, role, reasons)
-        if answer is None:
-            return _NO_TOKEN
-    if not is_count(answer, 0, size - 1):
-        reasons.append(f"{role}: got {answer!r}; expected a text, or a token from 0 to {size - 1}")
-        return _NO_TOKEN
-    return int(answer)
+        if tokenizer is None:
+            return f"got {answer!r}, and the model has no tokenizer; give its token"
+        token = one_token(tokenizer, answer)
+        if token is None:
+            return _why_not_one(model, answer)
+        answer = token
+    if is_count(answer, 0, size - 1):
+        return int(answer)
+    return f"got {answer!r}; expected a text, or a token from 0 to {size - 1}"
 
 
-def _token_of_text(model: Any, text: str, role: str, reasons: list[str]) -> int | None:
-    """Return the one token of a text; None, and a reason, if it is not one."""
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        reasons.append(f"{role}: got {text!r}, and the model has no tokenizer; give its token")
-        return None
-    tokens, unknown = _tokens_of(tokenizer, text), unknown_words(tokenizer, text)
-    if len(tokens) == 1 and not unknown:
-        return int(tokens[0])
-    if unknown:
+def _why_not_one(model: Any, text: str) -> str:
+    """Return why a text is not one token of the vocabulary, and what to give instead."""
+    if unknown := unknown_words(model.tokenizer, text):
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "
-            f"{instead_of_unknown(tokenizer)} would be measured instead; expected a text that it "
-            "knows"
+            f"{instead_of_unknown(model.tokenizer)} would be measured instead; expected a text "
+            "that it knows"
         )
     else:
+        tokens = token_ids(model.tokenizer, text)
         pieces = token_texts(model, tokens)
         reason = f"got {text!r}, which is {len(tokens)} tokens {pieces}; expected one"
     respelt = text[1:] if text.startswith(" ") else f" {text}"
-    is_one = len(_tokens_of(tokenizer, respelt)) == 1
-    if respelt and is_one and not unknown_words(tokenizer, respelt):
-        advice = f": {respelt!r} is one token"
-    else:
-        advice = ": put a space before it, as most words need, or give a token of the vocabulary"
-    reasons.append(f"{role}: {reason}{advice}")
-    return None
-
-
-def _tokens_of(tokenizer: Any, text: str) -> list[int]:
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
+    if one_token(model.tokenizer, respelt) is not None:
+        return f"{reason}: {respelt!r} is one token"
+    return (
+        f"{reason}: put a space before it, because most words need one, or give a token of the "
+        "vocabulary"
+    )
 
 
 # The space before an answer
@@ -181,7 +173,7 @@ def _tokens_of(tokenizer: Any, text: str) -> list[int]:
 def _warn_of_spaces(
     model: Any, pair: PromptPair, answers: Mapping[str, _Tokens], logits: Logits
 ) -> None:
-    """Warn if an answer's other spelling is far more probable, in the geometric mean."""
+    """Warn if another spelling of an answer is far more probable, in the geometric mean."""
     rows = torch.arange(len(logits), device=logits.device)
     last = float32_if_half(logits.detach()[rows, pair.last.to(logits.device)])
     cases = dict[Any, str]()
@@ -199,10 +191,10 @@ def _warn_of_spaces(
 
 
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the same word's token with the leading space added or removed; None if there is none.
+    """Return the token of the same word with or without its leading space; None if there is none.
 
-    It is looked up in the vocabulary: SentencePiece adds a space to every text, so tokenizing
-    a text never gives the token without a space.
+    Search the vocabulary: SentencePiece adds a space to every text, so no text is tokenized to the
+    token without a space.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -210,17 +202,17 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
     for other in filter(None, others):
         number = tokenizer.convert_tokens_to_ids(other)
-        # For a piece that is not in the vocabulary this is None, or the unknown token.
+        # If the vocabulary lacks a piece, its number is None, or that of the unknown token.
         if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == other:
             return int(number)
     return None
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return the line of a warning about an answer that is far more probable when respelt."""
+    """Return a line of a warning: the other spelling is so many times as probable."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
-    spelt = [text for text in texts if _tokens_of(model.tokenizer, text) == [respelt]]
+    spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]
     give = repr(spelt[0]) if spelt else f"its number, {respelt}"
     amount = f"{times:,.0f}" if times < 1e6 else "more than a million"
     how = "with" if expected.startswith(" ") else "without"

@@ -1,21 +1,21 @@
 """The difference of two runs as one exact linear map.
 
-Both prompts are run once, together. A third pass then runs the model's code at the mean of the two
-runs, in a graph. At each nonlinear step, its output is the mean of the two outputs, and its
-gradient is the rule of `secants.py`, whose slopes are taken between the runs. A product of two
-activations, such as pattern times value, has the right gradient at the mean already. So a backward
-pass from the metric returns multipliers M, with
+The model runs once on both prompts. A third pass, with gradients, runs it at the mean of the two
+runs: the output of each nonlinear step is replaced by the mean of its two outputs, and its gradient
+by the rule in `secants.py`, whose slopes are taken between the runs. A product of two activations,
+such as pattern times value, needs no rule: its gradient at the mean is already exact. So a backward
+pass from the metric returns multipliers M with
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run less y of the corrupted run
 
-over any cut of the model. The cuts are at named activations: normalised stream, queries, keys,
-values, scores, patterns, gates and z. A product of three changing factors could be bracketed in
-other ways, with other shares.
+for every set of activations y through which all paths of the model lead. These are named
+activations: normalised stream, queries, keys, values, scores, patterns, gates and z. The shares of
+three factors that change depend on which two are multiplied first; here, the model decides this.
 
-The steps are the modules of norms, the softmax of attention with its soft caps and clamps, the
-patterns and products of neuron-heads, and the cap of the logits. Softmax is seen where torch
-calls it, because the hooks of some bridges see only a copy of the pattern. Anything else that is
-not linear breaks the sum over the first stream, which is checked in each call.
+The nonlinear steps are norms, the softmax of attention with soft caps and clamps, the patterns and
+products of neuron-heads, and the cap of the logits. Calls of torch's softmax are intercepted,
+because the hooks of some bridges see only a copy of the pattern. If a model has another nonlinear
+step, the sum over the first stream is wrong; every call checks this sum.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ from attn_only_lens.engine.recording import (
     input_stream,
     of_this_thread,
     output_stream,
-    require_seen,
+    record,
     run,
 )
 from attn_only_lens.engine.secants import (
@@ -57,22 +57,22 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
-_EXACT = 1e-9  # in float64, after many layers
-_PROBLEM = "the difference of two runs of this model is unknown"
+_EXACT = 1e-9  # the tolerance in float64, after many layers
+_PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 
 @dataclass(frozen=True, eq=False)
 class BothRuns:
-    """The activations of a clean and a corrupted run: rows of the clean run, then the others.
+    """The activations of two runs: the rows of the clean run, then those of the corrupted run.
 
     Attributes:
         pair: the prompts.
         logits: of both runs.
         stream: the stream that enters the first block.
         norms: the inputs and outputs of norms.
-        functions: the inputs and outputs of nonlinear functions inside attention, in order.
+        functions: the inputs and outputs of nonlinear functions in attention, in calling order.
         heads: the activations of heads, by hook name.
     """
 
@@ -85,16 +85,18 @@ class BothRuns:
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
         """Return the clean and the corrupted run with the outputs of all heads, without streams."""
-        host, pair = host_of(model), self.pair
-        clean, corrupted = ({name: x.chunk(2)[i] for name, x in self.heads.items()} for i in (0, 1))
+        host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
-        def side(tokens: Tokens, logits: Logits, heads: dict[str, Tensor]) -> Recording:
-            neurons = {i: NeuronRun(heads[name].squeeze(-1)) for i, name in enumerate(z_names)}
-            return Recording(tokens, pair.mask, (), (), logits, neurons, heads)
+        def side(i: int, tokens: Tokens) -> Recording:
+            heads = {name: x.chunk(2)[i] for name, x in self.heads.items()}
+            neurons = {
+                layer: NeuronRun(heads[name].squeeze(-1)) for layer, name in enumerate(z_names)
+            }
+            logits = self.logits.chunk(2)[i]
+            return Recording(tokens, self.pair.mask, (), (), logits, neurons, heads)
 
-        logits = self.logits.chunk(2)
-        return side(pair.clean, logits[0], clean), side(pair.corrupted, logits[1], corrupted)
+        return side(0, self.pair.clean), side(1, self.pair.corrupted)
 
     def change(self, name: str) -> Tensor:
         """Return the clean activation less the corrupted one, by hook name."""
@@ -113,10 +115,10 @@ class Contrast:
         final: the multipliers of the stream that the last norm, or the unembedding, reads.
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
-        softmax: the output of each softmax, in the graph of the pass if it was kept.
-        softmax_changes: how much it changes between the runs.
-        total: Σ M Δ over the logits: the change of the metric, if its rule is known.
-        remainder: the rest of the change: 0 for a metric with a rule.
+        softmax: the output of each softmax; differentiable if the graph was kept.
+        softmax_changes: the change of each output between the runs.
+        total: Σ M Δ over the logits: the change of the metric, if all its functions have rules.
+        remainder: the change of the metric less the total.
     """
 
     runs: BothRuns
@@ -146,8 +148,8 @@ class Contrast:
 @torch.no_grad()
 @full_precision()
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on the clean and the corrupted prompts, and record what the rules need."""
-    host, heads = host_of(model), dict[str, Tensor]()
+    """Run a model on the clean and the corrupted prompts, and record the inputs of the rules."""
+    host = host_of(model)
     points: dict[HeadKind, tuple[str, ...]] = {
         "attention": ("z",),
         "neuron": ("q", "v", "pattern", "z"),
@@ -159,26 +161,12 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
         for point in points[kind]
     ]
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(value: Tensor, hook: Any) -> None:
-            heads[name] = value.detach().clone()
-
-        return hook
-
-    def look(stream: Residual) -> Residual:
-        streams.append(stream.detach())
-        return stream
-
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
-    streams = list[Tensor]()
-    with ExitStack() as stack:
-        stack.enter_context(steps.recorded())
-        stack.enter_context(edit_input(model, look))
-        tokens = torch.cat([pair.clean, pair.corrupted])
-        logits = run(model, tokens, mask, [(name, keep(name)) for name in names])
-    require_seen({name: name for name in names}, heads)
-    return BothRuns(pair, logits, streams[0], steps.norms, steps.functions.seen, heads)
+    with steps.recorded():
+        both = record(model, torch.cat([pair.clean, pair.corrupted]), mask, names=names)
+    seen = steps.functions.seen
+    return BothRuns(pair, both.logits, both.streams[0], steps.norms, seen, both.hooked)
 
 
 @torch.enable_grad()
@@ -188,11 +176,11 @@ def contrast(
 ) -> Contrast:
     """Return the multipliers of a metric at the nodes of a tape.
 
-    If the graph is kept, it can be differentiated further, from the softmax to the tape's nodes.
+    With `keep_graph`, the softmax can be differentiated further, to the nodes of the tape.
 
     Raises:
-        UnsupportedModelError: the sum over the first stream is not the change of the metric, so
-            the model has a step without a rule.
+        UnsupportedModelError: the sum over the first stream is not the change of the metric: the
+            model has a step without a rule.
     """
     steps = _Steps(model, runs)
     streams = list[Tensor]()
@@ -205,10 +193,8 @@ def contrast(
         stack.enter_context(edit_input(model, start))
         stack.enter_context(steps.replaced())
         ends: list[Tensor] = []
-        last = model.blocks[-1].register_forward_hook(
-            of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
-        )
-        stack.callback(last.remove)
+        end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
+        stack.enter_context(model.blocks[-1].register_forward_hook(end))
         hooks = [*_head_hooks(model, runs), *tape.hooks]
         logits = run(model, runs.pair.clean, runs.pair.mask, hooks)
     clean, corrupted = runs.logits.chunk(2)
@@ -231,7 +217,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the multiplier of the logits: exact if the metric has only functions with rules."""
+    """Return the multiplier of the logits; exact if all functions of the metric have rules."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -248,7 +234,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return what a metric changes beyond Σ M Δ; 0 if that is a rounding."""
+    """Return the change of the metric less Σ M Δ; 0 if it is only rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -259,7 +245,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a model in half precision in float32, and warn how much the metric's change differs."""
+    """Run a half-precision model in float32, and warn how much this affects the metric."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -283,24 +269,24 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
 
 
 def _require_complete(result: Contrast) -> None:
-    """Compare the sum over the first stream with the change of the metric."""
+    """Require that the sum over the first stream is the change of the metric."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
-    got, size = float(terms.sum()), float(terms.abs().sum() + parts.abs().sum())
-    allowed = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
-    if not abs(got - result.total) <= allowed * size:
+    total, size = terms.sum(), terms.abs().sum() + parts.abs().sum()
+    tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
+    if off := disagreement(total, total.new_tensor(result.total), tolerance, size=size):
         reason = (
-            f"the contributions of the tokens add up to {got:.6g}; expected {result.total:.6g}, "
-            "the change of the metric: this model has a nonlinear step whose rule is unknown ("
-            "fused attention, for instance: load it with attn_implementation='eager'), or tokens "
-            "enter it after its first block; use method='gradient'"
+            f"the contributions of the tokens do not add up to {result.total:.6g}, the change of "
+            f"the metric ({off}): the model has a nonlinear step without a known rule (fused "
+            "attention, for instance: load it with attn_implementation='eager'), or tokens enter "
+            "it after its first block; use method='gradient'"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
-    """Return hooks that hold heads at the mean of the runs, with the rules' gradients."""
+    """Return hooks that replace z and v by the means of the runs, with gradients by the rules."""
     host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
 
     def at_mean(value: Tensor, hook: Any, name: str) -> Tensor:
@@ -315,7 +301,7 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 
 def _gate_hooks(host: Any, layer: int, runs: BothRuns) -> Hooks:
-    """Return hooks that give neuron-heads' patterns the slope between the runs."""
+    """Return hooks that give the patterns of neuron-heads the slopes between the runs."""
     heads, queries = host.neurons[layer], list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 
@@ -334,7 +320,7 @@ def _gate_hooks(host: Any, layer: int, runs: BothRuns) -> Hooks:
 
 
 class _Steps:
-    """Record, or replace, the norms of a model and the functions inside its attention."""
+    """Records or replaces the norms of a model and the functions inside its attention."""
 
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
@@ -359,7 +345,7 @@ class _Steps:
 
     @contextmanager
     def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """Attach hooks to norms, and see functions in attention, but not those of norms in it."""
+        """Attach hooks to norms; intercept functions in attention, except inside its norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -373,22 +359,22 @@ class _Steps:
         with ExitStack() as stack:
 
             def attach(module: nn.Module, hook: Any, **options: Any) -> None:
-                stack.callback(module.register_forward_hook(of_this_thread(hook), **options).remove)
+                stack.enter_context(module.register_forward_hook(of_this_thread(hook), **options))
 
             attention = [self._host.attention(layer) for layer in range(self._host.n_layers)]
             for module in (*norm_hooks, *attention):
                 begin = partial(enter, module in norm_hooks)
-                stack.callback(module.register_forward_pre_hook(of_this_thread(begin)).remove)
+                stack.enter_context(module.register_forward_pre_hook(of_this_thread(begin)))
                 if module in norm_hooks:
                     attach(module, norm_hooks[module], with_kwargs=True)
                 attach(module, leave)
-            # Also in the head of a masked language model, behind the last block.
+            # After the last block, the head of a masked language model has nonlinear functions too.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
             yield
 
     def _norm(self, module: nn.Module, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
-        """Return a hook that gives a norm's mean output the gradient of its rule."""
+        """Return a hook that replaces a norm's output by its mean, with the rule's gradient."""
         norm = self._host.norm_of(module, x, y)
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)

@@ -1,14 +1,15 @@
 """Gradients of a metric with respect to heads: one backward pass for all of them.
 
-A hook at each hook point remembers the activation; the gradient is taken there. The graph starts at
-the stream that enters the first block, so parameters need no gradients.
+Gradients are taken at nodes: activations that hooks keep. The graph starts at the stream that
+enters the first block, so parameters need no gradients. Δ is the change from the run that is
+patched to the other run.
 
-heads        part                    node            Δ, source run minus the run patched into
-neuron       "z" "pattern" "value"   z               Δz of that part (`edits.py`)
+heads        part                    node            Δ
+neuron       "z" "pattern" "value"   z               change of z by that part (`edits.py`)
 neuron       "q", gate linear        q               q' - q
 neuron       "q", gate closed        z               (w(q') - w(q)) v
-attention    any                     its hook point  the difference of its activations; of shared
-                                                     keys and values through each head (`Tape`)
+attention    any                     its hook point  the change of its activation; shared keys and
+                                                     values: through each head (`Tape`)
 attention    "q", gate closed        z               softmax(q' · K) V - z (`_attribution.py`)
 """
 
@@ -31,7 +32,7 @@ from attn_only_lens.heads import host_of
 
 
 class Tape:
-    """Hooks that record, in one forward pass, the tensors to take gradients at."""
+    """Hooks that keep, in one forward pass, the tensors at which gradients are taken."""
 
     def __init__(
         self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
@@ -52,11 +53,11 @@ class Tape:
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks to run with."""
+        """The hooks for the forward pass."""
 
         def remember(name: str) -> Callable[[Tensor, Any], Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
-                # A constant, such as a frozen pattern, becomes a leaf, and so has a gradient too.
+                # A constant, such as a frozen pattern, becomes a leaf, to have a gradient.
                 node = value.view_as(value) if value.requires_grad else as_leaf(value)
                 self._seen[name] = node
                 return node
@@ -72,7 +73,7 @@ class Tape:
         *,
         keep_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the gradients at every node, and at more tensors; the graph is usually freed."""
+        """Return the gradients at every node and at `more` tensors; the graph is usually freed."""
         nodes = self.nodes
         shared = {
             name: z
@@ -86,7 +87,7 @@ class Tape:
 
 
 def as_leaf(value: Tensor) -> Tensor:
-    """Return the same numbers as a leaf that requires a gradient."""
+    """Return a copy that is a leaf and requires a gradient."""
     return value.detach().requires_grad_()
 
 
@@ -99,7 +100,7 @@ def gradients(
     )
     unused = [name for name, gradient in zip(nodes, gradients, strict=True) if gradient is None]
     UnsupportedModelError.raise_if(
-        [f"{name} is read-only in this model; it has no gradient" for name in unused],
+        [f"{name} has no gradient: this model does not use it" for name in unused],
         "this model cannot be attributed here",
     )
     return dict(zip(nodes, gradients, strict=True))
@@ -110,9 +111,9 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return, for each head, the gradient at its shared keys or values through its z alone.
+    """Return, for each head, the gradient at shared keys or values through the z of this head only.
 
-    A backward pass takes one head of every group, or a single head if a norm joins all keys.
+    A backward pass handles one head of every group, or a single head if a norm joins all keys.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared
@@ -145,7 +146,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the graph at the stream that enters the first block; yield these streams by run."""
+    """Start the graph at the stream that enters the first block; yield a list of these streams."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:
@@ -173,7 +174,7 @@ def site_estimates(
     target: Recording,
     source: Recording,
 ) -> Float[Tensor, "site batch pos"]:
-    """Return gradient times change at each head and position; their sum is the estimate."""
+    """Return the estimates of each head and position: gradient times change."""
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         runs = target.neurons[sites.layer], source.neurons[sites.layer]
         estimates = gradient.squeeze(-1) * change_of_z(*runs, part)
@@ -190,7 +191,7 @@ def site_estimates(
 def by_site(
     model: Any, sites: LayerSites, by_head: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return the numbers of some attention heads, or of neurons as sums over their heads."""
+    """Select the numbers of attention heads, or sum those of the heads of each neuron."""
     if sites.kind == "neuron":
         return sum_by_site(host_of(model).neurons[sites.layer], sites, by_head)
     return by_head[:, :, sites.index.to(by_head.device)].permute(2, 0, 1)
@@ -198,7 +199,7 @@ def by_site(
 
 @contextmanager
 def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
-    """List the output of the unembedding, before any soft cap, for each run."""
+    """Yield a list of the outputs of the unembedding, before any soft cap, one for each run."""
     seen: list[Tensor] = []
 
     def look(module: nn.Module, args: Any, output: Tensor) -> None:

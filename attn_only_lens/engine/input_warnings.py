@@ -19,7 +19,7 @@ _REPR.maxstring = 60
 
 @contextmanager
 def warned_once() -> Iterator[None]:
-    """Warn about each case only once, until the outermost of these contexts ends.
+    """Warn about each case once, until the outermost of nested contexts ends.
 
     Example:
         >>> import warnings
@@ -51,7 +51,7 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
     texts = list(cases.values())
     lines = texts[:_SHOWN] + [f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)
     message = "".join([f"{problem}:", *(f"\n  - {line}" for line in lines)])
-    level, frame = 1, sys._getframe()  # the stack level of the code that called the package
+    level, frame = 1, sys._getframe()  # the level on the stack of the code that calls the package
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, InputWarning, stacklevel=level)

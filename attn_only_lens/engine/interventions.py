@@ -1,10 +1,10 @@
-"""Ablate or steer z of heads: in recorded activations, or in every run of a model in a context.
+"""Ablate or steer heads, in recorded activations or in every run of a model inside a `with`.
 
-    ablated    z is 0 ("zero"), its mean over real tokens ("mean"), that of another prompt
-               ("resample"), or the output with all attention on the bias token ("bias")
+    ablated    z is 0 ("zero"), its mean over real tokens ("mean"), the z of another prompt
+               ("resample"), or what it is with all attention on the bias token ("bias")
     steered    z + the value given for the head
 
-In a context, positions count from the start of the text, also with a key-value cache.
+In a context, positions count from the start of the text, with a key-value cache too.
 Sources: activation addition is Turner et al., "Steering Language Models With Activation
 Engineering" (2023); mean ablation is Wang et al., "Interpretability in the Wild" (2022).
 """
@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count, is_number, option_reasons
-from attn_only_lens.axes import SELF, Tokens
+from attn_only_lens.axes import BIAS, Tokens
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.model_checks import reasons_not_to_run
@@ -27,8 +27,6 @@ from attn_only_lens.engine.passed_tests import passed_tests
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.recording import NeuronRun, Recording, record
 from attn_only_lens.engine.sites import (
-    ALL_MEMBERS,
-    LayerSites,
     Part,
     Sites,
     resolve_sites,
@@ -36,7 +34,7 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 
 DIRECTIONS = ("denoise", "noise")
 """Patch clean activations into the corrupted run, or corrupted ones into the clean run."""
@@ -44,7 +42,6 @@ Ablation = Literal["zero", "mean", "resample", "bias"]
 ABLATIONS: tuple[str, ...] = get_args(Ablation)
 AblateTo = Literal["zero", "mean", "bias"]
 Steering: TypeAlias = Mapping[str | HeadName, float | Sequence[float] | Tensor]
-_Change: TypeAlias = Callable[[Tensor], Tensor]
 _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be steered"
 
 
@@ -54,26 +51,18 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a run's activations with z ablated at every recorded head."""
-    is_reference = reference is recording
-    reasons = []
+    """Ablate z of every recorded head; means are those of the reference run."""
     if to == "bias" and recording.hooked:
-        reasons.append(
-            "'bias' is for neuron-heads: attention heads have no bias token; patch "
-            "neuron_heads(), or ablate to 'zero'"
+        reason = (
+            "'bias' is for neuron-heads: attention heads have no bias token; patch neuron_heads(), "
+            "or ablate to 'zero'"
         )
-    if to == "resample":
-        reasons += resample_reasons(
-            recording.tokens, None if is_reference else reference.tokens, real
-        )
-    InputError.raise_if(reasons, "these heads cannot be ablated like this")
+        raise InputError([reason], "these heads cannot be ablated like this")
 
     def ablated_z(z: Tensor, reference_z: Tensor) -> Tensor:
         if to == "mean":
             return reference_z[real.to(z.device)].mean(dim=0).expand_as(z)
-        if to == "resample":
-            return reference_z.roll(-1, dims=0) if is_reference else reference_z
-        return torch.zeros_like(z)
+        return z.roll(-1, dims=0) if to == "resample" else torch.zeros_like(z)
 
     neurons = {
         layer: NeuronRun(ablated_z(run.z, reference.neurons[layer].z))
@@ -87,28 +76,27 @@ def resample_reasons(
     clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
     """Return why prompts cannot be resampled from a reference, or from each other without one."""
-    if reference is not None and reference.shape != clean.shape:
-        return [
+    reasons = []
+    if reference is None:
+        if len(real) < 2:
+            reasons.append(
+                "'resample' takes activations of other prompts: give two prompts or more, or a "
+                "reference"
+            )
+        if not torch.equal(real, real.roll(-1, 0)):
+            reasons.append(
+                "'resample' would take activations at padding of other prompts: give prompts of "
+                "one length, or a reference"
+            )
+    elif reference.shape != clean.shape:
+        reasons.append(
             f"got reference prompts {list(reference.shape)}; expected {list(clean.shape)}, a "
             "row for each clean prompt, token for token"
-        ]
-    if reference is not None:
-        return [
-            f"got clean prompt {row} itself in row {row} of the reference, from which it is "
-            "resampled; expected another prompt"
-            for row, same in enumerate((clean == reference).all(dim=1).tolist())
-            if same
-        ]
-    reasons = []
-    if len(real) < 2:
-        reasons.append(
-            "'resample' takes activations of other prompts: give two prompts or more, or a "
-            "reference"
         )
-    if not torch.equal(real, real.roll(-1, 0)):
+    elif rows := (clean == reference).all(dim=1).nonzero().flatten().tolist():
         reasons.append(
-            "'resample' would take activations at padding of other prompts: give prompts of one "
-            "length, or a reference"
+            f"got the same prompt in rows {rows} of the clean prompts and of the reference; "
+            "expected other prompts to resample from"
         )
     return reasons
 
@@ -130,20 +118,20 @@ def ablated(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; it is edited itself.
-        names: `L5H3`, `L5N1234`, several of them, or `heads(layers=5)` and the like; `L5N1234@13`
-            at that position alone.
-        to: "zero", "mean" over all real tokens of `prompts`, or "bias": all attention of a
+        names: `L5H3`, `L5N1234`, a list of names, or a selection such as `heads(layers=5)`;
+            `L5N1234@13` edits that head only at position 13.
+        to: "zero"; "mean", over all real tokens of `prompts`; or "bias", all attention of a
             neuron-head on the bias token, so that it writes nothing.
-        prompts: texts or tokens for the means. Means are taken without hooks on the model: if
-            contexts are nested, the one with to="mean" must be the outermost.
-        mask: 1 for real tokens, 0 for padding, if the prompts are tokens.
-        positions: for names without a position: numbers from 0 that count prompt tokens, padding
-            and generated tokens; by default all.
+        prompts: texts or tokens for the means. The model must have no hooks when means are taken:
+            if contexts are nested, the one with to="mean" must be the outermost.
+        mask: 1 for real tokens and 0 for padding, if the prompts are tokens.
+        positions: for names without a position: numbers from 0, which count prompt tokens, padding
+            and generated tokens; by default all positions.
 
     Raises:
         InputError: with every reason: unknown names, no prompts for means, prompts for another
             ablation, attention heads ablated to "bias", or invalid positions.
-        UnsupportedModelError: the model does not read z where it is hooked, or a torch hook would
+        UnsupportedModelError: the model does not use the z of the hook point, or a torch hook would
             see z without the edit.
 
     Example:
@@ -156,37 +144,34 @@ def ablated(
         ...     bool((model(tokens) - before).abs().max() > 1e-3)
         True
     """
-    places = _places(model, names, positions)
-    reasons = option_reasons("to", to, get_args(AblateTo))
-    if to == "bias" and any(place.sites.kind == "attention" for place in places):
+    places, reasons = _places(model, names, positions)
+    reasons += option_reasons("to", to, get_args(AblateTo))
+    if to == "bias" and any(place.kind == "attention" for place in places):
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
     if (prompts is None) == (to == "mean"):
         got = "no prompts" if prompts is None else "prompts"
-        reasons.append(f"got {got} with to={to!r}; give prompts for to='mean', and only then")
+        reasons.append(f"got {got} with to={to!r}; give prompts if to='mean', and only then")
     if mask is not None and prompts is None:
-        reasons.append("got a mask without prompts; it says which of their tokens are real")
+        reasons.append("got a mask without prompts; it marks the real tokens of prompts")
     if to == "mean" and (unready := reasons_not_to_run(model)):
         reasons += [*unready, "if contexts are nested, the one with to='mean' must be outermost"]
-    InputError.raise_if(reasons + _position_reasons(places), _ABLATED)
+    InputError.raise_if(reasons, _ABLATED)
     pair = None if prompts is None else single_prompts(model, prompts, mask)
     run = _recorded(model, places, "pattern" if to == "bias" else "z", pair)
-    real = torch.ones_like(run.tokens, dtype=torch.bool) if pair is None else pair.real
-    source = ablate(run, run, to, real)
-    edits = list[tuple[_Place, str, _Change]]()
+    edits: list[_Edit] = []
     for place in places:
         if to == "bias":
-            new = torch.ones(2, device=real.device)
-            new[SELF] = 0
-            edits.append((place, "pattern", new.to))
+            edits.append(_Edit(place, "pattern", torch.arange(2, device="cpu") == BIAS))
             continue
-        new = _z(source, model, place)[0, 0]  # the same at every token
+        z = _z(run, model, place)
+        new = torch.zeros_like(z[0, 0]) if pair is None else z[pair.real.to(z.device)].mean(dim=0)
         if not new.isfinite().all():
             reason = (
-                f"the mean of z is not finite in layer {place.sites.layer}: some models give nan "
-                "to padding on the left; pad on the right, or give prompts of one length"
+                f"the mean of z is not finite in layer {place.layer}: some models give nan to "
+                "padding on the left; pad on the right, or give prompts of one length"
             )
             raise InputError([reason], _ABLATED)
-        edits.append((place, "z", new.to))
+        edits.append(_Edit(place, "z", new))
     with _edited(model, edits):
         yield
 
@@ -199,9 +184,9 @@ def steered(
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; it is edited itself.
-        steering: the value added to z, by head name: for a neuron-head a number, which changes its
-            neuron's activation by as much; for an attention head a vector [d_head]. Heads that
-            share a neuron are named one by one, such as `L5N1234.2`.
+        steering: by head name, the value that is added to z: a number for a neuron-head, which also
+            changes the activation of its neuron by this number; a vector [d_head] for an attention
+            head. Name heads that share a neuron one by one, such as `L5N1234.2`.
         positions: as for `ablated`.
 
     Raises:
@@ -221,44 +206,39 @@ def steered(
     """
     if not isinstance(steering, Mapping) or not steering:
         raise InputError(["got no steering; expected such as {'L5N1234': 4.0}"], _STEERED)
-    places = _places(model, list(steering), positions)
+    places, reasons = _places(model, list(steering), positions)
+    InputError.raise_if(reasons, _STEERED)
     vectors = {str(name): value for name, value in steering.items()}
-    InputError.raise_if(_position_reasons(places), _STEERED)
-    run = _recorded(model, places, "z")
-    reasons, edits = list[str](), list[tuple[_Place, str, _Change]]()
+    run, edits = _recorded(model, places, "z"), list[_Edit]()
     for place in places:
         added = torch.zeros_like(_z(run, model, place)[0, 0])
-        for name, heads in zip(place.sites.names, place.heads(model), strict=True):
-            name += place.suffix
-            kind, d_head = place.sites.kind, added.shape[-1]
-            value = _vector(name, vectors[name], len(heads), d_head, kind, reasons)
-            if value is not None:
-                added[heads] = added.new_tensor(value)
-
-        def add(value: Tensor, added: Tensor = added) -> Tensor:
-            return value + added.to(value)
-
-        edits.append((place, "z", add))
+        for name, heads in place.heads.items():
+            numbers = _numbers(name, vectors[name], added[heads], place.kind)
+            if isinstance(numbers, str):
+                reasons.append(numbers)
+            else:
+                added[heads] = added.new_tensor(numbers)
+        edits.append(_Edit(place, "z", added, adds=True))
     InputError.raise_if(reasons, _STEERED)
     with _edited(model, edits):
         yield
 
 
-def _vector(
-    name: str, value: Any, n_heads: int, d_head: int, kind: str, reasons: list[str]
-) -> list[float] | None:
-    """Return the numbers to add to z of a head; None, and a reason, if they are invalid."""
+def _numbers(
+    name: str, value: Any, z: Float[Tensor, "head_index d"], kind: HeadKind
+) -> list[float] | str:
+    """Return the numbers to add to z of a head, or why they are invalid."""
+    n_heads, d_head = z.shape
     plain = as_plain(value)
-    numbers = [plain] if not isinstance(plain, list | tuple) else list(map(as_plain, plain))
+    is_list = isinstance(plain, list | tuple)
+    numbers = list(map(as_plain, plain)) if is_list else [plain]
     if n_heads > 1:
-        reasons.append(f"{name}: {n_heads} heads share it; steer {name}.0 … {name}.{n_heads - 1}")
-    elif len(numbers) != d_head or not all(map(is_number, numbers)):
-        got = f"{len(numbers)} numbers" if isinstance(plain, list | tuple) else repr(value)
-        expected = "a finite number" if kind == "neuron" else f"a vector of {d_head} finite numbers"
-        reasons.append(f"{name}: got {got}; expected {expected}, which is added to its z")
-    else:
+        return f"{name}: {n_heads} heads share it; steer {name}.0 … {name}.{n_heads - 1}"
+    if len(numbers) == d_head and all(map(is_number, numbers)):
         return numbers
-    return None
+    got = f"{len(numbers)} numbers" if is_list else repr(value)
+    expected = "a finite number" if kind == "neuron" else f"a vector of {d_head} finite numbers"
+    return f"{name}: got {got}; expected {expected}, which is added to its z"
 
 
 # Heads and positions of edits
@@ -266,68 +246,65 @@ def _vector(
 
 @dataclass(frozen=True)
 class _Place:
-    """Heads of one layer, and the positions at which they are edited."""
+    """Heads of one layer, and the positions at which they are edited.
 
-    sites: LayerSites
-    positions: tuple[int, ...] | None  # None for all
-    suffix: str = ""  # "@13" if the names say so
+    Attributes:
+        heads: the indices of each head, or of the heads of a neuron, by name.
+        positions: None for all.
+    """
 
-    def hook(self, model: Any, point: str) -> str:
-        return host_of(model).hook_name(self.sites.layer, self.sites.kind, point)
-
-    def heads(self, model: Any) -> list[list[int]]:
-        """Return the indices of each site's heads at the hook point."""
-        sites, width = self.sites, 1
-        if sites.kind == "neuron":
-            width = host_of(model).neurons[sites.layer].heads_per_neuron
-        return [
-            [index * width + i for i in (range(width) if member == ALL_MEMBERS else [member])]
-            for index, member in zip(sites.index.tolist(), sites.member.tolist(), strict=True)
-        ]
+    layer: int
+    kind: HeadKind
+    heads: dict[str, slice]
+    positions: tuple[int, ...] | None
 
 
-def _places(model: Any, names: Sites, positions: Any) -> list[_Place]:
-    """Return heads with their positions, which a name such as `L3N7@13` may contain."""
+@dataclass(frozen=True, eq=False)
+class _Edit:
+    """A vector that replaces z or the pattern of heads, or is added to it."""
+
+    place: _Place
+    point: Literal["z", "pattern"]
+    vector: Tensor
+    adds: bool = False
+
+
+def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
+    """Return heads with their positions, and every reason to refuse the positions."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
-    split = split_positions(names)
-    if split is None:
-        return [_Place(sites, default) for sites in resolve_sites(model, names)]
-    if named := [f"{head}@{position}" for head, position in split if isinstance(position, str)]:
-        raise InputError(
-            [f"got {named[0]!r}; expected a number after @: a text that grows has no roles"],
-            "these heads cannot be edited",
-        )
-    if positions is not None and all(position is not None for _, position in split):
-        raise InputError(
-            [f"got positions={positions!r} and names with positions; expected one of the two"],
-            "these heads cannot be edited",
+    split, reasons = split_positions(names), list[str]()
+    by_position: dict[Any, Any] = {None: names}
+    if split is not None:
+        by_position = {position: [] for _, position in split}
+        for head, position in split:
+            by_position[position].append(head)
+    if default is not None and None not in by_position:
+        reasons.append(
+            f"got positions={positions!r} and names with positions; expected one of the two"
         )
     places: list[_Place] = []
-    for position in dict.fromkeys(position for _, position in split):
-        heads = [head for head, head_position in split if head_position == position]
-        where_edited = default if position is None else (position,)
+    for position, heads in by_position.items():
         suffix = "" if position is None else f"@{position}"
-        places += [_Place(sites, where_edited, suffix) for sites in resolve_sites(model, heads)]
-    return places
-
-
-def _position_reasons(places: Sequence[_Place]) -> list[str]:
-    reasons = {
-        f"got positions {list(place.positions)}; expected numbers from 0 (a text that grows "
-        "has no fixed end), or None for all": None
-        for place in places
-        if place.positions is not None
-        and not (place.positions and all(map(is_count, place.positions)))
-    }
-    return list(reasons)
+        edited = default if position is None else (position,)
+        if edited is not None and not (edited and all(map(is_count, edited))):
+            reasons.append(
+                f"got positions {list(edited)}; expected numbers from 0 (a text that grows has "
+                "no roles and no fixed end), or None for all"
+            )
+        for sites in resolve_sites(model, heads):
+            is_neuron = sites.kind == "neuron"
+            width = host_of(model).neurons[sites.layer].heads_per_neuron if is_neuron else 1
+            by_name = {f"{x}{suffix}": HeadName.parse(x).heads(width) for x in sites.names}
+            places.append(_Place(sites.layer, sites.kind, by_name, edited))
+    return places, reasons
 
 
 def _z(run: Recording, model: Any, place: _Place) -> Float[Tensor, "batch pos head_index d"]:
-    if place.sites.kind == "neuron":
-        return run.neurons[place.sites.layer].z.unsqueeze(-1)
-    return run.hooked[place.hook(model, "z")]
+    if place.kind == "neuron":
+        return run.neurons[place.layer].z.unsqueeze(-1)
+    return run.hooked[host_of(model).hook_name(place.layer, place.kind, "z")]
 
 
 # Hooks
@@ -350,33 +327,37 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # of blocks that were run outside a pass of the model
+        values.pop(key, None)  # if blocks were run without the model around them
 
 
 @contextmanager
-def _edited(model: Any, edits: Sequence[tuple[_Place, str, _Change]]) -> Iterator[None]:
+def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
     """Change z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in a `with`."""
 
-    def hook(
-        place: _Place, point: str, change: _Change, before: Callable[[], int]
-    ) -> Callable[[Tensor, Any], Tensor]:
-        heads = [head for heads in place.heads(model) for head in heads]
+    def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
+        positions, slices = edit.place.positions, edit.place.heads.values()
+        heads = [head for heads in slices for head in range(heads.start, heads.stop)]
 
-        def edit(value: Tensor, hook: Any) -> Tensor:
-            device, (n_pos, n_heads) = value.device, value.shape[1:3][:: 1 if point == "z" else -1]
-            edited = torch.zeros(n_pos, n_heads, dtype=torch.bool, device=device)
+        def change(value: Tensor, hook: Any) -> Tensor:
+            value = value if edit.point == "z" else value.transpose(1, 2)
+            edited = torch.zeros(value.shape[1:3], dtype=torch.bool, device=value.device)
             edited[:, heads] = True
-            if place.positions is not None:
-                of_text = torch.arange(n_pos, device=device) + before()
-                chosen = torch.tensor(place.positions, device=device)
+            if positions is not None:
+                of_text = torch.arange(value.shape[1], device=value.device) + before()
+                chosen = torch.tensor(positions, device=value.device)
                 edited &= torch.isin(of_text, chosen)[:, None]
-            edited = edited if point == "z" else edited.T
-            return torch.where(edited.unsqueeze(-1), change(value), value)
+            vector = edit.vector.to(value)
+            value = torch.where(edited[..., None], value + vector if edit.adds else vector, value)
+            return value if edit.point == "z" else value.transpose(1, 2)
 
-        return edit
+        return change
 
+    host = host_of(model)
     with _tokens_before(model) as before:
-        hooks = [(edit[0].hook(model, edit[1]), hook(*edit, before)) for edit in edits]
+        hooks = [
+            (host.hook_name(edit.place.layer, edit.place.kind, edit.point), hook(edit, before))
+            for edit in edits
+        ]
         with model.hooks(fwd_hooks=hooks):
             yield
 
@@ -385,20 +366,20 @@ def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:
     """Record z of prompts, or of two tokens; refuse a model that would not read edits."""
-    layers: dict[HeadKind, list[int]] = {"neuron": [], "attention": []}
-    for layer, kind in dict.fromkeys((place.sites.layer, place.sites.kind) for place in places):
+    host, layers = host_of(model), {kind: list[int]() for kind in HEAD_KINDS}
+    for layer, kind in dict.fromkeys((place.layer, place.kind) for place in places):
         layers[kind].append(layer)
     reasons = [
         reason
         for kind, of_kind in layers.items()
         for layer in of_kind
-        for reason in host_of(model).unseen_edit_reasons(layer, kind)
+        for reason in host.unseen_edit_reasons(layer, kind)
     ]
     UnsupportedModelError.raise_if(reasons, "these heads cannot be edited")
     device = next(model.parameters()).device
     tokens = torch.zeros((1, 2), dtype=torch.long, device=device) if pair is None else pair.clean
     mask = None if pair is None else pair.mask
-    names = [host_of(model).hook_name(layer, "attention", "z") for layer in layers["attention"]]
+    names = [host.hook_name(layer, "attention", "z") for layer in layers["attention"]]
     with keep_random_state(device):
         run = record(model, tokens, mask, layers=layers["neuron"], names=names)
         tested = passed_tests(model)

@@ -7,11 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _Numbers: TypeAlias = int | Int[Tensor, "number"]
-_ROUNDED = 1.001  # more than the rounding of products and lengths in any dtype
+_ROUNDED = 1.001  # larger than the rounding of products and norms in any dtype
 
 
 class LargestScores:
-    """The k largest scores so far, each of one pair of writer and reader.
+    """The k largest scores so far, and the writer and reader of each.
 
     Example:
         >>> largest = LargestScores(2)
@@ -65,7 +65,7 @@ class LargestScores:
     ) -> None:
         """Add the products of all pairs of rows; skip pairs with ‖a‖ ‖b‖ too small to be kept.
 
-        Takes the memory of 2 block d + 2 block² + 16 block min(k, block) numbers.
+        It needs memory for 2 block d + 2 block² + 16 block min(k, block) numbers.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

@@ -11,18 +11,20 @@ run's softmax:
     loss               -log P_t[x_{t+1}], the mean over all real tokens of the clean prompts
     custom             any function of the logits [batch, pos, d_vocab]
 
-A metric that is bound to a model and prompts states which positions and columns of the logits it
-reads, so a sweep computes only these. Half precision is converted to float32, except for `custom`.
+A metric that is bound to a model and prompts says which positions and columns of the logits it
+reads, so that a sweep computes only these. Logits in half precision are converted to float32,
+except for `custom`.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half, to_float64_device
@@ -42,24 +44,24 @@ _Selected: TypeAlias = Float[Tensor, "site batch position column"]
 _Compute: TypeAlias = Callable[[_Selected], Float[Tensor, "site prompt"]]
 _Columns: TypeAlias = Int[Tensor, "column"] | None
 
-_NO_NUMBER = "this metric is not a function of the logits to one number"
+_NO_NUMBER = "this metric does not return one number for logits"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # of a metric: a difference, a mean and their inputs, each within one
-_NO_SLOPE = 64  # roundings of float32 or finer: below, a gradient is a rounding of sums
-_VERSION = "1"  # of this package's metrics: change it whenever one of them changes
+_ROUNDINGS = 8  # a metric is a difference and a mean; these and their inputs have one rounding each
+_NO_SLOPE = 64  # in roundings of float32 or finer: a smaller gradient is only the rounding of sums
+_VERSION = "1"  # of all metrics in this file: change it whenever one of them changes
 
 
 @dataclass(frozen=True, eq=False)
 class BoundMetric:
-    """A metric of given prompts, as a function of the logits.
+    """A metric of some prompts, as a function of the logits.
 
     Attributes:
-        name: of the metric, with its answers.
+        name: the name of the metric, with its answers.
         positions: the position that it reads in each prompt; None if it reads all positions.
         columns: the tokens of the vocabulary that it reads; None if it reads all.
-        shape: the shape [batch, pos, d_vocab] of the logits of a whole run.
-        compute: the formula: from the selected logits to one number per prompt, or to one number
-            for all prompts together, [site, 1].
+        shape: [batch, pos, d_vocab] of the logits of a whole run.
+        compute: the formula: maps the selected logits to one number per prompt, or to one number
+            for all prompts, [site, 1].
         weights: the weight of each prompt in the mean, summing to 1; None if they are equal.
     """
 
@@ -86,7 +88,7 @@ class BoundMetric:
         return values
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the weights of n numbers in their mean: one number per prompt, or one for all."""
+        """Return the weights of n numbers, one per prompt or one for all, in their mean."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
@@ -119,17 +121,17 @@ class BoundMetric:
         copy = selected.clone()
         once, again = (self.of_prompts(selected)[0].cpu().double() for _ in range(2))
         if not torch.equal(selected, copy):
-            self._refuse("it changes the logits that it is given; have it work on a copy")
+            self._refuse("it changes the logits in place; let it work on a copy")
         if not torch.equal(once, again):
             self._refuse(
                 f"got {self.mean(once):.6g} and then {self.mean(again):.6g} for the same logits; "
-                "expected a function of the logits alone, without randomness or a memory"
+                "expected a function of the logits, without randomness or state"
             )
         return once
 
     @torch.enable_grad()
     def of_logits(self, logits: Logits) -> Float[Tensor, ""]:
-        """Return the metric of one whole run, in the graph of its logits."""
+        """Return the metric of one whole run, differentiable with respect to its logits."""
         return self.value(self.select(logits)[None])[0]
 
     @torch.enable_grad()
@@ -145,17 +147,18 @@ class BoundMetric:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of any prompts. Made by `logit_diff` and the like.
+    """A metric of any prompts, such as `logit_diff` returns.
 
     Attributes:
-        name: of the metric, with its answers.
-        bound: binds it to a model, prompts and the clean run's logits; called by `bind`.
+        name: the name of the metric, with its answers.
+        bound: binds it to a model, prompts and the clean run's logits; `bind` calls it.
         needs_reference: whether it compares with the clean run's logits.
-        version: tells this metric from later ones of the same name; None if it has no version.
+        version: differs between metrics of one name that compute different numbers; None if there
+            is no version.
         answers: the answers that it compares.
         source: the source text of a user's function; None if there is none.
-        by_prompt: whether each prompt's number depends on that prompt's logits alone, so that
-            the metric can be measured on a subset of the prompts.
+        by_prompt: whether the number of a prompt depends only on its own logits, so that the
+            metric can be measured on some of the prompts.
     """
 
     name: str
@@ -200,12 +203,12 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
     """Return the logit of a correct answer minus that of a wrong one, as a metric.
 
     Args:
-        correct: a text that is one token, a token, or a list or tensor of one for each prompt.
+        correct: a token, a text that is one token, or a list or tensor with one for each prompt.
         wrong: the same.
 
     Raises:
-        InputError: when bound: answers that are not one token each, that the tokenizer does not
-            know, or that are the same.
+        InputError: when bound: answers that are not one token, that the tokenizer does not know,
+            or that are the same.
 
     Warns:
         InputWarning: on the clean run, an answer is at least ten times as probable with a space
@@ -217,18 +220,13 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
         Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
     """
 
-    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
-        both = torch.tensor(tokens, device=like.device)[..., 0]  # [2, batch]
-        columns, (right, left) = both.unique(return_inverse=True)
-        return columns, lambda logits: _pick(logits, right) - _pick(logits, left)
-
-    return _of_answers("logit_diff", {"correct": correct, "wrong": wrong}, formula)
+    return _of_answers("logit_diff", {"correct": correct, "wrong": wrong}, None)
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
     """Return the summed probability of correct answers minus that of wrong ones, as a metric.
 
-    The metric of greater-than in Hanna et al. (2023), where every later year is correct.
+    Hanna et al. (2023) use this metric for greater-than, where every later year is correct.
 
     Args:
         correct: as in `logit_diff`; or several answers to a prompt: a list or tensor with a row of
@@ -245,27 +243,15 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
         'probability_diff([[33, 34], 98], [[31, 32], 7])'
     """
 
-    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
-        signs = torch.zeros(like.shape, device=like.device)
-        for rows, sign in zip(tokens, (1.0, -1.0), strict=True):
-            for prompt, answers in enumerate(rows):
-                signs[prompt, list(answers)] = sign
-
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            probabilities = logits.squeeze(-2).softmax(dim=-1)
-            return (probabilities * signs.to(probabilities)).sum(dim=-1)
-
-        return None, compute
-
     answers = {"correct": correct, "wrong": wrong}
-    return _of_answers("probability_diff", answers, formula, several=True)
+    return _of_answers("probability_diff", answers, torch.softmax, several=True)
 
 
 def probability(answer: Answers) -> Metric:
     """Return the probability of an answer, as a metric.
 
     Args:
-        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
+        answer: a token, a text that is one token, or a list or tensor with one for each prompt.
 
     Raises:
         InputError: when bound: as in `logit_diff`.
@@ -275,14 +261,14 @@ def probability(answer: Answers) -> Metric:
         >>> p.probability(" Mary").name
         "probability(' Mary')"
     """
-    return _of_answers("probability", {"answer": answer}, _formula_of_log(torch.exp))
+    return _of_answers("probability", {"answer": answer}, torch.softmax)
 
 
 def log_probability(answer: Answers) -> Metric:
     """Return the natural logarithm of the probability of an answer, as a metric.
 
     Args:
-        answer: a text that is one token, a token, or a list or tensor of one for each prompt.
+        answer: a token, a text that is one token, or a list or tensor with one for each prompt.
 
     Raises:
         InputError: when bound: as in `logit_diff`.
@@ -292,48 +278,61 @@ def log_probability(answer: Answers) -> Metric:
         >>> p.log_probability([17, 19]).name
         'log_probability([17, 19])'
     """
-    return _of_answers("log_probability", {"answer": answer}, _formula_of_log(lambda logs: logs))
-
-
-_Formula: TypeAlias = Callable[[list[list[tuple[int, ...]]], Tensor], tuple[_Columns, _Compute]]
-"""From the tokens of the answers, by role and prompt, and an empty tensor [batch, d_vocab]."""
-
-
-def _formula_of_log(scale: Callable[[Tensor], Tensor]) -> _Formula:
-    def formula(tokens: list[list[tuple[int, ...]]], like: Tensor) -> tuple[_Columns, _Compute]:
-        answers = torch.tensor(tokens, device=like.device)[0, :, 0]
-        return None, lambda logits: scale(_pick(logits.log_softmax(dim=-1), answers))
-
-    return formula
+    return _of_answers("log_probability", {"answer": answer}, torch.log_softmax)
 
 
 def _of_answers(
-    kind: str, answers: Mapping[str, Answers], formula: _Formula, *, several: bool = False
+    kind: str,
+    answers: Mapping[str, Answers],
+    scale: Callable[[Tensor, int], Tensor] | None,
+    *,
+    several: bool = False,
 ) -> Metric:
-    """Return a metric that reads the last position, and has one answer per prompt or several."""
+    """Return a metric of scaled logits at the last position: Σ of correct less Σ of wrong answers.
+
+    Without a scale, only the logits of answers are read.
+    """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape = _logits_shape(model, pair)
+        shape, device = _logits_shape(model, pair), pair.clean.device
         tokens = answer_tokens(model, pair, rows, reference, several=several)
-        like = torch.empty((), device=pair.clean.device).expand(shape[0], shape[2])
-        columns, compute = formula(list(tokens.values()), like)
-        return BoundMetric(
-            name, pair.last, columns, shape, lambda logits: compute(float32_if_half(logits))
-        )
+        index, signs = _index_and_signs(tokens.values(), device)
+        columns, index = (None, index) if scale else index.unique(return_inverse=True)
+
+        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+            scaled = float32_if_half(logits).squeeze(-2)
+            scaled = scaled if scale is None else scale(scaled, -1)
+            answers = scaled.gather(-1, index.expand(len(scaled), -1, -1))
+            return (answers * signs).sum(dim=-1)
+
+        return BoundMetric(name, pair.last, columns, shape, compute)
 
     return Metric(name, bound, answers=tuple(rows.values()))
+
+
+def _index_and_signs(
+    tokens: Collection[list[tuple[int, ...]]], device: torch.device
+) -> tuple[Int[Tensor, "batch answer"], Int[Tensor, "batch answer"]]:
+    """Return the answers of each prompt, and 1 for correct, -1 for wrong and 0 for missing ones."""
+    rows = [
+        [(token, sign) for sign, answers in zip((1, -1), roles, strict=False) for token in answers]
+        for roles in zip(*tokens, strict=True)
+    ]
+    of_prompts = [torch.tensor(row, device="cpu") for row in rows]
+    table = pad_sequence(of_prompts, batch_first=True).to(device)
+    return table[..., 0], table[..., 1]
 
 
 def kl() -> Metric:
     """Return KL(clean ‖ patched) of the next-token distributions, in nats, as a metric.
 
-    It is 0 on the clean run, where its gradient is 0 too. For the distance to the other run, swap
-    the prompts.
+    It is 0 on the clean run, and so is its gradient there. For the distance to the corrupted run,
+    swap the prompts.
 
     Raises:
-        InputError: when bound: no reference, or one that does not fit.
+        InputError: when bound: no logits of the clean run, or logits of another shape.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -353,7 +352,7 @@ def kl() -> Metric:
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
-            # Where the clean run gives no probability at all, a term is 0, not 0 · ∞.
+            # If a clean probability is 0, the term is 0, not 0 · ∞.
             terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
             return terms.sum(dim=-1)
 
@@ -384,10 +383,10 @@ def loss() -> Metric:
         targets = pair.clean[:, 1:][rows, columns]
         reasons = []
         if not len(targets) and pair.among is None:
-            reasons.append("loss: no prompt has a second token to be predicted")
+            reasons.append("loss: no prompt has a second token, which the first would predict")
         elif len(targets) and targets.max() >= shape[2]:
             reasons.append(
-                f"loss: the prompts hold token {targets.max()}, and the model puts out logits of "
+                f"loss: the prompts have token {targets.max()}, and the model has logits for "
                 f"tokens 0 to {shape[2] - 1} only"
             )
         InputError.raise_if(reasons, PROBLEM)
@@ -397,7 +396,7 @@ def loss() -> Metric:
             logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
             losses = -logs[:, torch.arange(len(targets), device=targets.device), targets]
             by_prompt = losses.split(n_targets, 1)
-            # A prompt without targets has the loss 0, and the weight 0.
+            # A prompt without targets has loss 0 and weight 0.
             means = [terms.sum(dim=-1) / max(1, terms.shape[1]) for terms in by_prompt]
             return torch.stack(means, dim=-1)
 
@@ -413,14 +412,14 @@ def custom(
     """Return any function of the logits of a whole run, as a metric.
 
     It is called once per site and reads all logits, so it costs more than the other metrics. For
-    attribution it must return a tensor that a gradient passes through. If it returns one number
-    per prompt, as a tensor [batch], standard errors are known.
+    attribution, it must return a differentiable tensor. Results have standard errors if it returns
+    one number per prompt, as a tensor [batch].
 
     Args:
-        fn: from logits [batch, pos, d_vocab] to one number, or to one number per prompt.
-        name: shown in results; by default the name of `fn`.
-        version: identifies `fn`, together with its name and its source text, when a job is
-            resumed. `resume` needs it; give another version whenever `fn` changes.
+        fn: maps logits [batch, pos, d_vocab] to one number, or to one number per prompt.
+        name: the name in results; by default that of `fn`.
+        version: needed for `resume`, where name, version and source text identify `fn`; give
+            another version whenever `fn` changes.
 
     Raises:
         InputError: `fn` cannot be called; when measured: it does not return finite numbers, returns
@@ -459,7 +458,7 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
     got = f"a {value.dtype} tensor {list(value.shape)}" if is_tensor else repr(value)
     reason = (
         f"{name}: got {got} from it; expected one number, such as a mean over the batch, or a "
-        f"tensor of {batch} numbers, one per prompt"
+        f"tensor of {batch} numbers, one for each prompt"
     )
     raise InputError([reason], _NO_NUMBER)
 
@@ -468,12 +467,6 @@ def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
     """Return batch, pos and vocabulary of the logits of a whole run."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
-
-
-def _pick(logits: _Selected, columns: Int[Tensor, "batch"]) -> Float[Tensor, "site batch"]:
-    """Return one column of each prompt, at its one position."""
-    prompts = torch.arange(len(columns), device=columns.device)
-    return logits[:, prompts, 0, columns]
 
 
 # Requirements
@@ -486,8 +479,8 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
     if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
         reason = (
             f"got {clean_value} for the clean run and {corrupted_value} for the corrupted one, "
-            f"which {dtype} does not tell apart; expected prompts and a metric that do differ: "
-            "scores are shares of that difference"
+            f"which {dtype} does not tell apart; expected prompts and a metric with a difference, "
+            "because scores are shares of it"
         )
         raise InputError([reason], "this metric is constant")
 
@@ -497,26 +490,26 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
     if not as_metric(metric).needs_reference:
         return []
     return [
-        f"{as_metric(metric).name} compares with another run, and there is one run here; "
-        "expected a metric of its logits alone"
+        f"{as_metric(metric).name} compares with another run, and there is only one run here; "
+        "expected a metric of the logits of one run"
     ]
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return why no gradient can be taken here, for any metric."""
+    """Return why gradients cannot be taken in this context."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]
 
 
 def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
-    """Refuse a metric that no gradient passes through."""
+    """Refuse a metric without a finite gradient."""
     gradient = metric.gradient(logits)
     reasons = []
     if gradient is None:
         reasons.append(
-            f"{metric.name}: its value is detached from the logits (a python number, argmax, "
-            "or torch.no_grad?); expected a tensor made of them by differentiable steps"
+            f"{metric.name}: its value is detached from the logits (a Python number, argmax, "
+            "or torch.no_grad?); expected a differentiable function of the logits"
         )
     elif not gradient.isfinite().all():
         reasons.append(f"{metric.name}: its gradient is not finite")
@@ -524,10 +517,10 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 
 
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
-    """Refuse a metric that is flat at the run patched into, such as `kl` at its minimum.
+    """Refuse a metric that is flat at the run that is patched, such as `kl` at its minimum.
 
-    Compare its span with Σ |∂metric/∂logits · (reference - logits)|, without which every gradient
-    estimate is zero or rounding noise.
+    If Σ |∂metric/∂logits · (reference - logits)| is tiny relative to the span of the metric, every
+    estimate from gradients is zero or a rounding.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None
@@ -535,8 +528,8 @@ def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: 
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         reason = (
-            f"{metric.name}: its gradient is zero on the run patched into, so every estimate "
-            "would be zero; expected a metric that is not flat there: take the other direction, "
-            "another metric, or method='integrated'"
+            f"{metric.name}: its gradient is zero on the run that is patched, so every "
+            "estimate would be zero; expected a metric that is not flat there: use the other "
+            "direction, another metric, or method='integrated'"
         )
         raise InputError([reason], _NO_GRADIENT)

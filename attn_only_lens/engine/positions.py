@@ -1,8 +1,9 @@
 """Sets of positions to patch; all positions of a set are patched together.
 
-A number from 0 up is a column of the token tensor, counting padding; -1 is each prompt's last
-real token. `"each"` and `"all"` leave out padding. Roles, such as `{"subject": [2, 4], "end": -1}`,
-name a position of each prompt, counted in its own real tokens from either end.
+A number from 0 is a column of the token tensor, padding included; -1 is the last real token of
+each prompt. `"each"` and `"all"` leave out padding. Roles, such as
+`{"subject": [2, 4], "end": -1}`, name a position in each prompt, counted in the real tokens of that
+prompt, from its start or its end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,10 @@ _PROBLEM = "these positions cannot be patched"
 
 @dataclass(frozen=True, eq=False)
 class PositionSet:
-    """Positions that are patched at once.
+    """Positions that are patched together.
 
     Attributes:
-        label: its name in the results: "all", the number asked for, or the role.
+        label: its name in the results: "all", the given number, or the role.
         chosen: the positions of each prompt, without padding.
     """
 
@@ -46,7 +47,7 @@ class PositionSet:
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
-    """Return the sets of positions to patch in given prompts."""
+    """Return the sets of positions to patch in these prompts."""
     if isinstance(positions, Mapping):
         return _by_role(pair, positions)
     real = pair.real
@@ -73,10 +74,10 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if without:
             reasons.append(
                 f"got {pos}, which is padding, or before the start, in prompts {without}; expected "
-                "a real token of each, or 'each', which leaves out the prompts that have none"
+                "a real token of every prompt, or 'each', which skips prompts without one"
             )
         reasons += [
-            f"got {pos} and {earlier.label}, the same positions; expected each once"
+            f"got {pos} and {earlier.label}, the same positions; expected each position once"
             for earlier in sets
             if torch.equal(earlier.chosen, at_position) and not without
         ]
@@ -90,7 +91,7 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
     lengths = pair.real.sum(dim=1)
     batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
     if not roles:
-        reasons.append("got no roles; expected one at least, such as {'end': -1}")
+        reasons.append("got no roles; expected at least one, such as {'end': -1}")
     for role, positions_of_role in roles.items():
         if not isinstance(role, str) or not role or role in ("each", "all"):
             reasons.append(f"got role {role!r}; expected a text other than 'each' and 'all'")
@@ -99,11 +100,13 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
         is_list = isinstance(per_prompt, list | tuple)
         if not is_list or len(per_prompt) != batch:
             got = f"{len(per_prompt)} positions" if is_list else repr(positions_of_role)
-            reasons.append(f"{role}: got {got}; expected one of each of {batch} prompts, or of all")
+            reasons.append(
+                f"{role}: got {got}; expected one number for all prompts, or {batch}, one for each"
+            )
             continue
         per_prompt = list(map(as_plain, per_prompt))
         outside = [
-            f"{role}: got {pos!r} in prompt {i}; expected from {-n} to {n - 1}, of its own tokens"
+            f"{role}: got {pos!r} in prompt {i}; expected a number from {-n} to {n - 1}"
             for i, (pos, n) in enumerate(zip(per_prompt, lengths.tolist(), strict=True))
             if not is_count(pos, -n, n - 1)
         ]

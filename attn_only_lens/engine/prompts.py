@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
@@ -29,7 +30,7 @@ Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor | np.ndarra
 Message: TypeAlias = Mapping[str, str]
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
-_PROBLEM_OF_CHAT = "these are no prompts of a chat"
+_PROBLEM_OF_CHAT = "these are not prompts of a chat"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,20 +76,15 @@ class PromptPair:
 
         Args:
             prompts: their indices.
-            cut: whether to drop the final columns in which all of them have padding.
+            cut: whether to drop the last columns if they hold only padding.
         """
         if list(prompts) == list(range(len(self.clean))):
             return self
         rows = list(prompts)
         n_pos = int(self.last[rows].max()) + 1 if cut else self.clean.shape[1]
-        clean, corrupted, mask = (
-            None if tensor is None else tensor[rows, :n_pos]
-            for tensor in (self.clean, self.corrupted, self.mask)
-        )
-        assert clean is not None
-        assert corrupted is not None
-        if self.corrupted is self.clean:
-            corrupted = clean
+        clean = self.clean[rows, :n_pos]
+        corrupted = clean if self.corrupted is self.clean else self.corrupted[rows, :n_pos]
+        mask = None if self.mask is None else self.mask[rows, :n_pos]
         indices = prompts if self.among is None else [self.among[0][row] for row in rows]
         return PromptPair(clean, corrupted, mask, (indices, self.n_all))
 
@@ -98,24 +94,24 @@ def prompt_pair(
 ) -> PromptPair:
     """Tokenize and check clean and corrupted prompts.
 
-    Texts, and rows of tokens, of unequal length are padded on the side of the model's tokenizer,
-    and masked. Some prompts, but not all, may be the same on both sides.
+    Prompts of different lengths are padded on the side that the model's tokenizer pads, and masked.
+    Some clean prompts, but not all, may be equal to their corrupted prompts.
 
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
         clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
-            rows, as from `chat_tokens`; tokens are a tensor or a NumPy array. A text begins with
-            BOS where `model.to_tokens` puts one; a text with its own BOS gets no second.
-        corrupted: the same for the other run, prompt by prompt.
-        mask: 1 or True for real tokens and 0 or False for padding, in the shape of the tokens;
-            with tokens only.
+            rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A text gets
+            a BOS if `model.to_tokens` adds one, and if it does not begin with BOS already.
+        corrupted: the prompts of the other run, in the same form and order.
+        mask: for prompts given as tokens: 1 or True for real tokens and 0 or False for padding, in
+            the shape of the tokens.
 
     Returns:
         The pair, on the model's device.
 
     Raises:
-        InputError: with every reason: not tokens of the model, unequal lengths, identical
-            prompts, a mask that does not fit or leaves a prompt empty.
+        InputError: with every reason: invalid tokens, pairs of different lengths, identical
+            prompts, or a mask of another shape or without real tokens in a prompt.
 
     Warns:
         InputWarning: the tokenizer does not know a word, a sign or whitespace of a text. All
@@ -149,7 +145,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the tokens of each side, and the mask: the given one, or one for the padding."""
+    """Return the tokens of each side, and the given mask, or a mask of the padding of texts."""
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -159,7 +155,7 @@ def _tokenize(
     warn_of_unknown_words(model.tokenizer, texts)
     if len({*map(len, rows)}) > 1:
         counts = f"{len(rows[0])} clean and {len(rows[1])} corrupted"
-        raise InputError([f"got {counts} prompts; expected as many of each"], problem)
+        raise InputError([f"got {counts} prompts; expected the same number"], problem)
     for i, (clean, *others) in enumerate(zip(*rows, strict=True)):
         for corrupted in (row for row in others if len(row) != len(clean)):
             here, there = (token_texts(model, tokens) for tokens in (clean, corrupted))
@@ -179,32 +175,18 @@ def _rows(
     model: Any, prompts: Prompts, side: str, reasons: list[str], texts: dict[str, str]
 ) -> list[Tensor]:
     """Return the tokens of each prompt on the model's device, without padding of texts."""
-    items: list[Any]
     prompts, name = array_as_tensor(prompts), side or "prompts"
-    if isinstance(prompts, Tensor):
-        items = [prompts[None] if prompts.ndim == 1 else prompts]
-    elif isinstance(prompts, str):
-        items = [prompts]
-    elif are_prompts(prompts):
-        items = list(prompts)
-    else:
-        reasons.append(
-            f"{name}: got {type(prompts).__name__}; expected a text, a list of texts, a tensor or "
-            "array of tokens [batch, pos], or a list of rows of tokens [pos]"
-        )
-        return []
-    if not items:
-        reasons.append(f"{name}: got no prompts; expected at least one")
+    items: list[Any] = list(prompts) if are_prompts(prompts) else [prompts]
+    reasons += [f"{name}: got no prompts; expected at least one"] * (not items)
     rows: list[Tensor] = []
     for number, prompt in enumerate(items):
         if isinstance(prompt, str):
             label = f"{side} prompt".strip() + (f" {number}" if len(items) > 1 else "")
             texts[f"{label} {shortened(prompt)}"] = prompt
-        else:
-            prompt = array_as_tensor(prompt)
-            prompt = prompt[None] if prompt.ndim == 1 else prompt
+        elif _is_tensor(prompt) and prompt.ndim == 1:
+            prompt = prompt[None]
         try:
-            rows += checked_tokens(model, prompt, warn_unknown=False).long()
+            rows += checked_tokens(model, prompt, warn_unknown=False)
         except UnsupportedCallError as error:
             reasons.append(f"{name}: {error}")
     return rows
@@ -224,22 +206,20 @@ def _is_tensor(value: object) -> bool:
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
     """Return rows as one tensor, and a mask; None if all tokens are real."""
-    n_pos = max(map(len, rows))
-    if all(len(row) == n_pos for row in rows):
+    if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
-    left = getattr(model.tokenizer, "padding_side", "right") == "left"
+    side = getattr(model.tokenizer, "padding_side", "right")
     pad = getattr(model.tokenizer, "pad_token_id", None)
-    if pad is None or pad >= model.cfg.d_vocab:  # some pad with a token outside the vocabulary
+    if (
+        pad is None or pad >= model.cfg.d_vocab
+    ):  # some pad with a token that the model does not have
         pad = 0
-    tokens = rows[0].new_full((len(rows), n_pos), pad)
-    mask = torch.zeros_like(tokens)
-    for i, row in enumerate(rows):
-        columns = slice(n_pos - len(row), None) if left else slice(len(row))
-        tokens[i, columns], mask[i, columns] = row, 1
-    return tokens, mask
+    real = [torch.ones_like(row) for row in rows]
+    return pad_sequence(rows, True, pad, side), pad_sequence(real, True, 0, side)
 
 
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
+    """Return a mask as integers; None, and a reason, if it is invalid."""
     if mask is None:
         return None
     mask = array_as_tensor(mask)
@@ -254,8 +234,8 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     mask = mask.to(tokens.device).long()
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
-        reasons.append(f"mask: it leaves no token of prompts {empty}; expected one at least")
-    # Real tokens without gaps start once: count the steps from 0 to 1, and a 1 in the first column.
+        reasons.append(f"mask: it leaves no token of prompts {empty}; expected at least one")
+    # Count how often real tokens begin: in the first column, or at a step from 0 to 1.
     starts = mask[:, 0] + (mask.diff(dim=1) == 1).sum(dim=1)
     broken = (starts > 1).nonzero().flatten().tolist()
     if broken:
@@ -269,15 +249,15 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
 def chat_tokens(
     model: Any, prompts: str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
 ) -> list[Int[Tensor, "pos"]]:
-    """Return prompts of a chat model as tokens, by its tokenizer's template, up to its answer.
+    """Return the tokens of a chat up to the answer, by the template of the model's tokenizer.
 
-    The template alone decides about special tokens, including BOS. The last position predicts the
+    Only the template adds special tokens, including BOS. The last position predicts the
     first token of the model's answer.
 
     Args:
         model: a model with a tokenizer that has a chat template.
-        prompts: a user's message as a text; several texts, each a prompt; or the messages of one
-            prompt or of several: `{"role": "system", "content": "Be brief."}`, ….
+        prompts: a user's message as a text, or a list of such texts; or the messages of one chat,
+            or a list of chats: `{"role": "system", "content": "Be brief."}`, ….
 
     Returns:
         The tokens of each prompt, on the model's device, for every function that takes texts.
@@ -292,17 +272,12 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected one with a chat template
+        the model has no tokenizer; expected that of a chat model; or give texts
     """
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        reason = "the model has no tokenizer; expected one with a chat template"
-        raise InputError([reason], _PROBLEM_OF_CHAT)
+    tokenizer: Any = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
-        reason = (
-            "the model's tokenizer has no chat template (tokenizers of base models have none); "
-            "expected the tokenizer of a chat model, or give the prompts as texts"
-        )
+        lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
+        reason = f"the {lacks}; expected that of a chat model; or give texts"
         raise InputError([reason], _PROBLEM_OF_CHAT)
     reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):
@@ -313,13 +288,13 @@ def chat_tokens(
                 )
                 for tokenize in (True, False)
             )
-        except Exception as error:  # of a template, which is a program
+        except Exception as error:  # a template is a program, and may raise anything
             reasons.append(f"prompt {i}: the template does not accept it: {error}")
             continue
         rows.append(row)
         texts[f"prompt {i} {shortened(str(messages[-1]['content']))}"] = text
         if not row:
-            reasons.append(f"prompt {i}: the template returns no tokens; expected one at least")
+            reasons.append(f"prompt {i}: the template returns no tokens; expected at least one")
     InputError.raise_if(reasons, _PROBLEM_OF_CHAT)
     warn_of_unknown_words(tokenizer, texts)
     device = next(model.parameters()).device

@@ -1,6 +1,6 @@
-"""The rules of an exact difference of two runs: slopes between the runs, in place of derivatives.
+"""Rules for the exact difference of two runs: slopes between the runs, instead of derivatives.
 
-With Δy = y_1 - y_0 for two runs and ȳ for their mean, every rule is an identity, for any change:
+With Δy = y_1 - y_0 for two runs and ȳ for their mean, every rule holds exactly for any change:
 
     y = f(x), elementwise      Δy = (Δf / Δx) Δx
     y = a b                    Δy = b̄ Δa + ā Δb
@@ -8,10 +8,10 @@ With Δy = y_1 - y_0 for two runs and ȳ for their mean, every rule is an identi
     log p                      Δlog p = Δs - Σ_j w_j Δs_j
     y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
 
-L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m = mean(x²) + ε and x
-centred if the norm centres. Where the runs agree, every rule is the derivative.
+L is the logarithmic mean of p_1 and p_0. The last rule is for norms: m(x) = mean(x²) + ε, and x is
+centred if the norm subtracts the mean. If the runs are equal, every rule is the derivative.
 
-Sources: DeepLIFT's summation to delta (Shrikumar et al., 2017) has the first two.
+Source of the first two rules: DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ Both: TypeAlias = tuple[Tensor, Tensor]
 def slope(
     y_1: Tensor, y_0: Tensor, x_1: Tensor, x_0: Tensor, derivative: Callable[[Tensor], Tensor]
 ) -> Slopes:
-    """Return Δy / Δx of an elementwise function; its derivative at the mean where Δx is small.
+    """Return Δy / Δx of an elementwise function, or its derivative at the mean if Δx is small.
 
-    Below |Δx| = ∛ε (1 + |x̄|) a quotient loses digits, and the derivative at the mean is exact to
-    rounding, unless the function jumps or bends there: then the quotient is kept.
+    For |Δx| below ∛ε (1 + |x̄|), the quotient loses digits, and the derivative is exact up to
+    rounding, unless the function has a jump or a kink there: then the quotient is used.
     """
     dx, dy, middle = x_1 - x_0, y_1 - y_0, (x_1 + x_0) / 2
     eps = torch.finfo(dx.dtype).eps
@@ -49,7 +49,7 @@ def slope(
 
 
 def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
-    """Return the slope of exp between two logarithms; 0 where one is -∞."""
+    """Return the slope of exp between two logarithms, or 0 if one of them is -∞."""
     finite = log_1.isfinite() & log_0.isfinite()
     a, b = (torch.where(finite, x, torch.zeros_like(x)) for x in (log_1, log_0))
     d = a - b
@@ -63,7 +63,7 @@ def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
 def softmax_slopes(
     log_1: Float[Tensor, "*any key"], log_0: Float[Tensor, "*any key"]
 ) -> tuple[Float[Tensor, "*any key"], Float[Tensor, "*any key"]]:
-    """Return L and w of softmax, from the logarithms of all weights of both runs."""
+    """Return L and w of softmax from the logarithms of the weights of both runs."""
     L = log_mean(log_1, log_0)
     total = L.sum(-1, keepdim=True)
     return L, L / torch.where(total == 0, torch.ones_like(total), total)
@@ -76,7 +76,7 @@ def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
 
 
 def gate_derivative(heads: Any, query: Tensor) -> Tensor:
-    """Return the derivative of neuron-heads' attention to their own token; 0 for a step."""
+    """Return the derivative of the self weights of neuron-heads with respect to their queries."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
         weight = heads._gate_pattern(leaf)[..., SELF]
@@ -86,7 +86,7 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
-    """Return the change of x r for a change of x, centred where the norm centres; x is x̄."""
+    """Return the change of x r for a change of x; x is the mean, centred if the norm centres."""
     slope = -((r_1 * r_0).square()) / (r_1 + r_0)
     along = (x * change).mean(-1, keepdim=True)
     return (r_1 + r_0) / 2 * change + 2 * slope * along * x
@@ -99,7 +99,7 @@ def mean(both: Tensor) -> Tensor:
 
 
 def centred_at(middle: Tensor, moved: Tensor) -> Tensor:
-    """Return the value of `middle` with the gradient of `moved`."""
+    """Return a tensor with the value of `middle` and the gradient of `moved`."""
     return middle + (moved - moved.detach()).to(middle)
 
 
@@ -139,19 +139,18 @@ _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] 
 
 
 class FunctionRules(TorchFunctionMode):
-    """Record the nonlinear functions that torch is asked for, or replace them by their rules.
+    """Record calls of torch's nonlinear functions, or replace these functions by their rules.
 
-    A function is identified by its place in the order of calls, so both passes must run the same
-    code. In float64, conversions to float32 are left out: many modules of transformers compute in
-    float32 whatever the dtype of their model.
+    Calls are matched by their order, so both passes must run the same code. In float64, conversions
+    to float32 are skipped: many modules of transformers compute in float32 in every model.
 
     Args:
-        seen: what a first pass recorded, to replace; None to record.
-        paused: whether to begin without recording or replacing.
+        seen: the inputs and outputs that a first pass recorded, to replace; None to record.
+        paused: whether to record and replace nothing at first.
 
     Attributes:
         softmax: the replaced output of each softmax.
-        softmax_changes: how much it changes between the runs.
+        softmax_changes: the change of each output between the runs.
     """
 
     def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
@@ -178,7 +177,7 @@ class FunctionRules(TorchFunctionMode):
         if not self._replaces:
             y = func(*args, **kwargs)
             recorded = y.detach().clone()
-            if _RULES[func] is _softmax:  # padding may attend to nothing
+            if _RULES[func] is _softmax:  # a row of padding may have no key
                 recorded = recorded.nan_to_num(0.0)
             self.seen.append((x.detach().clone(), recorded))
             return y
@@ -193,7 +192,7 @@ class FunctionRules(TorchFunctionMode):
 
 
 def _narrows(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a conversion makes float32 of float64."""
+    """Return whether a call converts float64 to float32."""
     if not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
         return False
     return func is Tensor.float or any(x is torch.float32 for x in (*args[1:], *kwargs.values()))

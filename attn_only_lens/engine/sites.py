@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -15,6 +16,7 @@ from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.heads.names import head_counts
 
 ALL_MEMBERS = -1
 """In `LayerSites.member`: all heads of the neuron together."""
@@ -22,15 +24,14 @@ Part = Literal["z", "pattern", "value", "q", "k"]
 PARTS: tuple[str, ...] = get_args(Part)
 SHARED_PARTS: tuple[Part, ...] = ("value", "k")
 """The parts that several attention heads share in models with grouped queries."""
-_POSITION = re.compile(r"0|-?[1-9]\d*")
-_ROLE = re.compile(r"[^\W\d][^@]*")
+_HEAD_AND_POSITION = re.compile(r"([^@]*)(?:@(?:(0|-?[1-9]\d*)|([^\W\d][^@]*)))?")
 _POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 _PROBLEM = "these heads cannot be selected"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """All heads of the given kinds in the given layers, for any model.
+    """All heads of some kinds in some layers, for any model.
 
     Attributes:
         kinds: "attention", "neuron".
@@ -46,7 +47,7 @@ Sites: TypeAlias = Selection | str | HeadName | Sequence[str | HeadName]
 
 @dataclass(frozen=True, eq=False)
 class LayerSites:
-    """Sites of one kind in one source layer, in the order of `index` and `member`.
+    """Sites of one kind in one source layer, sorted by `index` and `member`.
 
     Attributes:
         layer: the source layer.
@@ -138,18 +139,17 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """Return the hook point of a part of one layer's heads."""
+    """Return the hook point of a part of the heads of a layer."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the heads of a model that a selection or a list of names stands for."""
+    """Return the heads of a model that a selection or names select."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
-        host = host_of(model)
         counts: list[dict[HeadKind, int]] = [
-            {"attention": n_heads, "neuron": layer.n_neurons}
-            for n_heads, layer in zip(host.n_heads, host.neurons, strict=True)
+            {"attention": n_heads, "neuron": n_neurons}
+            for n_heads, n_neurons, _ in head_counts(model)
         ]
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
         expected = f"expected source layers from 0 to {len(counts) - 1}"
@@ -160,10 +160,8 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
         )
     names, reasons = _names(model, sites)
     InputError.raise_if(reasons, _PROBLEM)
-    groups: dict[tuple[int, HeadKind], list[HeadName]] = {}
-    for name in sorted(names, key=_order):
-        groups.setdefault((name.layer, name.kind), []).append(name)
-    return tuple(map(LayerSites.of, groups.values()))
+    groups = groupby(sorted(names, key=_order), lambda name: (name.layer, name.kind))
+    return tuple(LayerSites.of(heads) for _, heads in groups)
 
 
 def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:
@@ -178,13 +176,9 @@ def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:
     parsed: list[tuple[str, int | str | None]] = []
     reasons: list[str] = []
     for name in map(str, names):
-        head, sign, position = name.partition("@")
-        if not sign:
-            parsed.append((head, None))
-        elif _POSITION.fullmatch(position):
-            parsed.append((head, int(position)))
-        elif _ROLE.fullmatch(position):
-            parsed.append((head, position))
+        if match := _HEAD_AND_POSITION.fullmatch(name):
+            head, number, role = match.groups()
+            parsed.append((head, role if number is None else int(number)))
         else:
             reasons.append(
                 f"got {name!r}; expected a position after @, such as 'L3N7@13', or a role, such as "
@@ -204,16 +198,7 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-def _unknown(model: Any, name: HeadName) -> list[str]:
-    """Return why a model has no head of this name."""
-    try:
-        name.require_in(model)
-    except UnknownHeadError as error:
-        return [str(error)]
-    return []
-
-
-@lru_cache(maxsize=1024)  # without it, names take a noticeable share of an attribution's time
+@lru_cache(maxsize=1024)  # otherwise names take a noticeable part of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))
@@ -228,23 +213,15 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
             f"got {got}; expected neuron_heads(), heads(), all_heads(), or a list of names such as "
             "'L5H3' and 'L5N1234'"
         ]
-    names: list[HeadName] = []
-    reasons: list[str] = []
-    last: dict[tuple[int, HeadKind, int | None], HeadName] = {}
+    names, reasons, layers = list[HeadName](), list[str](), head_counts(model)
     for site in chosen:
         try:
             name = site if isinstance(site, HeadName) else HeadName.parse(site)
+            name.require_among(layers)
         except UnknownHeadError as error:
             reasons.append(str(error))
-            continue
-        names.append(name)
-        key = name.layer, name.kind, name.member
-        last[key] = max(name, last.get(key, name), key=lambda head: head.index)
-    # A layer with the head of the largest index has all heads before it.
-    known = {key for key, name in last.items() if not _unknown(model, name)}
-    for name in names:
-        if name.index < 0 or (name.layer, name.kind, name.member) not in known:
-            reasons += _unknown(model, name)
+        else:
+            names.append(name)
     repeated = [str(name) for name, count in Counter(names).items() if count > 1]
     reasons += [f"got {name} more than once; expected each name once" for name in repeated]
     return names, reasons

@@ -1,9 +1,10 @@
-"""Texts as tokens and tokens as texts, for any tokenizer; words that a tokenizer does not know.
+"""Convert texts to tokens and back with any tokenizer, and find the words that it does not know.
 
-`tokenizer.decode([id])` shows a token as it is at the start of a text: a SentencePiece tokenizer
-drops the space before a word there. Within a text, a token's text is `decode([id, id])` without
-`decode([id])`. If a vocabulary marks the end of a word (`the</w>`, OpenAI GPT), the space after it
-belongs to the token. Bytes that are not a complete character are written `<0xE2>`.
+`tokenizer.decode([id])` returns a token's text at the start of a text, where a SentencePiece
+tokenizer drops the space before a word. So the text of a token inside a text is `decode([id, id])`
+after the removal of its beginning, `decode([id])`. If a vocabulary marks the end of a word
+(`the</w>`, OpenAI GPT), the space after it belongs to the token. Bytes that are not a complete
+character are written `<0xE2>`.
 """
 
 import re
@@ -31,49 +32,50 @@ _BYTES |= {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 _BROKEN = "\ufffd"
 _END_OF_WORD = "</w>"
 _ESCAPED = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
-_WORD = re.compile("w+(?:'w+)*")  # in kinds of characters (`_kind`): "don't" is one word
+_APOSTROPHES = "'’"  # inside a word: "don't"
 
 
 # From texts to tokens
 
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
-    """Return tokens that the model can run on, on its device, from tokens or a text."""
+    """Return a text or tokens as tokens on the model's device; refuse what it cannot run on."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
-            f"{cfg.model_name} has no vocabulary (it takes pictures?); expected a model of tokens"
+            f"{cfg.model_name} has no vocabulary (does it take pictures?); expected a model "
+            "that takes tokens"
         )
     if isinstance(tokens, str):
         if warn_unknown:
             warn_of_unknown_words(model.tokenizer, {shortened(tokens): tokens})
         tokens = tokens_of_text(model, tokens)
     tokens = array_as_tensor(tokens)
-    expected = f"expected integers [batch, pos] from 0 to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
-    if not isinstance(tokens, Tensor):
-        raise UnsupportedCallError(f"tokens: got a {type(tokens).__name__}; {expected}")
-    dtype = str(tokens.dtype).removeprefix("torch.")
-    if not dtype.startswith(("int", "uint")) or tokens.ndim != 2 or not tokens.numel():
-        raise UnsupportedCallError(f"tokens: got {dtype} {list(tokens.shape)}; {expected}")
-    if dtype.startswith("uint"):
-        tokens = tokens.long()  # torch has no minimum of most unsigned integers
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= cfg.d_vocab or tokens.shape[1] > cfg.n_ctx:
-        raise UnsupportedCallError(
-            f"tokens: got values from {low} to {high}, pos {tokens.shape[1]}; {expected}"
-        )
-    return tokens.to(next(model.parameters()).device)
+    got = type(tokens).__name__
+    if isinstance(tokens, Tensor):
+        dtype = str(tokens.dtype).removeprefix("torch.")
+        got = f"{dtype} {list(tokens.shape)}"
+        if dtype.startswith(("int", "uint")) and tokens.ndim == 2 and tokens.numel():
+            tokens = tokens.long()
+            low, high = int(tokens.min()), int(tokens.max())
+            if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
+                return tokens.to(next(model.parameters()).device)
+            got = f"values from {low} to {high}, pos {tokens.shape[1]}"
+    raise UnsupportedCallError(
+        f"tokens: got {got}; expected a text, or a tensor or array of integers [batch, pos] from 0 "
+        f"to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
+    )
 
 
 def array_as_tensor(value: Any) -> Any:
-    """Return a NumPy array of numbers as a tensor, integers as int64; other values unchanged."""
+    """Convert a NumPy array of numbers to a tensor, integers to int64; keep other values."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
         return value
     return torch.tensor(value.astype(np.int64) if value.dtype.kind in "iu" else value, device="cpu")
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
-    """Return the tokens of a text as `model.to_tokens` does, but never a second BOS before one."""
+    """Return the tokens of a text as `model.to_tokens` does, but never two BOS tokens."""
     if model.tokenizer is None:
         raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
@@ -92,12 +94,12 @@ def d_vocab_out(model: Any) -> int:
 
 
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
-    """Return the tokens of a text as texts, with the space before a word.
+    """Return the text of each token of a prompt, with the space before a word.
 
-    Joined, they are the original text, if the tokenizer can restore it.
+    Joined, these texts are the original text, if the tokenizer can restore it.
 
     Args:
-        model: a model with a tokenizer; without one, tokens are shown as numbers.
+        model: a model; if it has no tokenizer, tokens are shown as numbers.
         tokens: tokens of one prompt [pos], or a text.
 
     Returns:
@@ -136,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the tokens of a prompt as texts, given the text of each token within a text."""
+    """Return the texts of a prompt's tokens, from the text of each token inside a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -148,12 +150,12 @@ def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
 
 
 def token_text(model: Any, token: int) -> str:
-    """Return the text of a token of the vocabulary, within a text."""
+    """Return the text that a token has inside a text."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return str(token)
     piece: str | None = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
-    if piece is None:  # vocabularies of models are rounded up
+    if piece is None:  # the model's vocabulary is larger than the tokenizer's
         return f"<{token}>"
     if piece.endswith(_END_OF_WORD):
         return f"{_decode(tokenizer, [token])} "
@@ -167,7 +169,7 @@ def token_text(model: Any, token: int) -> str:
 
 
 def join_tokens(texts: Iterable[str]) -> str:
-    """Join the texts of tokens, and decode bytes that together are characters.
+    """Join the texts of tokens, and decode bytes that form characters together.
 
     Example:
         >>> join_tokens(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
@@ -194,6 +196,17 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 # Words, signs and whitespace that a tokenizer does not know: the model reads <unk>, or nothing
 
 
+def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
+    """Return the tokens of a text, or of each of several texts, without special tokens."""
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def one_token(tokenizer: Any, text: str) -> int | None:
+    """Return the token that a text is; None if it is not a single known token."""
+    tokens = token_ids(tokenizer, text)
+    return int(tokens[0]) if len(tokens) == 1 and not unknown_words(tokenizer, text) else None
+
+
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
     """Return the words, signs and whitespace that a tokenizer does not know, each once, in order.
 
@@ -204,63 +217,55 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
         >>> unknown_words(pretrained.small_english().tokenizer, "The kezs near the  cabinet!")
         ['kezs', ' ', '!']
     """
-    token = getattr(tokenizer, "unk_token_id", None)
-    if not getattr(tokenizer, "is_fast", False):
-        return [] if token is None else _unknown_alone(tokenizer, text, token)
-    # Bytes and special tokens have offsets too: so a BOS that is also the unknown token, as in
-    # GPT-2, does not count as unknown.
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if not getattr(tokenizer, "is_fast", False):  # it has no offsets: try each word alone
+        return [
+            word
+            for word in dict.fromkeys(text.split() or [text])
+            if unknown is not None
+            and unknown in token_ids(tokenizer, word)
+            and tokenizer.unk_token not in word
+        ]
+    # Bytes and special tokens have offsets too. So GPT-2's BOS in a text, which is also its unknown
+    # token, does not count as unknown.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    lost, known = list[tuple[int, int]](), set[int]()
-    for encoded_token, (start, end) in zip(
-        encoded["input_ids"], encoded["offset_mapping"], strict=True
-    ):
-        if encoded_token == token and text[start:end].strip() != tokenizer.unk_token:
-            lost.append((start, end))
-        else:
-            known.update(range(start, end))
-    taken = known.union(*(range(*span) for span in lost))
-    lost += [(i, i + 1) for i, letter in enumerate(text) if letter.isalnum() and i not in taken]
-    if not lost:
-        return []
-    words = [match.span() for match in _WORD.finditer("".join(map(_kind, text)))]
-    word_at = {i: word for word in words for i in range(*word)}
-    pieces = [_piece(text, span, word_at) for span in sorted(lost)]
+    spans = encoded["offset_mapping"]
+    lost = {
+        span
+        for token, span in zip(encoded["input_ids"], spans, strict=True)
+        if token == unknown and text[slice(*span)].strip() != tokenizer.unk_token
+    }
+    covered = set(chain(*(range(*span) for span in spans)))
+    lost |= {(i, i + 1) for i, x in enumerate(text) if x.isalnum() and i not in covered}
+    pieces = [_piece(text, *span) for span in sorted(lost)]
     return list(dict.fromkeys(filter(None, pieces)))
 
 
-def _kind(character: str) -> str:
-    """Return w for a letter, mark or digit, ' for an apostrophe, and a space for all others."""
-    return "'" if character in "'’" else "w" if category(character)[0] in "LMN" else " "
-
-
-def _piece(text: str, span: tuple[int, int], word_at: Mapping[int, tuple[int, int]]) -> str:
-    """Return the text at a span without spaces around it, widened to whole words."""
-    start, end = span
+def _piece(text: str, start: int, end: int) -> str:
+    """Return the text at a span; if it has a letter or digit, the whole word around it."""
     piece = text[start:end]
-    if not piece.strip():
-        return piece
-    trimmed = end - len(piece.lstrip()), start + len(piece.rstrip())
-    first, last = (word_at.get(i, trimmed) for i in (trimmed[0], trimmed[1] - 1))
-    return text[first[0] : last[1]]
+    if not any(map(_in_word, piece)):
+        return piece.strip() or piece
+    start, end = end - len(piece.lstrip()), start + len(piece.rstrip())
+    while start and (_in_word(text[start - 1]) or text[start - 1] in _APOSTROPHES):
+        start -= 1
+    while end < len(text) and (_in_word(text[end]) or text[end] in _APOSTROPHES):
+        end += 1
+    return text[start:end].strip(_APOSTROPHES)
 
 
-def _unknown_alone(tokenizer: Any, text: str, token: int) -> list[str]:
-    """Return the unknown words of a tokenizer without offsets: tokenize each word alone."""
-    return [
-        word
-        for word in dict.fromkeys(text.split() or [text])
-        if token in tokenizer(word, add_special_tokens=False)["input_ids"]
-        and tokenizer.unk_token not in word
-    ]
+def _in_word(character: str) -> bool:
+    """Return whether a character is a letter, a mark or a digit."""
+    return category(character)[0] in "LMN"
 
 
 def instead_of_unknown(tokenizer: Any) -> str:
-    """Return what a model reads in place of a word that its tokenizer does not know."""
+    """Return the token that replaces unknown words, or "nothing"."""
     return str(getattr(tokenizer, "unk_token", None) or "nothing")
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn about unknown words of prompts, by name; return whether there are any."""
+    """Warn about unknown words in prompts, given by name; return whether there are any."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"
@@ -270,6 +275,6 @@ def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
     read = instead_of_unknown(tokenizer)
     warn(
         cases,
-        f"the tokenizer does not know these pieces, and the model reads {read}; choose others",
+        f"the tokenizer does not know these words, and the model reads {read}; choose other words",
     )
     return bool(cases)

@@ -1,7 +1,7 @@
-"""Bilinear gates: an activation as several heads a neuron, each a softmax over a bilinear score.
+"""Bilinear gates: an activation as several heads per neuron, with softmax over bilinear scores.
 
-A neuron whose activation α is not silu needs m heads, which share one value and write along the
-same output vector. For the pre-activation q that the gate reads:
+If the activation α is not silu, a neuron needs m heads, which share one value and one output
+vector. For the pre-activation q that the gate reads:
 
     head j   score of the token itself 0, of the bias token -(b_j q + c_j)
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
@@ -18,11 +18,11 @@ four heads 2.4e-5. relu is one head of slope k, with an error of W(1/e)/k = .278
 
 Gated MLPs: a neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u,
 and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b = 0 and
-c = ∞: it is linear, as in Theorem 7. The paper only covers plain MLPs; we know of no published form
-of this. A sum of sigmoids is bounded and α is not, so no number of heads covers every q. Its linear
-part comes from wide sigmoids that cancel, which costs about 2^-22 Σ|w| in float32. One fit of relu
-on [-1, 1] covers all limits, with error and weights times the limit. The bound is absolute, and
-half precision cannot hold outputs of single heads.
+c = ∞: it is linear, as in Theorem 7. The paper covers only plain MLPs; we know no publication of
+gated ones. A sum of sigmoids is bounded and α is not, so no number of heads covers every q. Its
+linear part comes from wide sigmoids that cancel, which costs about 2^-22 Σ|w| in float32. For relu,
+one fit on [-1, 1] serves all limits: multiply its error and weights by the limit. The bound is
+absolute, and half precision cannot represent the outputs of single heads.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
 `fit_gated_gates.py`); each w is a multiple of 2^-23, so that float32 holds every partial sum. The
@@ -44,9 +44,9 @@ from torch import Tensor
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
-_DEFAULT_TOLERANCE = 1e-3  # gelu then takes 4 heads
+_DEFAULT_TOLERANCE = 1e-3  # which takes 4 heads for gelu
 _DEFAULT_GATED_HEADS = 8
-_LEAST_TOLERANCE = 1e-12  # the precision of an activation in float64; relu's slope fits float32
+_LEAST_TOLERANCE = 1e-12  # about the precision of float64; the slope of relu fits float32
 _LARGEST_LIMIT = 2.0**64  # far within float32
 _RELU_CONSTANT = 0.2784645427611  # max of x / (1 + exp x), rounded up
 _EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
@@ -61,7 +61,7 @@ class BilinearGate:
         name: the activation α, as in TransformerLens (`cfg.act_fn`).
         w: for each head, the factor of W_out[i].
         b: for each head, the slope of its query in q.
-        c: for each head, the offset of its query; ∞ for a head that sees only its own token.
+        c: for each head, the offset of its query; ∞ for a head that attends only to its own token.
         bound: certified largest error of `activation` over all |q| <= limit.
         limit: the largest |q| for which the bound holds; ∞ for a plain MLP, finite for a gated one.
 
@@ -96,7 +96,7 @@ class BilinearGate:
 
     @property
     def heads_per_neuron(self) -> int:
-        """m."""
+        """The number of heads of a neuron, m."""
         return len(self.w)
 
     @property
@@ -106,7 +106,7 @@ class BilinearGate:
 
     @property
     def sum_abs_w(self) -> float:
-        """Σ_j |w_j|, to which the rounding error of the mixture is proportional."""
+        """Σ_j |w_j|; the rounding error of the mixture is proportional to it."""
         return math.fsum(map(abs, self.w))
 
     @property
@@ -133,8 +133,8 @@ class BilinearGate:
     def mixture(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return Σ_j w_j σ(b_j q + c_j), in float32 or float64: α(q) / q, or α(q) for a gated MLP.
 
-        Heads are added one at a time and in place, which saves time and m times the memory. The
-        gradient of σ is computed from its result, so no step overwrites a value that it needs.
+        Heads are added one by one and in place, which saves time and needs 1/m of the memory. The
+        gradient of σ is computed from its result, so no step overwrites a value that is needed.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -145,7 +145,7 @@ class BilinearGate:
         return total
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the approximation of α(q), within `bound` of it for |q| <= `limit`."""
+        """Return the approximation of α(q), with an error up to `bound` for |q| <= `limit`."""
         mixture = self.mixture(q)
         return (mixture if self.gated else mixture * q).to(q.dtype)
 
@@ -174,17 +174,18 @@ def bilinear_gate(
     Args:
         act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, relu; or, in plain MLPs,
             quick_gelu.
-        heads: heads a neuron: in plain MLPs 1, 2, 4, 6 or 8 for the gelus and 1 for the others; in
-            gated MLPs 4, 6, 8 (the default) or 12.
+        heads: heads per neuron: in plain MLPs 1, 2, 4, 6 or 8 for the gelus and 1 for the others;
+            in gated MLPs 4, 6, 8 (the default) or 12.
         tolerance: in plain MLPs, the largest error over all real q, at least 1e-12; 1e-3 by
             default. It sets the slope of relu.
-        slope: in plain MLPs, makes the gate one head, SiLU(slope · q) / slope. For relu any slope
-            k, with an error of at most 0.2785/k; for the gelus from 1 to 3.2, or "paper" for the
-            paper's 1.702, whose bound is 0.0204 (0.0207 for the tanh forms).
+        slope: in plain MLPs, use one head, SiLU(slope · q) / slope. For relu, any slope k, with an
+            error of at most 0.2785/k; for the gelus, a slope from 1 to 3.2, or "paper" for the
+            paper's 1.702, with the bound 0.0204 (0.0207 for the tanh forms).
         limit: in gated MLPs, the largest |q| to cover.
 
     Raises:
-        ValueError: no such activation, number of heads or limit, or no gate within the tolerance.
+        ValueError: an unknown activation, number of heads or limit, or no gate within the
+            tolerance.
 
     Example:
         >>> from attn_only_lens.gates import bilinear_gate
@@ -210,7 +211,7 @@ def bilinear_gate(
         if heads not in (None, 1) or tolerance is not None:
             raise ValueError(
                 f"got slope={slope!r} with heads={heads!r} and tolerance={tolerance!r}; expected "
-                "only a slope, which means one head and sets its error"
+                "only a slope, because it implies one head and its error"
             )
         return _of_slope(act_fn, slope)
     if tolerance is not None and not _LEAST_TOLERANCE <= tolerance < math.inf:
@@ -222,7 +223,7 @@ def bilinear_gate(
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the smallest gate for plain MLPs within a tolerance, or with a number of heads."""
+    """Return the gate for plain MLPs with the fewest heads within a tolerance, or with `heads`."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -263,10 +264,11 @@ def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
 
 
 def _slope_bound(act_fn: str, slope: float) -> float:
-    """Bound the error, even in q, of SiLU(slope · q) / slope against a gelu; slope from 1 to 3.2.
+    """Bound the error of SiLU(slope · q) / slope as a gelu, for a slope from 1 to 3.2.
 
-    `analyses/tools/certificates.py` proves that the error exceeds its values at nodes h = 2^-10
-    apart by less than h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and is below 5e-8 for q > 20.
+    The error is even in q. `analyses/tools/certificates.py` proves that between points at a
+    distance of h = 2^-10 it is at most h²/8 · (3.1 + 0.87 · 3.2) < 7e-7 larger than at the points,
+    and that it is below 5e-8 for q > 20.
     """
     q = torch.arange(20 * 2**10 + 1, dtype=torch.float64, device="cpu") / 2**10
     error = q * (torch.sigmoid(-slope * q) - GATES[act_fn].bias_weight(q))
@@ -290,7 +292,7 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
             f"got limit={limit}; expected a positive number, the largest |q| measured, up to "
             f"{_LARGEST_LIMIT:g}"
         )
-    if act_fn == "relu":  # one fit, scaled by a power of two, which is exact
+    if act_fn == "relu":  # one fit, scaled exactly by a power of two
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
         gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
         w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)
@@ -309,7 +311,7 @@ def _with_heads(gates: Sequence[BilinearGate], heads: int) -> Sequence[BilinearG
     if matching := [gate for gate in gates if gate.heads_per_neuron == heads]:
         return matching
     counts = sorted({gate.heads_per_neuron for gate in gates})
-    raise ValueError(f"got heads={heads!r}; {gates[0].name} has gates of {counts} heads a neuron")
+    raise ValueError(f"got heads={heads!r}; {gates[0].name} has gates of {counts} heads per neuron")
 
 
 def _fitted(

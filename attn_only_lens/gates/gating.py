@@ -1,8 +1,8 @@
 """The choice of gates for the neurons of a model, and generalized SiLU functions.
 
-α(q) = a_1 SiLU(a_2 q) is q times the weight σ(a_2 q) times the number a_1 a_2: the score of the
-bias token is -a_2 q, linear in q, and the token's value is a_1 a_2 q. So Theorem 3 holds exactly.
-The paper's W_Q = W_V = a_2 V_1 and W_O = a_1 V_2 split the same product into other factors.
+α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q): the score of the bias token is -a_2 q, linear in q,
+and the token's value is a_1 a_2 q. So Theorem 3 holds exactly. The paper has the same product with
+other factors, W_Q = W_V = a_2 V_1 and W_O = a_1 V_2.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,7 +19,10 @@ from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate, linear_gate
 
 AnyGate = Gate | BilinearGate
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # within float32, in which weights are computed
+_SMALLEST, _LARGEST = (
+    2.0**-126,
+    2.0**127,
+)  # float32 has these numbers, and weights are computed in float32
 _SIZE = "from 2^-126 to 2^127 in size"
 
 
@@ -27,10 +30,10 @@ _SIZE = "from 2^-126 to 2^127 in size"
 class GeneralizedSiLU:
     """The activation a_1 SiLU(a_2 x) of a model: `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
-    The coefficients are compared with the activations that the model computes. Each neuron is then
+    `convert` compares the coefficients with the activation that the model computes. Each neuron is
     exactly one head, with the attention σ(a_2 q) to its own token, the value a_1 a_2 q (times u in
     a gated MLP), and the output W_out[i]. SiLU has a_1 = a_2 = 1; Swish with β has a_1 = 1/β and
-    a_2 = β; quick_gelu, which the package also knows by name, has 1/1.702 and 1.702.
+    a_2 = β; quick_gelu, which needs no `gate`, has 1/1.702 and 1.702.
 
     For a model with a gelu or relu, a generalized SiLU is an approximation: `Bilinear(slope=…)`.
 
@@ -95,10 +98,10 @@ class Gating:
     """The choice of gates that turns the neurons of a model into heads.
 
     Attributes:
-        kind: "exact", one head a neuron with the activation's own pattern; or "bilinear", softmax
-            over bilinear scores only.
+        kind: "exact": one head per neuron, whose pattern comes from the activation; or "bilinear":
+            only softmax over bilinear scores.
         heads_per_neuron: heads that share a neuron; 1 for exact gates.
-        slope: for plain MLPs with one bilinear head, its slope if the user can choose it.
+        slope: for plain MLPs with one bilinear head, the slope that the user chose.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
             each source layer.
         silu: for exact gates, the activation if it is a generalized SiLU.
@@ -147,9 +150,9 @@ class Gating:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Gating":
-        """Return the gating that `to_json` wrote; raise TypeError or ValueError if it is none."""
+        """Return the gating that `to_json` wrote; raise TypeError or ValueError for other data."""
         ranges, silu = data["ranges"], data["silu"]
-        ranges = None if ranges is None else tuple(ranges)  # JSON has made a list of it
+        ranges = None if ranges is None else tuple(ranges)  # JSON has lists only
         silu = None if silu is None else GeneralizedSiLU(**silu)
         return cls(**data | {"ranges": ranges, "silu": silu})
 

@@ -1,4 +1,4 @@
-"""Neuron-heads with bilinear scores: m of them share a neuron.
+"""Neuron-heads with bilinear scores, m for each neuron.
 
 For token t with normalised residual x_t, head j of neuron i computes
 
@@ -10,8 +10,8 @@ For token t with normalised residual x_t, head j of neuron i computes
     result    z · w_j W_out[i, :]
 
 and Σ_j w_j z_j approximates the activation within the bound of its gate (`gates/bilinear.py`).
-Heads are ordered neuron by neuron: head_index = i · m + j. Without live hooks the sum is computed
-without patterns, which changes only rounding.
+Heads are ordered neuron by neuron: head_index = i · m + j. Without live hooks, the sum is computed
+without patterns, and only rounding changes.
 """
 
 import torch
@@ -25,7 +25,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 
 
 class BilinearHeads(NeuronHeads):
-    """Run the hook points of heads that share their neurons."""
+    """The computation of heads that share their neurons, through their hook points."""
 
     @property
     def bilinear_gate(self) -> BilinearGate:
@@ -36,7 +36,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def heads_per_neuron(self) -> int:
-        """m."""
+        """The number of heads that share a neuron, m."""
         return self.bilinear_gate.heads_per_neuron
 
     @property
@@ -46,7 +46,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def value_is_product(self) -> bool:
-        """Never: v is linear in the residual stream."""
+        """False, because v is linear in the residual stream."""
         return False
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
@@ -60,7 +60,7 @@ class BilinearHeads(NeuronHeads):
         return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
-        """Return the outputs of the neurons, without computing their heads one by one."""
+        """Return the outputs of the neurons without computing single heads."""
         mixture = self.bilinear_gate.mixture(q)
         if q.dtype == torch.float16:  # a value may have overflowed
             value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
@@ -69,7 +69,7 @@ class BilinearHeads(NeuronHeads):
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Heads of a gated MLP are many times larger than their sum, which half precision loses.
+        # Heads of a gated MLP are much larger than their sum, which half precision would lose.
         gate = self.bilinear_gate
         dtype = float32_if_half(q).dtype if gate.gated else q.dtype
         value = (q if up is None else up).to(dtype)

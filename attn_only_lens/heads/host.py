@@ -16,8 +16,9 @@ from attn_only_lens.errors import UnsupportedCallError
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
-# In place, filters for attention's hook points must not match: these ask whether a name ends in z,
-# q, k, v, pattern, scores or result, or contains z, attn, pattern, score, hook_q or result.
+# In place, filters for attention's hook points must not match these names. Such filters look for
+# names that end in z, q, k, v, pattern, scores or result, or that contain z, attn, pattern, score,
+# hook_q or result.
 POINTS = {
     "q": "hook_neuron_query",
     "k": "hook_neuron_key",
@@ -37,10 +38,10 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 
 
 class PassState(threading.local):
-    """Values that one module leaves for a later module of the same forward pass.
+    """Values that one module passes to a later module of the same forward pass.
 
-    Modules do not keep them, because several threads may run one model, and a hook may run it again
-    in the middle of a pass. Each thread has its own values. A copy or a pickle is empty.
+    They are not attributes of modules, because several threads may run one model, and a hook may
+    run it again in the middle of a pass. Each thread has its own values. A copy has none.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Begin a pass with these values, and restore those of the outer pass at its end."""
+        """Begin a pass with these values, and restore the values of the outer pass at its end."""
         outer, self.values = self.values, dict(values)
         try:
             yield
@@ -97,7 +98,7 @@ class Host(ABC):
     @property
     @abstractmethod
     def passing(self) -> PassState:
-        """The values that the modules of the model leave for each other in a forward pass."""
+        """The values that modules of the model pass to each other in a forward pass."""
 
     def attention(self, layer: int) -> Any:
         """Return the module with the attention heads of a source layer."""
@@ -118,10 +119,10 @@ class Host(ABC):
 
     @abstractmethod
     def reasons(self) -> list[str]:
-        """Return why the model may no longer run the modules with its heads; empty if it does."""
+        """Return why the model may not run the modules of its heads any more; empty if it does."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return which computations from z an edit of z would not reach; empty if none."""
+        """Return which computations would use z without an edit of it; empty if none."""
         return []
 
     @abstractmethod
@@ -143,15 +144,15 @@ class Host(ABC):
 
     @abstractmethod
     def norm_of(self, module: Any, x: Any, y: Any) -> Any:
-        """Return the norm that a module is, with an input and its output."""
+        """Return the norm that a module computes, given an input and its output."""
 
     @abstractmethod
     def require_weights(self) -> None:
-        """Raise InputError if the model applies other matrices than `W_Q`, `W_in` and so on."""
+        """Raise InputError if the model uses other matrices than `W_Q`, `W_in` and so on."""
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of cached earlier tokens, by the arguments of the first block."""
+        """Return the number of earlier tokens in the cache, by the first block's arguments."""
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
@@ -167,7 +168,7 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return the class that a module has without its neuron-heads."""
     kind = type(module)
-    return vars(kind).get("_stock", kind)  # not of a subclass, which may compute otherwise
+    return vars(kind).get("_stock", kind)  # not inherited: a subclass may compute something else
 
 
 def has_neuron_heads(model: object) -> bool:

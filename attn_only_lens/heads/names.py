@@ -6,8 +6,9 @@ MLP. If several heads share a neuron (bilinear gates), they are `L5N1234.0`, `L5
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -17,6 +18,8 @@ from attn_only_lens.heads.host import POINTS, HeadKind, has_neuron_heads, host_o
 _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"
+HeadCounts: TypeAlias = tuple[int, int, int]
+"""The numbers of attention heads, neurons, and heads per neuron of a layer."""
 _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 
@@ -26,9 +29,9 @@ class HeadName:
 
     Attributes:
         layer: the source layer, counted from 0 (not the block).
-        kind: "attention" for an original head, "neuron" for a neuron-head.
+        kind: "attention" for a head of the original model, "neuron" for a neuron-head.
         index: the head in its attention layer, or the neuron in its MLP.
-        member: one of the heads that share the neuron; None for the neuron, or its only head.
+        member: the number of a head that shares the neuron; None for the neuron, or its only head.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -44,7 +47,7 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Read `L5H3` or `L5N1234`; raise UnknownHeadError for another form."""
+        """Parse `L5H3` or `L5N1234`; raise UnknownHeadError for other texts."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
@@ -79,7 +82,7 @@ class HeadName:
         return self.layer
 
     def hook(self, point: str, model: Any) -> str:
-        """Return the full name of a hook point of this head, and of the other heads of its layer.
+        """Return the full name of a hook point that this head shares with the heads of its layer.
 
         Args:
             point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
@@ -88,8 +91,8 @@ class HeadName:
 
         Raises:
             UnknownHeadError: the model has no such head, or heads have no such point.
-            UnsupportedCallError: not a model; a neuron of a model without neuron-heads; a model of
-                `to_stock`; or the attention has no such hook point.
+            UnsupportedCallError: not a model; a neuron of a model without neuron-heads; a model
+                that `to_stock` returned; or the attention has no such hook point.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -102,9 +105,7 @@ class HeadName:
             'blocks.0.attn.hook_z'
         """
         if point not in POINTS:
-            raise UnknownHeadError(
-                f"got point={point!r}; expected a step of a head, one of {', '.join(POINTS)}"
-            )
+            raise UnknownHeadError(f"got point={point!r}; expected one of {', '.join(POINTS)}")
         self.require_in(model)
         if has_neuron_heads(model):
             name = host_of(model).hook_name(self.layer, self.kind, point)
@@ -120,24 +121,26 @@ class HeadName:
     def require_in(self, model: Any) -> None:
         """Require that a model has this head; raises as `hook` does."""
         if has_neuron_heads(model):
-            neurons, n_heads = host_of(model).neurons, host_of(model).n_heads
-        else:
-            _require_plain(model, self)
-            neurons, n_heads = [], [model.cfg.n_heads] * len(model.blocks)
-        if not 0 <= self.layer < len(n_heads):
+            self.require_among(head_counts(model))
+            return
+        _require_plain(model, self)
+        self.require_among([(model.cfg.n_heads, 0, 1)] * len(model.blocks))
+
+    def require_among(self, layers: Sequence[HeadCounts]) -> None:
+        """Raise UnknownHeadError if layers with these numbers of heads do not have this head."""
+        if not 0 <= self.layer < len(layers):
             raise UnknownHeadError(
-                f"got {str(self)!r}; the model has layers 0 to {len(n_heads) - 1}"
+                f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
             )
-        if self.kind == "neuron":
-            count, plural = neurons[self.layer].n_neurons, "neurons"
-        else:
-            count, plural = n_heads[self.layer], "attention heads"
+        n_heads, n_neurons, heads_per_neuron = layers[self.layer]
+        is_neuron = self.kind == "neuron"
+        count, plural = (n_neurons, "neurons") if is_neuron else (n_heads, "attention heads")
         if not 0 <= self.index < count:
             raise UnknownHeadError(
                 f"got {str(self)!r}; layer {self.layer} has {plural} 0 to {count - 1}"
             )
-        if self.kind == "neuron":
-            self.heads(neurons[self.layer].heads_per_neuron)  # raises for an unknown member
+        if is_neuron:
+            self.heads(heads_per_neuron)  # raises for an unknown member
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"
@@ -145,7 +148,7 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Require a model without neuron-heads in which the name of a head has one meaning."""
+    """Require a model whose heads have these names, although it has no neuron-heads."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got a {type(model).__name__}; expected a model with blocks, of TransformerLens or of "
@@ -154,14 +157,21 @@ def _require_plain(model: Any, name: HeadName) -> None:
     if name.kind == "neuron":
         raise UnsupportedCallError(
             f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
-            "model that convert returned, or a model after expose_neuron_heads"
+            "model that convert or expose_neuron_heads returned"
         )
-    # In a model of to_stock, each layer of the source is two layers.
+    # to_stock makes two layers of each layer of the source.
     if getattr(model.cfg, "attn_only", False) and model.cfg.window_size == 1:
         raise UnsupportedCallError(
             f"got {str(name)!r} and a model of to_stock, whose heads have no such names: the heads "
             "of source layer l are in blocks.{2l}.attn, its neurons in blocks.{2l+1}.attn"
         )
+
+
+def head_counts(model: Any) -> list[HeadCounts]:
+    """Return how many heads each source layer of a model with neuron-heads has."""
+    host = host_of(model)
+    layers = zip(host.n_heads, host.neurons, strict=True)
+    return [(n_heads, layer.n_neurons, layer.heads_per_neuron) for n_heads, layer in layers]
 
 
 def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:

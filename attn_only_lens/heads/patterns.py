@@ -17,19 +17,19 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
     """Return the attention of one neuron-head, from each token to itself and to the bias token.
 
     The last axis is (itself, the bias token), not tokens. Plotting tools such as circuitsvis expect
-    tokens by tokens, and would draw a wrong picture without an error: use `dense_pattern`.
+    tokens by tokens, and would draw a wrong picture without an error: give them `dense_pattern`.
 
     Args:
-        cache: of a converted or exposed model, with the pattern of the neuron's block in it.
+        cache: of a converted or exposed model, with the patterns of the neuron's layer.
         name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several share a neuron.
 
     Returns:
-        Weights that sum to 1 over the last axis; no batch axis if the cache has none.
+        Weights that sum to 1 over the last axis, without a batch axis if the cache has none.
 
     Raises:
         UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
-        UnsupportedCallError: the cache is of another kind of model, does not hold this pattern, or
-            was made when the model had another number of heads a neuron.
+        UnsupportedCallError: the cache is of another kind of model, does not have this pattern, or
+            was made when neurons of the model had another number of heads.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
@@ -46,20 +46,20 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return the share of its value that a neuron lets through: Σ_j w_j pattern_j(self).
+    """Return by how much a neuron's gate multiplies the value: Σ_j w_j pattern_j(self).
 
-    With exact gates this is the self weight of its one head. With bilinear gates it is p(q), which
-    may leave [0, 1] slightly; in a gated MLP, it is the activation itself, α(q).
+    With exact gates, this is the self weight of the only head. With bilinear gates, it is p(q),
+    which may be slightly outside [0, 1]; in a gated MLP, it is the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.
         name: a neuron by source layer, `L5N1234`.
 
     Returns:
-        One number for each token; no batch axis if the cache has none.
+        One number for each token, without a batch axis if the cache has none.
 
     Raises:
-        UnknownHeadError: as `neuron_pattern`; or the name is of one of several heads of a neuron.
+        UnknownHeadError: see `neuron_pattern`; or the name is that of one head of a neuron.
         UnsupportedCallError: see `neuron_pattern`.
 
     Example:
@@ -125,7 +125,7 @@ def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point:
     hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
-            f"the cache does not hold {hook}: its names_filter left it out, or the model had no "
+            f"the cache does not hold {hook}: its names_filter excluded it, or the model had no "
             "neuron-heads yet; run_with_cache again"
         )
     return cache.cache_dict[hook]
@@ -136,8 +136,8 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square over tokens, with a last column for the bias token.
 
-    Plotting tools such as circuitsvis take this form. Arguments and errors are those of
-    `neuron_pattern`. The self weight is on the diagonal, and all else is zero.
+    Plotting tools such as circuitsvis take this form. The self weights are on the diagonal, and
+    other weights between tokens are zero. Arguments and errors are those of `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

@@ -92,6 +92,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching, PatchRunner
 from attn_only_lens.patching.site_groups import Chunk, SiteGroup
 from attn_only_lens.precision import full_precision
+from attn_only_lens.tolerances import disagreement
 
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -484,14 +485,10 @@ def _require_whole(model: Any, target: Recording, source: Recording) -> None:
     """Refuse models in which tokens also enter elsewhere, not only in the first block's stream."""
     with edit_input(model, lambda _: source.streams[0]):
         logits = run(model, target.tokens, target.mask)
-    error = float((logits - source.logits).abs().max())
-    largest = float(source.logits.abs().max())
-    if not error <= logit_tolerance(host_of(model).neurons, logits.dtype) * largest:
-        raise UnsupportedModelError(
-            [
-                "with the embeddings of the other run in its first block, the logits differ by "
-                f"{error:.2g} from those of that run (largest: {largest:.2g}), so "
-                "tokens enter elsewhere too; use method='gradient'"
-            ],
-            "gradients cannot be integrated between these runs",
+    tolerance = logit_tolerance(host_of(model).neurons, logits.dtype)
+    if off := disagreement(logits, source.logits, tolerance):
+        reason = (
+            "with the embeddings of the other run in its first block, its logits are not those of "
+            f"that run ({off}), so tokens enter elsewhere too; use method='gradient'"
         )
+        raise UnsupportedModelError([reason], "gradients cannot be integrated between these runs")

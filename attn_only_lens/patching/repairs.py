@@ -57,7 +57,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
+from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (10.0, 4e9)  # of "auto": forward passes, flops
@@ -398,7 +398,7 @@ def run_with_part(
         changed = [
             name
             for name, z in moved.items()
-            if not _same(z[:, :, 1:], target.hooked[name][:, :, 1:])
+            if disagreement(z[:, :, 1:], target.hooked[name][:, :, 1:], LOGIT_TOLERANCE[z.dtype])
         ]
         if changed:
             raise UnsupportedModelError(
@@ -448,10 +448,3 @@ def _run_with_part(
     ]
     run(model, target.tokens, target.mask, hooks)
     return seen
-
-
-def _same(one: Tensor, second: Tensor) -> bool:
-    if not one.numel():
-        return True
-    tolerance = LOGIT_TOLERANCE[one.dtype] * float(second.abs().max())
-    return float((one - second).abs().max()) <= tolerance

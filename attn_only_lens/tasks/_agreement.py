@@ -1,13 +1,13 @@
-"""Agreement: of a verb with its subject in number, of a pronoun with a name in gender.
+"""Agreement of a verb with its subject in number, or of a pronoun with a name in gender.
 
-Number, with structures of Finlayson et al., "Causal Analysis of Syntactic Agreement Mechanisms in
-Neural Language Models" (2021); the subject changes its number, and what stands between keeps its:
+Number: the structures of Finlayson et al., "Causal Analysis of Syntactic Agreement Mechanisms in
+Neural Language Models" (2021). Only the number of the subject differs between the prompts:
 
     simple          The keys                              are, not is
     prepositional   The keys near the cabinet             are, not is
     relative        The keys that the teacher likes       are, not is
 
-Gender, with the prompts of Mathwin et al., "Identifying a Preliminary Circuit for Predicting
+Gender: the prompts of Mathwin et al., "Identifying a Preliminary Circuit for Predicting
 Gendered Pronouns in GPT-2 Small" (2023): So Mary is a really great friend, isn't … she.
 """
 
@@ -43,18 +43,18 @@ def agreement(
 ) -> PairedPrompts:
     """Return pairs of prompts whose next word must agree with the subject.
 
-    Roles: "subject", the noun or name that agreement is with; "attractor", the noun between, where
+    Roles: "subject", the noun or name that decides the answer; "attractor", the noun after it, if
     there is one; "end".
 
     Args:
-        tokenizer: of Hugging Face, such as `model.tokenizer`.
-        n: how many pairs; half of the subjects are plural, or women, on average.
-        seed: which pairs are drawn.
-        feature: "number", of a verb; "gender", of a pronoun.
-        structure: of number: "simple", "prepositional" (by default), "relative".
+        tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
+        n: the number of pairs; on average, half of the subjects are plural, or women.
+        seed: decides which pairs are drawn.
+        feature: "number", for verbs, or "gender", for pronouns.
+        structure: for "number": "simple", "prepositional" (the default) or "relative".
 
     Returns:
-        The pairs: different ones, in random order. The corrupted prompt has the subject in the
+        The pairs, all different, in random order. The corrupted prompt has the subject in the
         other number, or a name of the other gender.
 
     Raises:
@@ -73,7 +73,9 @@ def agreement(
     reasons = option_reasons("feature", feature, get_args(Feature))
     if structure is not None:
         reasons += option_reasons("structure", structure, get_args(Structure))
-        reasons += ["got a structure with feature='gender', which has one"] * (feature == "gender")
+        reasons += ["got a structure with feature='gender', which has only one"] * (
+            feature == "gender"
+        )
     pairs = _gender(seed) if feature == "gender" else _number(seed, structure or "prepositional")
     return collect("agreement", tokenizer, n, seed, pairs, reasons)
 
@@ -84,7 +86,7 @@ def _number(seed: int, structure: str) -> Iterator[Pair]:
         subject, attractor = random.choice(THINGS), random.choice(PEOPLE)
         if random.random() < 0.5:
             subject, attractor = attractor, subject
-        if structure == "relative":  # things like nobody
+        if structure == "relative":  # a thing likes nobody
             attractor = random.choice([person for person in PEOPLE if person != subject])
         plural, attractor_plural = random.random() < 0.5, random.random() < 0.5
         preposition, verb = random.choice(_PREPOSITIONS), random.choice(_VERBS)[attractor_plural]

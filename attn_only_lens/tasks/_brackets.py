@@ -1,11 +1,11 @@
-"""Brackets: The book (the old one near the door … ), and not ].
+"""Brackets: "The book (the old one near the door" continues with ")", not with "]".
 
-Of a pair, the prompts differ in the mark that opened, and so in the one that is to close:
+The two prompts of a pair differ in the opening mark, and so in the closing mark that must follow:
 
     simple    The book (the old one near the door                        ), not ]
     nested    The book (the old one [the red one] near the door          ), not ]
 
-Nested, the mark that is wrong has opened and closed in between.
+In nested prompts, the inner remark has the marks whose closing one is the wrong answer.
 """
 
 from collections.abc import Iterator
@@ -26,21 +26,21 @@ _ADJECTIVES = ("old", "new", "small", "big", "red", "blue", "green", "clean", "h
 def brackets(
     tokenizer: Any, n: int, seed: int = 0, *, structure: Structure = "simple"
 ) -> PairedPrompts:
-    """Return pairs of prompts that end where a bracket or a quotation must be closed.
+    """Return pairs of prompts in which a bracket or a quotation is still open at the end.
 
-    Roles: "open", the mark that is to be closed; "end"; and, if nested, "closed", the mark that
-    closes the inner remark.
+    Roles: "open", the mark that opens it; "end"; and, if nested, "closed", the mark that closes the
+    inner remark.
 
     Args:
-        tokenizer: of Hugging Face, such as `model.tokenizer`.
-        n: how many pairs; round and square brackets and quotation marks.
-        seed: which pairs are drawn.
-        structure: "simple"; or "nested", with a second remark inside, whose closing mark is the
-            wrong answer.
+        tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
+        n: the number of pairs, of round brackets, square brackets and quotation marks.
+        seed: decides which pairs are drawn.
+        structure: "simple", or "nested": with an inner remark, whose closing mark is the wrong
+            answer.
 
     Returns:
-        The pairs, all different, in random order. The corrupted prompt opens with another mark:
-        its right answer is the wrong one of the clean prompt.
+        The pairs, all different, in random order. The corrupted prompt has another opening
+        mark, and its right answer is the wrong answer of the clean prompt.
 
     Raises:
         InputError: an unknown option; fewer than n pairs that fit the tokenizer.

@@ -24,8 +24,8 @@ from attn_only_lens.tasks.paired_prompts import (
 
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
-"""The keys of Marks et al., "Sparse Feature Circuits", 2024."""
-_RESERVED = {END, "each", "all"}  # no role's name: analyses give them a meaning
+"""The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
+_RESERVED = {END, "each", "all"}  # names with a meaning in analyses
 _SHOWN = 5  # reasons of a file
 
 
@@ -36,26 +36,26 @@ def from_templates(
     words: Sequence[Mapping[str, str]],
     seed: int = 0,
 ) -> PairedPrompts:
-    """Return pairs of prompts that say the same of different things.
+    """Return pairs of prompts that fill one template with different words.
 
-    A pair is a template with two rows of words: one in the clean prompt, whose answer is right, the
-    other in the corrupted prompt, whose answer is wrong. The fields of a template are the roles;
-    besides these there is "end", the last token.
+    A pair is a template with two rows of words: the clean prompt has the row with the right answer,
+    and the corrupted prompt the row with the wrong answer. Roles: the fields of the template, and
+    "end", the last token.
 
     Args:
-        tokenizer: of Hugging Face, such as `model.tokenizer`.
-        n: how many pairs.
-        templates: texts with a field for each role, and the same fields in all.
-        words: rows of a text for each field, and the "answer", with the space before it if there
-            is to be one.
-        seed: which pairs are drawn.
+        tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
+        n: the number of pairs.
+        templates: texts with a field for each role; all have the same fields.
+        words: rows with a text for each field, and an "answer", which begins with a space if the
+            model should predict one.
+        seed: decides which pairs are drawn.
 
     Returns:
-        The pairs: different ones, in random order.
+        The pairs, all different, in random order.
 
     Raises:
-        InputError: with every reason: templates without fields, or with different ones; rows that
-            lack a word; fewer than n pairs that fit the tokenizer.
+        InputError: with every reason: templates without fields, or with different fields; rows
+            that lack a word; fewer than n pairs that fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -73,18 +73,18 @@ def from_templates(
     rows, fields = list(words), list(map(_fields, texts))
     expected = set(fields[0]) if fields else set()
     reasons = [
-        f"got template {template!r}; expected a text with fields such as {{subject}}, the same in "
-        "all, each once, one or more"
+        f"got template {template!r}; expected a text with fields such as {{subject}}, each once; "
+        "all templates have the same fields"
         for template, roles in zip(texts, fields, strict=True)
         if not roles or sorted(roles) != sorted(expected)
     ]
     reasons += [f"got field {{{role}}}; expected another name" for role in expected & _RESERVED]
-    for row in rows:
-        keys = [*sorted(expected), ANSWER]
-        if not isinstance(row, Mapping):
-            reasons.append(f"got words {row!r}; expected a text by field, and the {ANSWER!r}")
-        elif lacking := [key for key in keys if not isinstance(row.get(key), str)]:
-            reasons.append(f"got words {dict(row)}; expected a text for {', '.join(lacking)}")
+    keys = [*sorted(expected), ANSWER]
+    reasons += [
+        f"got words {row!r}; expected a text for {', '.join(keys)}"
+        for row in rows
+        if not _has_texts(row, keys)
+    ]
     reasons += ["got no templates; expected one or more"] * (not texts)
     reasons += [f"got {len(rows)} rows of words; expected two or more"] * (len(rows) < 2)
     pairs = (
@@ -99,11 +99,15 @@ def _fields(template: object) -> list[str]:
     """Return the fields of a template; none if it is not a text with plain fields."""
     try:
         parts = list(Formatter().parse(template)) if isinstance(template, str) else []
-    except ValueError:  # a brace without its other
+    except ValueError:  # an unmatched brace
         return []
     fields = [part[1:] for part in parts if part[1] is not None]
     is_plain = all(role and not spec and not conversion for role, spec, conversion in fields)
     return [role for role, *_ in fields if role] if is_plain else []
+
+
+def _has_texts(row: object, keys: Iterable[str]) -> bool:
+    return isinstance(row, Mapping) and all(isinstance(row.get(key), str) for key in keys)
 
 
 def from_jsonl(
@@ -119,22 +123,23 @@ def from_jsonl(
     """Return pairs of prompts from a file with one JSON object in each line.
 
     Args:
-        tokenizer: of Hugging Face, such as `model.tokenizer`.
-        n: how many pairs.
+        tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
+        n: the number of pairs.
         path: a UTF-8 file, such as the agreement sets of "Sparse Feature Circuits".
-        seed: which pairs are drawn.
-        keys: of the clean prompt, the corrupted prompt, the right answer and the wrong one, as
-            texts; an answer includes the space before it.
-        roles: the number of a word by role, from 0; the role is at the last token of this word, as
-            {"subject": 1} in "The keys near". Besides these there is "end", the last token.
-        keep: which lines to use, for instance those of some nouns.
+        seed: decides which pairs are drawn.
+        keys: the keys of the clean prompt, the corrupted prompt, the right answer and the wrong
+            answer, which are texts; an answer includes the space before it.
+        roles: by role, the number of a word, counted from 0, such as {"subject": 1} for "The keys
+            near". The role's position is the last token of this word. "end", the last token of
+            the prompt, is always a role.
+        keep: returns whether to use a line, given as a dictionary.
 
     Returns:
-        The pairs: different ones, in random order.
+        The pairs, all different, in random order.
 
     Raises:
-        InputError: no such file; with every reason: lines that are not objects with these keys; a
-            prompt without a role's word; fewer than n pairs that fit the tokenizer.
+        InputError: with every reason: no such file; lines that are not objects with these keys;
+            prompts without the word of a role; fewer than n pairs that fit the tokenizer.
 
     Example:
         >>> import json
@@ -155,7 +160,7 @@ def from_jsonl(
         if not is_count(number)
     ]
     if isinstance(keys, str) or len(keys) != len(KEYS):
-        reasons.append(f"got keys={keys!r}; expected the names of four columns, as {KEYS}")
+        reasons.append(f"got keys={keys!r}; expected four names, such as {KEYS}")
         keys = KEYS
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -175,16 +180,13 @@ def from_jsonl(
 
 
 def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[str, Any] | str:
-    """Return the object in a line, or why it is none."""
+    """Return the object in a line, or why the line has none."""
     try:
         row = json.loads(line)
     except ValueError as error:
         return f"it is not JSON ({error})"
-    if not isinstance(row, dict):
-        return f"got a {type(row).__name__}; expected an object"
-    lacking = [key for key in keys if not isinstance(row.get(key), str)]
-    if lacking:
-        return f"expected a text for {', '.join(lacking)}"
+    if not _has_texts(row, keys):
+        return f"expected an object with a text for {', '.join(keys)}"
     clean, corrupted, *_ = keys
     fewest = min(len(row[clean].split()), len(row[corrupted].split()))
     if missing := [role for role, number in roles.items() if number >= fewest]:

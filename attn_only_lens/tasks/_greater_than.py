@@ -1,14 +1,15 @@
-"""Greater-than: The war lasted from the year 1732 to the year 17 … 33 and later.
+"""Greater-than: "The war lasted from the year 1732 to the year 17" continues with 33 or later.
 
 Hanna, Liu and Variengien, "How does GPT-2 compute greater-than?: Interpreting mathematical
-abilities in a pre-trained language model" (2023). The clean prompt's first year is any from 02 to
-98 of a century, the corrupted one's is 01; all later years of the century are right, the others
-wrong, and the metric is the difference of their summed probabilities.
+abilities in a pre-trained language model" (2023). The first year of the clean prompt is a year from
+02 to 98 of a century; that of the corrupted prompt is 01. All later years of the century are right
+and the others wrong; the metric is the difference of their summed probabilities.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import (
     PROBLEM,
@@ -17,7 +18,6 @@ from attn_only_lens.tasks.paired_prompts import (
     collect,
     draw,
     fill,
-    token_ids,
 )
 from attn_only_lens.tasks.words import EVENTS
 
@@ -28,22 +28,22 @@ _ENDINGS = [f"{year:02}" for year in range(100)]
 
 
 def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
-    """Return pairs of prompts that end inside a year, which must be later than an earlier year.
+    """Return pairs of prompts that end inside a year, which must be later than the first year.
 
-    Roles: "noun"; "century" and "year", of the first year; "end", the century to be completed.
-    Where a tokenizer does not split years in two there are no such prompts.
+    Roles: "noun"; "century" and "year", the two halves of the first year; "end", the century of the
+    second year. The tokenizer must split years into these two halves.
 
     Args:
-        tokenizer: of Hugging Face, such as `model.tokenizer`.
-        n: how many pairs.
-        seed: which pairs are drawn.
+        tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
+        n: the number of pairs.
+        seed: decides which pairs are drawn.
 
     Returns:
-        The pairs: different ones, in random order. The `metric` is the summed probability of all
+        The pairs, all different, in random order. The `metric` is the summed probability of all
         later years minus that of all other years.
 
     Raises:
-        InputError: the tokenizer does not split years in two; fewer than n pairs that fit it.
+        InputError: the tokenizer does not split years in two; fewer than n pairs fit it.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -59,11 +59,11 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
 
 def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens of 00 to 99 at the end of a year."""
+    """Return the tokens of 00 to 99 as the last two digits of a year."""
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):
-        # Years of note, such as 1776, are single tokens: another century has the ending's token.
+        # Famous years, such as 1776, are single tokens: try the same ending in another century.
         left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):
@@ -71,8 +71,8 @@ def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
                 year_tokens[year] = tokens[-1]
     if lacking := [year for year in _ENDINGS if year not in year_tokens]:
         reason = (
-            f"it makes no token of {lacking[0]} where this is the end of a year; expected a "
-            "tokenizer that splits years in two, as that of GPT-2 does: century and year"
+            f"the tokenizer has no token of {lacking[0]} at the end of a year; expected a "
+            "tokenizer that splits years into century and year, as GPT-2's does"
         )
         raise InputError([reason], PROBLEM)
     return tuple(year_tokens[year] for year in _ENDINGS)

@@ -1,8 +1,8 @@
-"""Induction: … A B … A is followed by B again, among words drawn at random.
+"""Induction: among random words, "… A B … A" continues with B.
 
 Olsson et al., "In-context Learning and Induction Heads" (2022). The corrupted prompt has another
-word B' in place of B, which is then the one to repeat, so that the two runs differ in one token and
-nothing but what followed A before can tell the answer.
+word B' instead of B, and continues with B'. So the two prompts differ in one token, and only the
+word after the first A decides the answer.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from attn_only_lens.arguments import is_count
+from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import (
     PROBLEM,
@@ -17,10 +18,9 @@ from attn_only_lens.tasks.paired_prompts import (
     Pair,
     PairedPrompts,
     collect,
-    token_ids,
 )
 
-_POOL = 4096  # tokens of the vocabulary that are looked at
+_POOL = 4096  # tokens that are tried
 _ROLES = {"first": 1, "repeated": 2}
 
 
@@ -31,17 +31,17 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
     the answer; "end".
 
     Args:
-        tokenizer: of Hugging Face, such as `model.tokenizer`.
-        n: how many pairs.
-        seed: which pairs are drawn.
-        length: tokens of a prompt, without a BOS.
+        tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
+        n: the number of pairs.
+        seed: decides which pairs are drawn.
+        length: the number of tokens of a prompt, without a BOS.
 
     Returns:
-        The pairs: different ones. The words of a prompt are different tokens of the vocabulary (but
-        for the last) that can follow one another, with spaces between them if there are enough.
+        The pairs, all different. Except for the last, the words of a prompt are different tokens,
+        with spaces between them if the vocabulary has enough such words.
 
     Raises:
-        InputError: a length below 3; too few such words; fewer than n pairs that fit the tokenizer.
+        InputError: a length below 3; too few words; fewer than n pairs that fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -59,8 +59,8 @@ def _pairs(tokenizer: Any, seed: int, length: int) -> Iterator[Pair]:
     words, random = _words(tokenizer, Random(int(seed)), length), Random(int(seed))
     if len(words) < length + 1:
         reason = (
-            f"{len(words)} of the tokenizer's words can follow one another; expected {length + 1} "
-            f"for prompts of {length} tokens: take a smaller length"
+            f"{len(words)} of the tokenizer's words can stand next to each other; expected "
+            f"{length + 1} for prompts of {length} tokens: use a smaller length"
         )
         raise InputError([reason], PROBLEM)
     while True:
@@ -87,9 +87,9 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
-    """Return tokens that are words, and are read back where they follow one another.
+    """Return tokens that are words, and stay the same tokens next to each other in a text.
 
-    The words have spaces between them if there are more than `least` such words.
+    All words begin with a space if there are more than `least` such words.
     """
     special = set(tokenizer.all_special_ids)
     known = [token for token in sorted(set(tokenizer.get_vocab().values())) if token not in special]

@@ -1,8 +1,8 @@
-"""Indirect object identification: Mary and John went to the store, John gave a drink to … Mary.
+"""Indirect object identification: "Mary and John went to the store, John gave a drink to" Mary.
 
 Wang, Variengien, Conmy, Shlegeris and Steinhardt, "Interpretability in the Wild: a Circuit for
-Indirect Object Identification in GPT-2 small" (2022): their templates, with the indirect object
-(IO) or the subject (S) named first, their places and objects, and names of theirs.
+Indirect Object Identification in GPT-2 small" (2022): their templates, names, places and objects,
+with the indirect object (IO) or the subject (S) named first.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from attn_only_lens.arguments import option_reasons
-from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill, token_ids
+from attn_only_lens.engine.tokens import token_ids
+from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
 from attn_only_lens.tasks.words import NAMES, OBJECTS, PLACES
 
 Corruption = Literal["abc", "swap"]
@@ -37,18 +38,18 @@ _TEMPLATES = (
 def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc") -> PairedPrompts:
     """Return pairs of prompts whose next word is the name that occurs only once.
 
-    Roles: "IO", the indirect object, which is the answer; "S1" and "S2", the subject, which is
-    wrong, where it is named first and again; "end".
+    Roles: "IO", the indirect object, which is the answer; "S1" and "S2", the first and the second
+    mention of the subject, which is the wrong answer; "end".
 
     Args:
-        tokenizer: of Hugging Face, such as `model.tokenizer`.
-        n: how many pairs; half of them name the subject first, on average.
-        seed: which pairs are drawn.
-        corruption: "abc", three other names in the places of the three; "swap", the indirect
-            object in the place of S2, so that the subject is right.
+        tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
+        n: the number of pairs; on average, half of them name the subject first.
+        seed: decides which pairs are drawn.
+        corruption: "abc" replaces the three names by three other names; "swap" replaces S2 by the
+            indirect object, so that the subject becomes the right answer.
 
     Returns:
-        The pairs: different ones, in random order.
+        The pairs, all different, in random order.
 
     Raises:
         InputError: an unknown option; fewer than n pairs that fit the tokenizer.
@@ -82,7 +83,7 @@ def _pairs(tokenizer: Any, seed: int, corruption: str) -> Iterator[Pair]:
 
 
 def _known(tokenizer: Any) -> tuple[str, ...]:
-    """Return the names that a tokenizer knows: of a small one, most draws of five would fail."""
+    """Return the names that a tokenizer knows, because a small one would drop most pairs."""
     ids = token_ids(tokenizer, [f"{name} {name}" for name in NAMES])
     known = tuple(
         name

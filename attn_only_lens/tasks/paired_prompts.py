@@ -1,15 +1,15 @@
 """Pairs of prompts that differ in what decides the answer, with the positions of their parts.
 
 Patches move activations between the two runs of a pair, token by token, and a metric compares the
-logits of two answers. So of every pair that is drawn it is checked, with the tokenizer, that
+logits of two answers. So the tokenizer must confirm for every pair that
 
-    its two prompts have as many tokens, none of them unknown
-    each role (the subject, the end, …) is at the same position in both, and ends with a token
-    every answer, put after the clean prompt, is one more token
+    its two prompts have the same number of tokens, and no unknown token
+    each role (the subject, the end, …) ends with a token, at the same position in both prompts
+    every answer is one more token when it follows the clean prompt
 
-Pairs that fail are dropped and counted. A role's position is the position of its last token,
-counted from the end: -1 is the prompt's last token. So it holds with a BOS before the prompt or
-without, as the model has it, and with padding on either side.
+Pairs that fail are dropped and counted. A role's position is that of its last token, counted from
+the end: -1 is the prompt's last token. So it does not depend on a BOS before the prompt, or on the
+side of the padding.
 """
 
 from collections import Counter
@@ -25,6 +25,7 @@ import numpy as np
 
 from attn_only_lens.arguments import is_count, positive_reasons
 from attn_only_lens.engine.metrics import Metric, logit_diff, probability_diff
+from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
 
 END = "end"
@@ -32,26 +33,22 @@ END = "end"
 
 PROBLEM = "these prompts cannot be made"
 _MOST_DRAWN = 20_000
-_NO_PAIRS = "these are no pairs of prompts"
-_Checked: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
+_Tokens: TypeAlias = tuple[int, ...]
+_Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
 
 
 @dataclass(frozen=True)
 class PairedPrompts:
-    """Pairs of prompts of a task, for any model with the tokenizer that they were made with.
+    """Pairs of prompts of a task, for every model with the tokenizer that made them.
 
     Attributes:
         task: its name.
-        clean: a text for each pair.
-        corrupted: the other text of each pair, token for token.
+        clean: the clean prompts.
+        corrupted: the corrupted prompts, each with as many tokens as its clean prompt.
         answers: the tokens that are right after each clean prompt.
-        wrong: the tokens that are wrong there.
-        roles: a position of each prompt by role, from its end: `positions=` of every analysis.
-        dropped: how many pairs that were drawn are left out, by reason.
-
-    Raises:
-        InputError: no prompts; their number and those of answers and positions differ; answers
-            that are not tokens of each prompt.
+        wrong: the tokens that are wrong after each clean prompt.
+        roles: by role, a position in each prompt, counted from its end; for `positions=`.
+        dropped: the number of pairs that were drawn and left out, by reason.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -69,31 +66,14 @@ class PairedPrompts:
     roles: Mapping[str, tuple[int, ...]]
     dropped: Mapping[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        columns = {name: getattr(self, name) for name in ("clean", "corrupted", "answers", "wrong")}
-        columns |= {f"positions of {role}": column for role, column in self.roles.items()}
-        if any(isinstance(x, str) or not isinstance(x, Sequence) for x in columns.values()):
-            reason = "got what is no list; expected prompts, answers and positions of every pair"
-            raise InputError([reason], _NO_PAIRS)
-        reasons = [
-            f"got {len(column)} {name} of {len(self)} clean prompts; expected as many"
-            for name, column in columns.items()
-            if len(column) != len(self)
-        ]
-        reasons += ["got no prompts; expected one pair or more"] * (not self.clean)
-        for answer in (*self.answers, *self.wrong):
-            if not isinstance(answer, Sequence) or not answer or not all(map(is_count, answer)):
-                reasons.append(f"got answers {answer!r}; expected tokens of each prompt, as (7,)")
-        InputError.raise_if(reasons, _NO_PAIRS)
-
     def __len__(self) -> int:
         return len(self.clean)
 
     @property
     def metric(self) -> Metric:
-        """The difference of logits; of prompts with several answers, of summed probabilities."""
+        """The logit difference, or that of summed probabilities if there are several answers."""
         if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
-            right, wrong = ([row for (row,) in some] for some in (self.answers, self.wrong))
+            right, wrong = ([token for (token,) in rows] for rows in (self.answers, self.wrong))
             return replace(logit_diff(right, wrong), name=f"logit_diff of {self.task}")
         metric = probability_diff(self.answers, self.wrong)
         return replace(metric, name=f"probability_diff of {self.task}")
@@ -116,16 +96,16 @@ class Filled:
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of prompts that is not checked yet; answers are texts after the prompt, or tokens."""
+    """A pair of prompts before its check; answers are texts that follow the prompt, or tokens."""
 
     clean: Filled
     corrupted: Filled
-    answers: tuple[str, ...] | tuple[int, ...]
-    wrong: tuple[str, ...] | tuple[int, ...]
+    answers: Sequence[str] | _Tokens
+    wrong: Sequence[str] | _Tokens
 
 
 def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
-    """Put the words of roles, and further words, in the fields of a template."""
+    """Fill the fields of a template with the words of roles and with other words."""
     text, ends = "", dict[str, int]()
     for literal, role, _, _ in Formatter().parse(template):
         text += literal
@@ -137,7 +117,7 @@ def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
 
 
 def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield combinations of one choice of each axis in random order, none twice, up to 20,000."""
+    """Yield different combinations of one item from each axis, in random order, at most 20,000."""
     sizes = [len(axis) for axis in axes]
     total = prod(sizes)
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
@@ -148,47 +128,38 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 def collect(
     task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
 ) -> PairedPrompts:
-    """Return the first n pairs that fit a tokenizer, unless there are reasons against it.
-
-    `pairs` is read only if n, seed and tokenizer are valid.
-    """
+    """Return the first n pairs that fit a tokenizer; refuse for the given and its own reasons."""
     reasons = [*reasons, *positive_reasons(n=n), *_tokenizer_reasons(tokenizer)]
     reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
     InputError.raise_if(reasons, PROBLEM)
-    pairs_drawn = dict[str, tuple[Pair, _Checked]]()
-    dropped, drawn = Counter[str](), 0
+    rows, dropped, drawn = dict[str, _Row](), Counter[str](), 0
     for pair in islice(pairs, _MOST_DRAWN):
         drawn += 1
-        if pair.clean.text in pairs_drawn:
+        if pair.clean.text in rows:
             continue
-        checked = _checked(tokenizer, pair)
-        if isinstance(checked, str):
-            dropped[checked] += 1
-            continue
-        pairs_drawn[pair.clean.text] = pair, checked
-        if len(pairs_drawn) == n:
+        try:
+            rows[pair.clean.text] = _checked(tokenizer, pair)
+        except _Misfit as reason:
+            dropped[str(reason)] += 1
+        if len(rows) == n:
             break
-    if len(pairs_drawn) < n:
+    if len(rows) < n:
         raise InputError(
             [
-                f"{task}: got n={n}; {len(pairs_drawn)} of {drawn} drawn pairs are different "
-                f"and fit the tokenizer; expected n={len(pairs_drawn)} at most",
+                f"{task}: got n={n}; {len(rows)} of {drawn} drawn pairs are different and fit the "
+                f"tokenizer; expected n={len(rows)} at most",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
             PROBLEM,
         )
-    kept, checks = zip(*pairs_drawn.values(), strict=True)
-    answers, wrong, positions = zip(*checks, strict=True)
-    roles = [role for role in positions[0] if all(role in row for row in positions)]
-    return PairedPrompts(
-        task,
-        tuple(pair.clean.text for pair in kept),
-        tuple(pair.corrupted.text for pair in kept),
-        answers,
-        wrong,
-        {role: tuple(row[role] for row in positions) for role in roles},
-        dict(dropped.most_common()),
-    )
+    clean, corrupted, answers, wrong, positions = zip(*rows.values(), strict=True)
+    roles = {
+        role: tuple(row[role] for row in positions)
+        for role in positions[0]
+        if all(role in row for row in positions)
+    }
+    left_out = dict(dropped.most_common())
+    return PairedPrompts(task, clean, corrupted, answers, wrong, roles, left_out)
 
 
 def _tokenizer_reasons(tokenizer: Any) -> list[str]:
@@ -198,52 +169,61 @@ def _tokenizer_reasons(tokenizer: Any) -> list[str]:
             f"got a {type(tokenizer).__name__}; expected a tokenizer of Hugging Face, such as "
             "model.tokenizer"
         ]
-    plain, special = token_ids(tokenizer, ["a"])[0], tokenizer("a")["input_ids"]
-    if plain and list(special[-len(plain) :]) != plain:
-        return [
-            "it puts special tokens after a text, so that no answer follows the prompt; expected "
-            "the tokenizer of a model that predicts the next token"
-        ]
-    return []
+    plain, with_special = token_ids(tokenizer, "a"), tokenizer("a")["input_ids"]
+    if not plain or list(with_special[-len(plain) :]) == plain:
+        return []
+    return [
+        "the tokenizer puts special tokens after a text, where the answer should follow; expected "
+        "the tokenizer of a model that predicts the next token"
+    ]
 
 
-def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of texts, without special ones."""
-    return [list(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+class _Misfit(Exception):
+    """A pair does not fit the tokenizer."""
 
 
-def _checked(tokenizer: Any, pair: Pair) -> _Checked | str:
-    """Return the right answers, the wrong ones and the roles of a pair, or why it does not fit."""
-    sides = pair.clean, pair.corrupted
-    starts = [side.text[:end] for side in sides for end in side.ends.values()]
-    all_answers = (*pair.answers, *pair.wrong)
-    continued = [pair.clean.text + answer for answer in all_answers if isinstance(answer, str)]
-    numbers = iter(token_ids(tokenizer, [*(side.text for side in sides), *starts, *continued]))
-    clean, corrupted = next(numbers), next(numbers)
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in (*clean, *corrupted):
-        return "the tokenizer does not know a word"
-    if len(clean) != len(corrupted):
-        return "the two prompts have different numbers of tokens"
-    places = []
-    for side, whole in zip(sides, (clean, corrupted), strict=True):
-        place = {}
-        for role in side.ends:
-            start = next(numbers)
-            if not start or whole[: len(start)] != start:
-                return f"no token ends where {role} does"
-            place[role] = len(start) - 1 - len(whole)
-        places.append(place | {END: -1})
-    if places[0] != places[1]:
-        return "a role has different positions in the two prompts"
-    tokens = list[int]()
-    for answer in all_answers:
-        text = next(numbers) if isinstance(answer, str) else [*clean, answer]
-        if text[:-1] != clean or text[-1] == tokenizer.unk_token_id:
-            return "an answer is not one token after the prompt"
-        tokens.append(text[-1])
-    answers, wrong = tokens[: len(pair.answers)], tokens[len(pair.answers) :]
-    if set(answers) & set(wrong):
-        return "an answer is right and wrong"
-    if clean == corrupted:
-        return "the two prompts are the same"
-    return tuple(answers), tuple(wrong), places[0]
+def _require(fits: bool, reason: str) -> None:
+    if not fits:
+        raise _Misfit(reason)
+
+
+def _checked(tokenizer: Any, pair: Pair) -> _Row:
+    """Return the prompts, the answers and the roles of a pair, or raise _Misfit."""
+    clean, corrupted = token_ids(tokenizer, [pair.clean.text, pair.corrupted.text])
+    unknown = tokenizer.unk_token_id
+    has_unknown = unknown is not None and unknown in (*clean, *corrupted)
+    _require(not has_unknown, "the tokenizer does not know a word")
+    _require(len(clean) == len(corrupted), "the two prompts have different numbers of tokens")
+    _require(clean != corrupted, "the two prompts are the same")
+    roles = _roles(tokenizer, pair.clean, clean)
+    same_roles = roles == _roles(tokenizer, pair.corrupted, corrupted)
+    _require(same_roles, "a role has different positions in the two prompts")
+    answers, wrong = (
+        _answer_tokens(tokenizer, pair.clean.text, clean, texts)
+        for texts in (pair.answers, pair.wrong)
+    )
+    _require(not set(answers) & set(wrong), "an answer is right and wrong")
+    return pair.clean.text, pair.corrupted.text, answers, wrong, roles
+
+
+def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
+    """Return the position of each role, counted from the end."""
+    roles = dict[str, int]()
+    for role, end in prompt.ends.items():
+        start = token_ids(tokenizer, prompt.text[:end])
+        _require(bool(start) and tokens[: len(start)] == start, f"no token ends where {role} does")
+        roles[role] = len(start) - 1 - len(tokens)
+    return roles | {END: -1}
+
+
+def _answer_tokens(
+    tokenizer: Any, prompt: str, tokens: list[int], answers: Sequence[str] | _Tokens
+) -> _Tokens:
+    """Return the tokens of answers after a prompt."""
+    rows = [
+        token_ids(tokenizer, prompt + answer) if isinstance(answer, str) else [*tokens, answer]
+        for answer in answers
+    ]
+    fits = all(row[:-1] == tokens and row[-1] != tokenizer.unk_token_id for row in rows)
+    _require(fits, "an answer is not one token after the prompt")
+    return tuple(row[-1] for row in rows)

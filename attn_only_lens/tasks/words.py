@@ -1,4 +1,4 @@
-"""The words that prompts of tasks are made of."""
+"""Words for the prompts of tasks."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -17,7 +17,7 @@ NAMES = _words(
     "Bryan Lindsey Jose Alexander Jesse Katie Lindsay Shannon Vanessa Courtney Alicia Cody Allison "
     "Bradley Samuel"
 )
-"""Names of Wang et al. (2022), as their places and objects."""
+"""The names, like the places and objects above, are from Wang et al. (2022)."""
 EVENTS = _words(
     "abduction accord affair agreement appraisal assaults assessment attack attempts campaign "
     "captivity case challenge chaos clash collaboration coma competition confrontation conflict "
@@ -32,7 +32,7 @@ EVENTS = _words(
     "sanctions shift siege slump stature stint strikes study test testing tests therapy tour "
     "tradition treaty trial trip unemployment voyage warfare work"
 )
-"""What lasts from a year to a year, in Hanna et al. (2023)."""
+"""The events of Hanna et al. (2023), which last from one year to another."""
 THINGS = _words(
     "key door table picture letter book chair bottle window bag cabinet garden bridge tower road "
     "tree shop wall boat car truck painting house river lamp"

@@ -109,7 +109,7 @@ REFUSED = {
     "too long": ((tokens(pos=19), tokens(1, pos=19)), ["clean: .* pos up to 17", "corrupted:"]),
     "floats": ((OK.double(), OTHER), ["clean: tokens: got float64"]),
     "empty": ((OK[:0], []), ["clean: tokens: got int64", "corrupted: got no prompts"]),
-    "a number": ((7, OTHER), ["clean: got int"]),
+    "a number": ((7, OTHER), ["clean: tokens: got int;"]),
     "no tokenizer": (("w1", "w2"), ["clean: .*no tokenizer", "corrupted: .*no tokenizer"]),
     "mask shape": ((OK, OTHER, torch.ones(POS, BATCH)), [r"mask: got \[7, 3\]; .*\[3, 7\]"]),
     "mask type": ((OK, OTHER, [1, 1]), ["mask: got list"]),

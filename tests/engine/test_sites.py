@@ -179,6 +179,6 @@ def test_by_role(side):
         resolve_positions(pair, bad)
     found = str(caught.value)
     assert len(caught.value.reasons) == 6
-    assert "a: got 2 in prompt 1; expected from -2 to 1" in found
+    assert "a: got 2 in prompt 1; expected a number from -2 to 1" in found
     with pytest.raises(InputError, match="got no roles"):
         resolve_positions(pair, {})

@@ -237,7 +237,7 @@ def test_references_that_cannot_be_resampled_from():
         ),
         (tokens(9, batch=1), r"got reference prompts \[1, 11\]"),
         (tokens(9, batch=BATCH, pos=7), r"got reference prompts \[3, 7\]"),
-        (itself, "got clean prompt 1 itself in row 1"),
+        (itself, r"got the same prompt in rows \[1\]"),
     ):
         with pytest.raises(InputError, match=reason) as caught:
             sweep(model, direction="resample", reference=reference)

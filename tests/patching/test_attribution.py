@@ -344,7 +344,7 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
         "clamped": p.custom(lambda logits: logits[0, -1, token].clamp(max=top), name="clamped"),
     }
     how = {"method": method, "progress": False}
-    with pytest.raises(InputError, match="gradient is zero on the run patched into"):
+    with pytest.raises(InputError, match="gradient is zero on the run that is patched"):
         estimate(model, clean, corrupted, metrics[metric], direction="noise", **how)
     # controls: the other direction is not flat there, nor is the way between the runs
     found = estimate(model, clean, corrupted, metrics[metric], **how)
