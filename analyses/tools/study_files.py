@@ -48,9 +48,9 @@ def keep(
     frames = frame if isinstance(frame, Mapping) else {"": frame}
     pictures = picture if isinstance(picture, Mapping) else {"": picture}
     made = {f"{name}.md": page}
-    for part, each in frames.items():
-        made[f"{_part(name, part)}.csv"] = each.to_csv(index=False, float_format=digits)
-    made |= {f"{_part(name, part)}.svg": svg(each) for part, each in pictures.items()}
+    for part, table in frames.items():
+        made[f"{_part(name, part)}.csv"] = table.to_csv(index=False, float_format=digits)
+    made |= {f"{_part(name, part)}.svg": svg(picture) for part, picture in pictures.items()}
     leave(script, out, made, started=started, **settings)
 
 
@@ -58,9 +58,9 @@ def _part(name: str, part: str) -> str:
     return f"{name}_{part}" if part else name
 
 
-def verdict(claim: str, held: bool, found: str) -> str:
+def verdict(claim: str, held: bool, finding: str) -> str:
     """A line of a page: what was predicted, whether it held, and what was found."""
-    return f"- {'Held' if held else 'Failed'}: {claim} Found: {found}."
+    return f"- {'Held' if held else 'Failed'}: {claim} Found: {finding}."
 
 
 def svg(picture: Figure) -> str:
