@@ -85,22 +85,22 @@ class Opened:
 
     def console(self) -> list[str]:
         """Errors and warnings."""
-        told = ("SEVERE", "WARNING")
-        return [e["message"] for e in self.driver.get_log("browser") if e["level"] in told]
+        levels = ("SEVERE", "WARNING")
+        return [e["message"] for e in self.driver.get_log("browser") if e["level"] in levels]
 
     def left_for(self) -> list[str]:
         """Addresses beyond this machine that anything was asked of."""
         events = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
         asked = {
-            each["params"]["requestId"]: each["params"]["request"]["url"]
-            for each in events
-            if each["method"] == "Network.requestWillBeSent"
+            event["params"]["requestId"]: event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
         }
         stopped = {
-            each["params"]["requestId"]
-            for each in events
-            if each["method"] == "Network.loadingFailed"
-            and each["params"].get("blockedReason") == "csp"
+            event["params"]["requestId"]
+            for event in events
+            if event["method"] == "Network.loadingFailed"
+            and event["params"].get("blockedReason") == "csp"
         }
         here = [url for url in asked.values() if url.startswith("file:")]
         assert here, "the log does not see the page itself"

@@ -203,12 +203,12 @@ def public_functions():
     for info in pkgutil.iter_modules(analysis.__path__):
         if not info.name.startswith("_"):
             modules.append(importlib.import_module(f"{analysis.__name__}.{info.name}"))
-    found = set(PATCHES)
+    names = set(PATCHES)
     for module in modules:
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == module.__name__:
-                found.add(name)
-    return {name for name in found if not name.startswith("_")}
+                names.add(name)
+    return {name for name in names if not name.startswith("_")}
 
 
 def outcome(tool, model):

@@ -204,7 +204,7 @@ def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert first.count("no time was left") == len(scripts) - len(seen)
     done = set(seen) - {"bench_paths", "bench_growth"}
     second = page()
-    assert seen == [each for each in scripts if each not in done]
+    assert seen == [script for script in scripts if script not in done]
     assert second.count("| done in ") == len(scripts)
     assert "# What bench_paths found" in second
     page()

@@ -45,10 +45,10 @@ def normed(request):
     return caches(request.param)
 
 
-def agree(ours, theirs, labels=None):
-    (a, mine), (b, names) = ours, theirs
-    assert mine == (names if labels is None else labels)
-    assert len(a) == len(mine)
+def agree(ours, reference, labels=None):
+    (a, labels_of_ours), (b, names) = ours, reference
+    assert labels_of_ours == (names if labels is None else labels)
+    assert len(a) == len(labels_of_ours)
     torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT * b.abs().max().item())
 
 
@@ -154,7 +154,7 @@ def test_head_results_are_the_same_from_the_hook(pair):
     with torch.no_grad():
         _, hooked = converted.run_with_cache(tokens())
     assert "blocks.1.attn.hook_result" in hooked.cache_dict
-    expected, got = (each.stack_head_results(neurons=True) for each in (cache, hooked))
+    expected, got = (stacker.stack_head_results(neurons=True) for stacker in (cache, hooked))
     torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
     cache.compute_head_results()
     torch.testing.assert_close(cache["result", 3], hooked["result", 3], rtol=EXACT, atol=EXACT)
@@ -203,10 +203,10 @@ BY_LAYER = "(layer head) ... -> layer head ..."
 def test_a_stack_splits_by_source_layers_alone(stacked):
     """As ARENA's notebooks split it, `layer=cfg.n_layers` would mix layers without an error."""
     source = build("gelu", d_mlp=34)
-    _, theirs = source.run_with_cache(tokens())
+    _, source_cache = source.run_with_cache(tokens())
     _, cache = convert(source).run_with_cache(tokens())
     n_layers, n_blocks = source.cfg.n_layers, cache.model.cfg.n_layers
-    expected = rearrange(getattr(theirs, stacked)(-1, pos_slice=-1), BY_LAYER, layer=n_layers)
+    expected = rearrange(getattr(source_cache, stacked)(-1, pos_slice=-1), BY_LAYER, layer=n_layers)
     stack = getattr(cache, stacked)(-1, pos_slice=-1)
     torch.testing.assert_close(rearrange(stack, BY_LAYER, layer=n_layers), expected)
     assert len(stack) % n_blocks == 0  # so nothing but HeadRows sees the wrong split
@@ -281,24 +281,24 @@ def test_get_full_resid_decomposition(plain, expand, options):
     name, source, cache = plain
     if name == "no_norm":
         options = {k: v for k, v in options.items() if k != "apply_ln"}
-    ours, mine = cache.get_full_resid_decomposition(
+    ours, our_labels = cache.get_full_resid_decomposition(
         expand_neurons=expand, return_labels=True, **options
     )
     torch.set_default_dtype(torch.float64)  # TransformerLens sums biases in the default dtype
     try:
-        theirs, labels = source.get_full_resid_decomposition(
+        reference, labels = source.get_full_resid_decomposition(
             expand_neurons=expand, return_labels=True, **options
         )
     finally:
         torch.set_default_dtype(torch.float32)
     if source.model.cfg.gated_mlp and expand:
         # Ours counts a gated MLP's b_in @ W_out as bias, theirs spreads it over the neurons.
-        assert mine == labels
+        assert our_labels == labels
         rest = [i for i, label in enumerate(labels) if "N" not in label and label != "bias"]
-        agree((ours[rest], [labels[i] for i in rest]), (theirs[rest], [labels[i] for i in rest]))
-        torch.testing.assert_close(ours.sum(0), theirs.sum(0), rtol=EXACT, atol=1e-9)
+        agree((ours[rest], [labels[i] for i in rest]), (reference[rest], [labels[i] for i in rest]))
+        torch.testing.assert_close(ours.sum(0), reference.sum(0), rtol=EXACT, atol=1e-9)
     else:
-        agree((ours, mine), (theirs, labels))
+        agree((ours, our_labels), (reference, labels))
 
 
 @pytest.mark.parametrize("block", range(2 * N_LAYERS + 1))
@@ -359,8 +359,8 @@ def test_logit_attrs(pair):
     if name == "no_norm":
         return
     ours = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
-    theirs = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
-    torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=1e-9)
+    reference = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
+    torch.testing.assert_close(ours, reference, rtol=EXACT, atol=1e-9)
 
 
 def test_stack_activation(pair):

@@ -95,7 +95,7 @@ def test_patching_of_named_neuron_heads(name):
     source = build(name)
     converted = convert(source)
     _, cache = converted.run_with_cache(CLEAN)
-    _, theirs = source.run_with_cache(CLEAN)
+    _, source_cache = source.run_with_cache(CLEAN)
     heads = [HeadName.parse(text) for text in ("L0N3", "L1N29", "L2N36")]
     frame = pd.DataFrame(
         [(head.block(converted), pos, head.index) for head in heads for pos in (4, 10)],
@@ -115,7 +115,7 @@ def test_patching_of_named_neuron_heads(name):
         hook = f"blocks.{block // 2}.mlp.hook_post"
 
         def patch(post, hook, pos=pos, neuron=neuron):
-            post[:, pos, neuron] = theirs[hook.name][:, pos, neuron]
+            post[:, pos, neuron] = source_cache[hook.name][:, pos, neuron]
             return post
 
         logits = source.run_with_hooks(CORRUPTED, fwd_hooks=[(hook, patch)])
@@ -217,7 +217,7 @@ def test_direct_logit_attribution_by_name():
         ("head", [*converted.all_head_labels(), "remainder"]),
         ("component", cache.decompose_resid(return_labels=True)[1]),
     ):
-        found = direct_logit_attribution(converted, CLEAN, 7, unit=unit, pos=None)
-        assert found.labels == names
-        got = found.attribution.sum(0) + converted.b_U[7]
+        result = direct_logit_attribution(converted, CLEAN, 7, unit=unit, pos=None)
+        assert result.labels == names
+        got = result.attribution.sum(0) + converted.b_U[7]
         assert relative(got, logits[..., 7]) <= 1e-11

@@ -105,9 +105,9 @@ def test_the_recorded_runs_are_the_models_own(family):
     model = model_of(family)
     pair = pair_of(model)
     with torch.no_grad():
-        own = torch.cat([model(pair.clean), model(pair.corrupted)])
+        both = torch.cat([model(pair.clean), model(pair.corrupted)])
     # Some modules of transformers compute in float32 in any dtype; here they do not.
-    assert torch.allclose(run_both(model, pair).logits, own, rtol=0, atol=2e-5 * own.abs().max())
+    assert torch.allclose(run_both(model, pair).logits, both, rtol=0, atol=2e-5 * both.abs().max())
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if "bert" not in f and "clip" not in f])
@@ -138,8 +138,10 @@ def test_exchanging_the_runs_changes_only_the_sign(family):
         swapped = p.prompt_pair(model, clean, corrupted)
         run = attribute_difference(model, swapped, METRICS["logit_diff"])
         attributions.append([run.attributions(i) for i in range(len(run.gradients))])
-    for one, other in zip(*attributions, strict=True):
-        assert torch.allclose(one, -other, rtol=0, atol=EXACT * max(1.0, float(one.abs().max())))
+    for first, second in zip(*attributions, strict=True):
+        assert torch.allclose(
+            first, -second, rtol=0, atol=EXACT * max(1.0, float(first.abs().max()))
+        )
 
 
 @pytest.mark.parametrize("family", ["bridge gpt2", "bridge llama", "bridge gemma2"])
@@ -160,8 +162,8 @@ def test_converted_exposed_and_bridged_models_have_the_same_parts():
         attributions = [run.attributions(i) for i in range(len(run.gradients))]
         slopes = [x.gradient for s in run.slopes for x in s.values()]
         results.append(attributions + slopes)
-    for one, other in zip(*results, strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=EXACT)
+    for first, second in zip(*results, strict=True):
+        assert torch.allclose(first, second, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("family", ["bridge gpt2", "bridge llama"])

@@ -81,17 +81,17 @@ def test_gradients(name):
     for net, tolerance in ((plain, silent), (hooked, 1e-11)):
         grads = [p.grad for p in net.parameters()]
         assert len(grads) == len(expected)
-        for ours, (key, theirs) in _matched(net, expected):
-            if theirs is None:
+        for ours, (key, reference) in _matched(net, expected):
+            if reference is None:
                 assert ours is None
                 continue
-            assert ours.shape == theirs.shape, key
+            assert ours.shape == reference.shape, key
             if tolerance == 0.0:
-                assert torch.equal(ours, theirs), key
+                assert torch.equal(ours, reference), key
             else:
                 # A key bias has no gradient but rounding noise: judged against the others'.
-                scale = max(theirs.abs().max(), 1e-4 * largest)
-                assert (ours - theirs).abs().max() <= tolerance * scale, key
+                scale = max(reference.abs().max(), 1e-4 * largest)
+                assert (ours - reference).abs().max() <= tolerance * scale, key
 
 
 def _matched(net, expected):
