@@ -219,9 +219,9 @@ def predictions(frames: Mapping[str, pd.DataFrame], settings: Settings) -> str:
         for name, decay in settings.decays.items():
             step = when(omega_of(form), LEAKS, factored=False) / settings.rate / decay
             rows = curves[(curves["form"] == form) & (curves["regularizer"] == name)]
-            for step in by_seed(rows, "leak_out_of_hidden", LEAKS, "step"):
+            for reached in by_seed(rows, "leak_out_of_hidden", LEAKS, "step"):
                 due.append(step if step <= rows["step"].max() else math.nan)
-                got.append(step)
+                got.append(reached)
     timely = all(
         math.isnan(a) == math.isnan(b) and not abs(a - b) > 0.2 * a
         for a, b in zip(due, got, strict=True)

@@ -70,9 +70,10 @@ def resampled(model: Any, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         assert stability is not None
         frame = stability.sites
         sites.append(frame.assign(batch=seed, site=names(frame)))
-        held_out, fresh = stability.held_out, agreement(model, BATCH, FIRST_FRESH - seed)
+        held_out, new_task = stability.held_out, agreement(model, BATCH, FIRST_FRESH - seed)
         fresh = circuits.evaluate(
-            *(model, circuit, fresh.clean, fresh.corrupted, fresh.metric), positions=fresh.roles
+            *(model, circuit, new_task.clean, new_task.corrupted, new_task.metric),
+            positions=new_task.roles,
         )
         batches.append(
             {
