@@ -12,7 +12,6 @@ BROWSER, DRIVER = which("chromium"), which("chromedriver")
 try:
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
-    from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.support.ui import WebDriverWait
 except ModuleNotFoundError:
     webdriver = None
@@ -77,11 +76,6 @@ class Opened:
         self.driver.execute_async_script(
             "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
         )
-
-    def click_at(self, x: float, y: float) -> None:
-        actions = ActionChains(self.driver)
-        actions.w3c_actions.pointer_action.move_to_location(round(x), round(y))
-        actions.click().perform()
 
     def console(self) -> list[str]:
         """Errors and warnings."""

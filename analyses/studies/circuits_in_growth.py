@@ -413,7 +413,7 @@ def main(
     only: Annotated[int | None, typer.Option(help="run this seed, and report nothing")] = None,
     smoke: Smoke = False,
 ) -> None:
-    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     claim(runs_dir / "study.json", json.dumps(asdict(study), indent=2) + "\n")

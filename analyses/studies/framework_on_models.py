@@ -395,7 +395,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     costs, n = Costs(device), 2 if smoke else 64
     model = expose_neuron_heads(pretrained.small_english(device)).model

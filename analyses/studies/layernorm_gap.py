@@ -291,7 +291,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     recipe = small.Recipe(n_layers=3, d_model=64, d_mlp=256, steps=600, lr=3e-3)
     ratios = [1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]

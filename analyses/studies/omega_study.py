@@ -154,7 +154,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     lengths, depths, seeds = ([5], [1, 2], 1) if smoke else ([8, 32, 128], [1, 2, 4, 8], 3)
     omegas = [4.0, 9.0, AUTHORS_OMEGA] if smoke else FINE + COARSE

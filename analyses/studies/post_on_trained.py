@@ -406,7 +406,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
     n_prompts, rounds = (3, 1) if smoke else (100, 5)

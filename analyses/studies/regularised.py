@@ -301,7 +301,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
     study = SMOKE if smoke else Study(n_seeds=n_seeds)

@@ -236,7 +236,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     per_length = 1 if smoke else per_length
     programs = ("hist", "pair_balance") if smoke else PROGRAMS

@@ -103,7 +103,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     n_inputs = 2 if smoke else n_inputs
     programs = ("frac_prevs", "pair_balance") if smoke else PROGRAMS

@@ -555,7 +555,7 @@ def main(
     n_seeds: Seeds = 3,
     smoke: Smoke = False,
 ) -> None:
-    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)

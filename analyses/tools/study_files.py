@@ -1,12 +1,12 @@
-"""What a study leaves behind: a page, its table, its figure, and how the three were made.
+"""Write what a study leaves: a page, its table, its figure, and a record of how they were made.
 
     NAME.md         the page
-    NAME.csv        every row that its tables are read off
+    NAME.csv        the rows that its tables are made from
     NAME.svg        the figure
-    NAME.run.json   how the others were made: `benching.leave`
+    NAME.run.json   command, settings, versions and digests: `benching.leave`
 
-A study of several tables or figures has NAME_PART.csv and NAME_PART.svg. A benchmark leaves a page
-and its record alone.
+A study with several tables or figures has NAME_PART.csv and NAME_PART.svg. A benchmark leaves
+only a page and its record.
 """
 
 import io
@@ -32,7 +32,7 @@ def keep(
     digits: str = "%.6g",
     **settings: Any,
 ) -> None:
-    """Write the four files of a study, by the name of its script.
+    """Write the page, tables, figures and record of a study, named after its script.
 
     Args:
         script: its `__file__`.

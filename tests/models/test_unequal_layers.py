@@ -201,9 +201,8 @@ def test_methods_of_the_cache(name):
         there = [label for label in others if not label.startswith("L") or has(model, label)]
         assert labels == there
         for label, row in zip(labels, stack, strict=True):
-            assert (row - reference[label]).abs().max() <= EXACT * reference[
-                label
-            ].abs().max().clamp(1), label
+            size = reference[label].abs().max().clamp(1)
+            assert (row - reference[label]).abs().max() <= EXACT * size, label
     for beyond in (36, [3, 36]):
         with pytest.raises(IndexError):
             cache.stack_neuron_results(6, neuron_slice=beyond, return_labels=True)
