@@ -14,7 +14,7 @@ from common import tokens
 from transformer_lens import patching
 from transformer_lens.tools import analysis
 
-CLEAN, CORRUPTED = (tokens(seed, batch=1, pos=5) for seed in (1, 2))
+CLEAN, CORRUPTED = (tokens(seed, batch=1, pos=3) for seed in (1, 2))
 PROMPTS = [" ".join(f"w{i % 11}" for i in range(start, start + 9)) for start in (1, 4)]
 
 

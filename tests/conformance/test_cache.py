@@ -1,6 +1,7 @@
 """ActivationCache on a converted model: every component right, and under its right name."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -19,8 +20,9 @@ NORMED = ("post_norm", "norms_before_and_after")  # what a block writes is norme
 READS_STREAM = [name for name in CORE if name not in ("post_norm", "no_norm")]
 
 
+@functools.cache
 def caches(name):
-    """(name, source cache, converted cache) of the same input."""
+    """(name, source cache, converted cache) of the same input; tests share them."""
     model = build(name)
     with torch.no_grad():
         _, source = model.run_with_cache(tokens())
@@ -54,7 +56,7 @@ def agree(ours, reference, labels=None):
 
 def sum_is_stream(stack, cache, block):
     end = cache["resid_post", block - 1] if block else cache["resid_pre", 0]
-    assert relative(stack.sum(0), end) <= EXACT
+    assert relative(stack.sum(0), end) <= EXACT, block
 
 
 def test_accumulated_resid(pair):
@@ -147,8 +149,9 @@ def test_stack_head_results(plain):
     assert relative(with_rest.sum(0), cache["resid_post", 2][:, 4]) <= EXACT
 
 
-def test_head_results_are_the_same_from_the_hook(pair):
-    _, _, cache = pair
+@pytest.mark.parametrize("name", CORE)
+def test_head_results_are_the_same_from_the_hook(name):
+    _, _, cache = caches.__wrapped__(name)  # its own: the test changes it
     converted = cache.model
     converted.set_use_attn_result(True)
     with torch.no_grad():
@@ -246,13 +249,13 @@ def test_one_neuron_keeps_its_axis(pair):
     assert stack.shape[0] == 2
 
 
-@pytest.mark.parametrize(("layer", "layers"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 3)])
-def test_neurons_before_a_block(pair, layer, layers):
+def test_neurons_before_a_block(pair):
     """Before block 3, the neurons of layer 1, only those of layer 0 have written."""
     _, _, cache = pair
-    stack, labels = cache.stack_neuron_results(layer=layer, return_labels=True)
-    assert labels == [f"L{i}N{n}" for i in range(layers) for n in range(37)]
-    assert len(stack) == len(labels)
+    for layer, layers in [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 3)]:
+        stack, labels = cache.stack_neuron_results(layer=layer, return_labels=True)
+        assert labels == [f"L{i}N{n}" for i in range(layers) for n in range(37)], layer
+        assert len(stack) == len(labels)
 
 
 def test_get_neuron_results(plain):
@@ -301,12 +304,12 @@ def test_get_full_resid_decomposition(plain, expand, options):
         agree((ours, our_labels), (reference, labels))
 
 
-@pytest.mark.parametrize("block", range(2 * N_LAYERS + 1))
 @pytest.mark.parametrize("expand", [True, False])
-def test_a_decomposition_sums_to_the_stream(pair, block, expand):
+def test_a_decomposition_sums_to_the_stream(pair, expand):
     _, _, cache = pair
-    stack = cache.get_full_resid_decomposition(layer=block, expand_neurons=expand)
-    sum_is_stream(stack, cache, block)
+    for block in range(2 * N_LAYERS + 1):
+        stack = cache.get_full_resid_decomposition(layer=block, expand_neurons=expand)
+        sum_is_stream(stack, cache, block)
 
 
 @torch.no_grad()
@@ -431,8 +434,8 @@ def test_mlp_input_is_refused_by_name(pair):
         (7, "expected 'L5H3'"),
     ],
 )
-def test_unknown_names(pair, name, message):
-    _, _, cache = pair
+def test_unknown_names(name, message):
+    _, _, cache = caches("gelu")
     with pytest.raises(UnknownHeadError, match=message):
         cache.model.neuron_pattern(cache, name)
 
