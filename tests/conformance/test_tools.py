@@ -33,11 +33,12 @@ SWEEPS = [name for name in dir(patching) if name.startswith("get_act_patch_")]
 @torch.no_grad()
 def test_sweeps_by_head_or_layer_are_refused_with_the_call_to_make(name):
     converted = convert(build("gelu"))
-    _, cache = converted.run_with_cache(CLEAN)
+    clean, corrupted = CLEAN[:, :3], CORRUPTED[:, :3]
+    _, cache = converted.run_with_cache(clean)
     with pytest.raises(UnsupportedCallError, match="index_df") as caught:
-        getattr(patching, name)(converted, CORRUPTED, cache, metric)
+        getattr(patching, name)(converted, corrupted, cache, metric)
     call = re.search(r"patching\.activation_patch\([^)]*\)", str(caught.value)).group()
-    names = {"model": converted, "clean": CLEAN, "corrupted": CORRUPTED, "metric": metric}
+    names = {"model": converted, "clean": clean, "corrupted": corrupted, "metric": metric}
     names |= {"patching": attn_only_lens.patching}
     assert set(eval(call, names).frame["name"]) >= {"L0H0", "L2H1"}
 
