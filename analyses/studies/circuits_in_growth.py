@@ -421,7 +421,7 @@ def main(
         of_seed(study, only, runs_dir, device)
         return
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
-    made = {part: pd.concat([of_seed[part] for of_seed in by_seed]) for part in by_seed[0]}
+    made = {part: pd.concat([tables[part] for tables in by_seed]) for part in by_seed[0]}
     made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
     # As they are stored, so that the page is made of what the tables show.
     frames = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import relative, tokens
 from growing import all_steps, cached, group_size, same_bits, state, steps, worst_activation
-from models import CORE, FAMILIES, build
+from models import CORE, STRUCTURES, build
 
 from attn_only_lens import GrowthError, grow
 from attn_only_lens import expansion as ex
@@ -55,7 +55,7 @@ def reason(family, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", [*FAMILIES, "post_norm_grouped"])
+@pytest.mark.parametrize("family", [*STRUCTURES, "post_norm_grouped"])
 def test_exact_or_refused(family, name):
     model, logits, old = source(family)
     before = state(model)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from bridges import EVERY, FAMILIES, boot, bridged, original, randomise
+from bridges import CHOSEN, EVERY, FAMILIES, boot, bridged, original, randomise
 from common import D_VOCAB, relative
 from tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
@@ -122,7 +122,8 @@ def test_every_expansion_is_exact(name, monkeypatch):
     with in_float64(monkeypatch), torch.no_grad():
         bridge = boot(name)
         logits, before = bridge(tokens), state(bridge)
-        for step in STEPS.values():
+        # Names of parameters differ by family; what a single step does, by the few of CHOSEN.
+        for step in STEPS.values() if name in CHOSEN else [STEPS["all six"]]:
             # Whatever is free is not zero: what must be zero is so by the expansion, not by luck.
             grown = grow(bridge, step, init=ex.init.normal(0.3), seed=3)
             assert relative(grown.model(tokens), logits) < EXACT, step

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import POS, relative, tokens
-from models import CORE, FAMILIES, build
+from models import CORE, FAMILIES, STRUCTURES, build
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from attn_only_lens import GATES, convert, verify
@@ -42,7 +42,7 @@ def test_lower_precision(name, dtype):
 def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
     """The truth is the same weights in float64, which `test_float64` holds to 1e-12."""
     ratios = []
-    for name in FAMILIES:
+    for name in STRUCTURES:
         model = build(name, dtype=dtype, scale=0.2)
         expected = model(tokens())
         hooked, _ = convert(model).run_with_cache(tokens())
