@@ -110,7 +110,7 @@ class Held:
     """A model held by plain hooks, in which heads' outputs are set, and one is looked at."""
 
     def __init__(self, model, prompt):
-        self.model, self.given = model, prompt
+        self.model, self.prompt = model, prompt
         held = ("hook_scale", "hook_pattern", "hook_z", IN_PLACE["pattern"], IN_PLACE["z"])
         names = [n for n in model.hook_dict if n.endswith(held)]
         self.kept = {}
@@ -134,7 +134,7 @@ class Held:
             return moved(hook.name, kept.clone())
 
         with self.model.hooks(fwd_hooks=[(n, hook) for n in self.kept]):
-            return seen, self.model(self.given)
+            return seen, self.model(self.prompt)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -183,7 +183,7 @@ def gradient(model, held, place, index):
 
         with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, (place, shift)]):
             differences.append(
-                oracle.difference(model(held.given)) - oracle.difference(held.logits)
+                oracle.difference(model(held.prompt)) - oracle.difference(held.logits)
             )
     return torch.tensor(differences, dtype=torch.float64)
 
