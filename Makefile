@@ -26,7 +26,8 @@ FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/analyses/tes
 	tests/models/test_bilinear_models.py tests/test_examples.py tests/test_notebooks.py
 # Nothing of transformer-lens is in these, or they are of a study: they run with 3.9 alone.
 OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_own_tests.py \
-	tests/analyses/test_circuits_in_growth.py \
+	tests/gates/test_bilinear_gates.py tests/gates/test_gated_gates.py \
+	tests/analyses/test_circuits_in_growth.py tests/analyses/test_contrast_vs_patching.py \
 	tests/patching/test_agreement.py \
 	tests/patching/test_processes.py tests/patching/test_results.py tests/analyses/test_attention_only.py \
 	tests/analyses/test_framework_on_models.py tests/analyses/test_layernorm_gap.py tests/analyses/test_omega_study.py \

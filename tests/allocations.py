@@ -14,16 +14,16 @@ class Allocated(TorchDispatchMode):
         self.alive, self.total, self.most = {}, 0, 0  # total: with some that are dead already
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {self.key(each) for each in tree_leaves((args, kwargs))}
+        inputs = {self.key(leaf) for leaf in tree_leaves((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            key = self.key(each)
-            if key is not None and key not in given and key not in self.alive:
-                storage = each.untyped_storage()
+        for leaf in tree_leaves(out):
+            key = self.key(leaf)
+            if key is not None and key not in inputs and key not in self.alive:
+                storage = leaf.untyped_storage()
                 self.alive[key] = StorageWeakRef(storage), storage.nbytes()
                 self.total += storage.nbytes()
         if self.total > self.most:
-            self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
+            self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
             self.total = sum(size for _, size in self.alive.values())
             self.most = max(self.most, self.total)
         return out

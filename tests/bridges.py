@@ -24,7 +24,6 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 
 SIZES |= {"vocab_size": D_VOCAB, "hidden_size": 26, "max_position_embeddings": 17}
 GROUPED = {"num_key_value_heads": 1, "head_dim": 14}
 WIDE = SIZES | {"hidden_size": 28, "num_key_value_heads": 1}  # where a head's size must be even
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT = {"vocab_size": D_VOCAB, "n_positions": 17, "n_layer": 2, "n_head": 2, "n_embd": 26}
 GPT |= {"n_inner": D_MLP} | {"bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

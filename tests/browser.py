@@ -12,7 +12,6 @@ BROWSER, DRIVER = which("chromium"), which("chromedriver")
 try:
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
-    from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.support.ui import WebDriverWait
 except ModuleNotFoundError:
     webdriver = None
@@ -78,29 +77,24 @@ class Opened:
             "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
         )
 
-    def click_at(self, x: float, y: float) -> None:
-        actions = ActionChains(self.driver)
-        actions.w3c_actions.pointer_action.move_to_location(round(x), round(y))
-        actions.click().perform()
-
     def console(self) -> list[str]:
         """Errors and warnings."""
-        told = ("SEVERE", "WARNING")
-        return [e["message"] for e in self.driver.get_log("browser") if e["level"] in told]
+        levels = ("SEVERE", "WARNING")
+        return [e["message"] for e in self.driver.get_log("browser") if e["level"] in levels]
 
     def left_for(self) -> list[str]:
         """Addresses beyond this machine that anything was asked of."""
         events = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
         asked = {
-            each["params"]["requestId"]: each["params"]["request"]["url"]
-            for each in events
-            if each["method"] == "Network.requestWillBeSent"
+            event["params"]["requestId"]: event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
         }
         stopped = {
-            each["params"]["requestId"]
-            for each in events
-            if each["method"] == "Network.loadingFailed"
-            and each["params"].get("blockedReason") == "csp"
+            event["params"]["requestId"]
+            for event in events
+            if event["method"] == "Network.loadingFailed"
+            and event["params"].get("blockedReason") == "csp"
         }
         here = [url for url in asked.values() if url.startswith("file:")]
         assert here, "the log does not see the page itself"

@@ -37,9 +37,9 @@ class Dense:
                 k, v = (before[0] @ raw[head // shared] for raw in (raw_k, raw_v))
                 if fold and attn.q_norm is not None:
                     wq, wk = attn.q_norm.w.detach(), attn.k_norm.w.detach()
-                    at = slice(head * cfg.d_head, (head + 1) * cfg.d_head)
-                    at = at if len(wq) != cfg.d_head else slice(None)
-                    q, k = q * wq[at], k * wk[at]
+                    part = slice(head * cfg.d_head, (head + 1) * cfg.d_head)
+                    part = part if len(wq) != cfg.d_head else slice(None)
+                    q, k = q * wq[part], k * wk[part]
                 ov = v @ attn.W_O.detach()[head] @ after[0]
                 self.writes[name] = ov
                 self.reads[name] = {"q": q @ k.T, "k": k @ q.T, "v": ov}

@@ -31,8 +31,8 @@ def run(text, name):
 
 def section(text, title):
     """The section of a text under a title of the second level."""
-    [found] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-    return found
+    [section] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    return section
 
 
 def main(pages):
@@ -40,10 +40,10 @@ def main(pages):
         n = run(Path(page).read_text("utf-8"), page)
         assert n, f"{page} has no example"
         print(f"{n} examples of {page} ran")
-    where = Path(find_spec("attn_only_lens").origin)
-    assert where.is_relative_to(sys.prefix), f"{where} is not what was installed in {sys.prefix}"
+    path = Path(find_spec("attn_only_lens").origin)
+    assert path.is_relative_to(sys.prefix), f"{path} is not what was installed in {sys.prefix}"
     versions = {name: version(name) for name in ("attn-only-lens", "transformer-lens", "torch")}
-    print(f"with Python {sys.version.split()[0]}, {versions}, in {where.parent}")
+    print(f"with Python {sys.version.split()[0]}, {versions}, in {path.parent}")
 
 
 if __name__ == "__main__":

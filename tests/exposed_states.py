@@ -10,9 +10,9 @@ def drop(index, dim):
     return lambda x, hook: x.index_fill(dim, torch.tensor(index), 0.0)
 
 
-def same(cache, theirs, bound=EXACT):
+def same(cache, expected, bound=EXACT):
     """Every hook that fires alone fires exposed, with the same values."""
-    for key, value in theirs.items():
+    for key, value in expected.items():
         if value is not None and value.is_floating_point():
             finite = value.isfinite()
             assert relative(cache[key][finite], value[finite]) <= bound, key

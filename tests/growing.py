@@ -55,10 +55,10 @@ def state(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def same_bits(one, other):
+def same_bits(first, second):
     """Whether two models have the same names, shapes, dtypes and bytes."""
-    one, other = one.state_dict(), other.state_dict()
-    return list(one) == list(other) and all(
+    first, second = first.state_dict(), second.state_dict()
+    return list(first) == list(second) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        for a, b in zip(one.values(), other.values(), strict=True)
+        for a, b in zip(first.values(), second.values(), strict=True)
     )

@@ -81,35 +81,35 @@ def twice(make, use):
     same(got, expected, ROUNDING[dtype])
 
 
-def same(got, expected, within, where="result"):
+def same(got, expected, within, place="result"):
     """Fail where two results are not one; numbers within a share of the largest beside them."""
     if isinstance(expected, torch.Tensor):
         got, expected = got.detach().cpu(), expected.detach().cpu()
-        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), where
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), place
         if expected.is_floating_point():
-            return same(got.double().numpy(), expected.double().numpy(), within, where)
-        assert torch.equal(got, expected), where
+            return same(got.double().numpy(), expected.double().numpy(), within, place)
+        assert torch.equal(got, expected), place
     elif isinstance(expected, np.ndarray | float):
         largest = np.abs(np.nan_to_num(expected)).max(initial=0.0)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=within * largest, err_msg=where)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=within * largest, err_msg=place)
     elif isinstance(expected, pd.DataFrame):
-        assert list(got) == list(expected), where
+        assert list(got) == list(expected), place
         for name, column in expected.items():
             columns = got[name].to_numpy(), column.to_numpy()
             numbers = column.dtype == float
-            same(*(columns if numbers else map(list, columns)), within, f"{where}.{name}")
+            same(*(columns if numbers else map(list, columns)), within, f"{place}.{name}")
     elif isinstance(expected, dict):
-        same(list(got.items()), list(expected.items()), within, where)
+        same(list(got.items()), list(expected.items()), within, place)
     elif isinstance(expected, list | tuple):
-        assert len(got) == len(expected), where
+        assert len(got) == len(expected), place
         for i, pair in enumerate(zip(got, expected, strict=True)):
-            same(*pair, within, f"{where}[{i}]")
+            same(*pair, within, f"{place}[{i}]")
     elif dataclasses.is_dataclass(expected):
         names = [field.name for field in dataclasses.fields(expected)]
         for name in names:
-            same(getattr(got, name), getattr(expected, name), within, f"{where}.{name}")
+            same(getattr(got, name), getattr(expected, name), within, f"{place}.{name}")
     else:
-        assert got == expected or (pd.isna(got) and pd.isna(expected)), where
+        assert got == expected or (pd.isna(got) and pd.isna(expected)), place
     return None
 
 
@@ -241,15 +241,15 @@ def other_sweeps(model):
     pair = p.prompt_pair(model, CLEAN, CORRUPTED, mask)
     logits = model(pair.clean), model(pair.corrupted)
     metrics = [p.kl(), p.loss(), p.probability(7), p.custom(lambda logits: logits[:, -1, 7].mean())]
-    values = [bind(each, model, pair, logits[0]).of(logits[1]) for each in metrics]
+    values = [bind(metric, model, pair, logits[0]).of(logits[1]) for metric in metrics]
     number = p.custom(lambda logits: logits[:, -1, 7].mean().item(), "a number")
-    at = {"sites": ["L0N3", "L1H0"], "positions": -1, "progress": False}
+    options = {"sites": ["L0N3", "L1H0"], "positions": -1, "progress": False}
     resampled = {"direction": "resample", "reference": OTHERS}
     return (
         values,
-        p.activation_patch(model, CLEAN, CORRUPTED, number, mask=mask, **at),
-        p.activation_patch(model, *GIVEN, **resampled, **at),
-        p.gate_and_value(model, *GIVEN, **at | {"sites": ["L0N3", "L1N29"]}),
+        p.activation_patch(model, CLEAN, CORRUPTED, number, mask=mask, **options),
+        p.activation_patch(model, *GIVEN, **resampled, **options),
+        p.gate_and_value(model, *GIVEN, **options | {"sites": ["L0N3", "L1N29"]}),
     )
 
 
@@ -267,10 +267,10 @@ def circuit(model):
     ranking = p.attribution(model, *GIVEN, **few)
     how = {"n_random": 1, "ablation": "mean"}
     curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.4, 1.0], **how)
-    found = circuits.discover(model, *GIVEN, faithfulness=0.5, **few, **how)
+    circuit = circuits.discover(model, *GIVEN, faithfulness=0.5, **few, **how)
     nodes = ["L0H1", "L0N3", "L1H0", "L1N29"]
     edges = circuits.score_edges(model, CLEAN, nodes, exact=3, progress=False)
-    return curve, found, circuits.evaluate(model, found, *GIVEN), edges
+    return curve, circuit, circuits.evaluate(model, circuit, *GIVEN), edges
 
 
 def difference(model):
@@ -295,13 +295,13 @@ def weights(model):
 
 
 def paths(model):
-    given = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29", "logits"], "part": "z"}
-    given |= {"positions": -1, "progress": False}
-    found = [p.path_patch(model, *GIVEN, **given, **how) for how in ({}, {"top": 3})]
-    found.append(circuits.score_sources(model, CLEAN[0], "L1N29", top=3))
+    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29", "logits"], "part": "z"}
+    options |= {"positions": -1, "progress": False}
+    results = [p.path_patch(model, *GIVEN, **options, **how) for how in ({}, {"top": 3})]
+    results.append(circuits.score_sources(model, CLEAN[0], "L1N29", top=3))
     expanded = circuits.path_expansion(model, CLEAN)
-    found += [expanded.logits, expanded.paths(METRIC, 3, progress=False)]
-    return found, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
+    results += [expanded.logits, expanded.paths(METRIC, 3, progress=False)]
+    return results, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
 
 
 def steered(model):
@@ -309,23 +309,23 @@ def steered(model):
     prompts, several = there(model), host_of(model).neurons[0].heads_per_neuron > 1
     neuron = "L0N3.1" if several else "L0N3"
     width = model.run_with_cache(prompts)[1]["blocks.0.attn.hook_z"].shape[-1]
-    found = []
+    results = []
     for context in (
         p.ablated(model, SITES, to="mean", prompts=OTHERS),
         p.ablated(model, "L1N29", to="bias", positions=[1]),
         p.steered(model, {neuron: 4.0, "L1H0@5": [1.0] * width}),
     ):
         with context:
-            found.append(model(prompts))
+            results.append(model(prompts))
             # That of HookedTransformer is in inference mode, which this device cannot be in.
             if isinstance(model, TransformerBridge):
                 how = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False}
                 how |= {"return_type": "tokens", "verbose": False}
-                found.append(model.generate(prompts, **how))
+                results.append(model.generate(prompts, **how))
     probability = p.probability_diff([[7], [9, 11]], [[8, 5], [3]])
     by_role = {"sites": SITES, "positions": {"one": [1, 2], "end": -1}, "per_prompt": True}
     rows = p.attribution(model, CLEAN, CORRUPTED, probability, progress=False, **by_role)
-    return found, rows
+    return results, rows
 
 
 USES = (
@@ -350,9 +350,9 @@ def test_all_that_is_done(kind, use):
 @pytest.mark.parametrize("kind", SOME)
 def test_other_models(kind):
     def use(model):
-        at = {"sites": ["L0N3", "L1H0"], "positions": -1, "progress": False}
+        options = {"sites": ["L0N3", "L1H0"], "positions": -1, "progress": False}
         methods = p.activation_patch, p.attribution
-        return passes(model), [method(model, *GIVEN, **at) for method in methods]
+        return passes(model), [method(model, *GIVEN, **options) for method in methods]
 
     twice(SOME[kind], use)
 
@@ -363,10 +363,10 @@ def test_other_models(kind):
 def verified(model):
     """Of the model itself, exposed; and for a HookedTransformer, converted with both gates."""
     with expose_neuron_heads(model):
-        found = [verify(model, model, CLEAN)]
+        results = [verify(model, model, CLEAN)]
     if HAS_HOOKED_TRANSFORMER:
-        found += [verify(model, made, CLEAN) for made in (convert(model), bilinear(model))]
-    return found
+        results += [verify(model, made, CLEAN) for made in (convert(model), bilinear(model))]
+    return results
 
 
 def bilinear(model):
@@ -385,14 +385,16 @@ def grown(model):
         training.optimizer.step()
         losses.append(float(loss))
     one = grow(training.model, d_mlp=43, n_layers=3, init=ex.init.copies(), seed=1)
-    return losses, [each(there(model)) for each in (one.model, one.shrink())]
+    return losses, [model_now(there(model)) for model_now in (one.model, one.shrink())]
 
 
 def compared(model):
     larger = grow(model, d_mlp=41, seed=0)
     how = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}
-    found = compare(model, larger, torch.cat([CLEAN, CORRUPTED]), p.loss(), batch_size=2, **how)
-    return found.heads, found.neurons, found.new, found.circuits
+    comparison = compare(
+        model, larger, torch.cat([CLEAN, CORRUPTED]), p.loss(), batch_size=2, **how
+    )
+    return comparison.heads, comparison.neurons, comparison.new, comparison.circuits
 
 
 @pytest.mark.parametrize("use", [verified, grown, compared], ids=lambda use: use.__name__)
@@ -436,9 +438,9 @@ def test_a_training_goes_on(tmp_path):
         training.save(tmp_path / "training.safetensors")
         again = made()
         again.resume(tmp_path / "training.safetensors")
-        found = [list(each.model.parameters()) for each in (training, again)]
-        same(*found, within=0.0)
-        return found
+        parameters = [list(training_now.model.parameters()) for training_now in (training, again)]
+        same(*parameters, within=0.0)
+        return parameters
 
     twice(partial(bridge, "native"), use)
 
@@ -472,9 +474,9 @@ def test_attribution_takes_a_pass_a_run_and_a_transfer_a_layer(n_pos):
     set_up()
     with SimulatedDevice(forbid_float64=True) as device:
         model.to(HERE)
-        given = clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)
+        arguments = clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)
         device.counts.clear()
-        p.attribution(model, *given, sites=p.neuron_heads(), budget=0, progress=False)
+        p.attribution(model, *arguments, sites=p.neuron_heads(), budget=0, progress=False)
     assert device.total("kernel") <= 2_500  # 2,211 measured with 15 tokens
     assert device.synchronisations <= 12 + 30
 
@@ -490,17 +492,17 @@ def test_a_sweep_of_few_names_takes_one_pass(n_names, monkeypatch):
 
     def counting(self, groups):
         before = device.total("kernel"), device.synchronisations
-        found = values(self, groups)
+        result = values(self, groups)
         counts.append((device.total("kernel") - before[0], device.synchronisations - before[1]))
-        return found
+        return result
 
     monkeypatch.setattr(PatchRunner, "values", counting)
     set_up()
     with SimulatedDevice(forbid_float64=True) as device:
         model.to(HERE)
-        given = clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)
+        arguments = clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)
         device.counts.clear()
-        p.activation_patch(model, *given, sites=names, progress=False)
+        p.activation_patch(model, *arguments, sites=names, progress=False)
     [(kernels, waits)] = counts
     assert kernels <= 2_000
     assert waits <= 3 * 12
@@ -576,21 +578,21 @@ def test_kernels_of_a_search(counted):
 
 @of_bridges
 def test_circuits_of_a_batch_cost_what_one_does(counted):
-    found = []
+    counts = []
 
-    def measure(model, *given):
+    def measure(model, *prompts_and_metric):
         names = [f"L{layer}H{head}" for layer in range(12) for head in range(2)]
         few = {"sites": names, "positions": "all", "budget": 0, "progress": False}
-        sites = p.attribution(model, *given, **few).frame
-        ablated = AblatedModel(model, *given, sites, ablation="resample", mask=None)
+        sites = p.attribution(model, *prompts_and_metric, **few).frame
+        ablated = AblatedModel(model, *prompts_and_metric, sites, ablation="resample", mask=None)
         device = SimulatedDevice.current()
         for n in (1, 7):
             device.counts.clear()
             ablated.curves([np.arange(5 + i) for i in range(n)], n_random=n)
-            found.append((device.total("kernel"), device.synchronisations))
+            counts.append((device.total("kernel"), device.synchronisations))
 
     counted(measure)
-    one, many = found
+    one, many = counts
     assert one[1] == many[1] <= 2
     assert many[0] - one[0] <= 12  # recorded keys and values are not copied for one
 
@@ -606,9 +608,9 @@ def test_what_it_refuses_and_counts():
         assert (here[:2].sum() + 1).item() == 2.0
         here[torch.tensor([True, False] * 3).to(HERE)] = 0
         assert here.cpu().tolist() == [0.0, 1.0, 0.0, 3.0, 0.0, 5.0]
-        for other in (elsewhere, elsewhere.to(ELSEWHERE)):
+        for tensor in (elsewhere, elsewhere.to(ELSEWHERE)):
             with pytest.raises(MixedDevices, match=r"on_a_device.py:\d+"):
-                here[:3] * other
+                here[:3] * tensor
         with pytest.raises(MixedDevices, match="generator"):
             torch.randn(3, device=HERE, generator=torch.Generator())
         for conversion in (torch.Tensor.double, lambda x: x.to("cpu", torch.float64)):

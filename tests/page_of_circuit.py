@@ -31,16 +31,16 @@ def slide(opened, which, value):
 
 def ids(opened, selector="#stage .node"):
     """Ids of the nodes, or rows of the edges (`#stage .edge`), that are shown."""
-    found = opened.js(
+    listed = opened.js(
         "return [...document.querySelectorAll(arguments[0])].map(e => e.dataset.id)", selector
     )
     edge = re.compile(r"e(\d+)")
-    return {int(edge.fullmatch(each)[1]) if edge.fullmatch(each) else each for each in found}
+    return {int(edge.fullmatch(item)[1]) if edge.fullmatch(item) else item for item in listed}
 
 
 def switch(opened, *boxes):
-    for each in boxes:
-        opened.js("document.getElementById(arguments[0]).click()", each)
+    for box in boxes:
+        opened.js("document.getElementById(arguments[0]).click()", box)
 
 
 def show_all(opened):

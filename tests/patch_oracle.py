@@ -14,8 +14,8 @@ ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 def difference(logits, positions=None):
     """The logit difference at the last position of each prompt, or at others; the mean."""
     rows = torch.arange(len(logits))
-    at = logits.shape[1] - 1 if positions is None else positions
-    chosen = logits[rows, at]
+    places = logits.shape[1] - 1 if positions is None else positions
+    chosen = logits[rows, places]
     return (chosen[:, CORRECT] - chosen[:, WRONG]).mean().item()
 
 
@@ -30,33 +30,33 @@ def place(model, name, part, pos):
 @torch.no_grad()
 def seen(model, tokens, hook_name, mask=None, hooks=()):
     """What a hook point shows in a run."""
-    found = []
-    keep = (hook_name, lambda value, hook: found.append(value.clone()))
+    seen_values = []
+    keep = (hook_name, lambda value, hook: seen_values.append(value.clone()))
     with model.hooks(fwd_hooks=[*hooks, keep]):
         model(tokens, attention_mask=mask, return_type="logits")
-    return found[-1]
+    return seen_values[-1]
 
 
 @torch.no_grad()
-def moved(model, tokens, hook_name, where, change, mask=None, hooks=()):
+def moved(model, tokens, hook_name, index, change, mask=None, hooks=()):
     """The logits of a run in which one hook point is moved somewhere."""
 
     def edit(value, hook):
         value = value.clone()
-        value[where] += change
+        value[index] += change
         return value
 
     with model.hooks(fwd_hooks=[*hooks, (hook_name, edit)]):
         return model(tokens, attention_mask=mask, return_type="logits")
 
 
-def slope(model, tokens, hook_name, where, change, metric=difference, mask=None, step=1e-4):
+def slope(model, tokens, hook_name, index, change, metric=difference, mask=None, step=1e-4):
     """The derivative of the metric along a change, by central differences.
 
     With an error of step² times the third derivative, and of rounding, 1e-16/step.
     """
     values = [
-        metric(moved(model, tokens, hook_name, where, sign * step * change, mask))
+        metric(moved(model, tokens, hook_name, index, sign * step * change, mask))
         for sign in (1, -1)
     ]
     return (values[0] - values[1]) / (2 * step)

@@ -41,7 +41,7 @@ def cached(model, tokens, mask=None):
 
 
 @torch.no_grad()
-def patched_logits(model, tokens, source, name, part, where, mask=None, per_neuron=1):
+def patched_logits(model, tokens, source, name, part, places, mask=None, per_neuron=1):
     """The logits of a whole run with one head patched.
 
     Args:
@@ -59,7 +59,7 @@ def patched_logits(model, tokens, source, name, part, where, mask=None, per_neur
     def edit(value, hook):
         value = value.clone()
         for head in heads_of(name, per_neuron):
-            for prompt, pos in where.nonzero().tolist():
+            for prompt, pos in places.nonzero().tolist():
                 if part == "pattern":
                     value[prompt, head, pos] = source[point][prompt, head, pos]
                 else:
@@ -69,11 +69,11 @@ def patched_logits(model, tokens, source, name, part, where, mask=None, per_neur
     return model.run_with_hooks(tokens, fwd_hooks=[(point, edit)], attention_mask=mask)
 
 
-def at(batch, pos, *positions):
+def mask_at(batch, pos, *positions):
     """[batch, pos], set at these positions of every prompt."""
-    where = torch.zeros(batch, pos, dtype=torch.bool)
-    where[:, list(positions)] = True
-    return where
+    places = torch.zeros(batch, pos, dtype=torch.bool)
+    places[:, list(positions)] = True
+    return places
 
 
 def logit_diff(logits, last, correct, wrong):

@@ -46,14 +46,14 @@ class PathOracle:
     def around(self, head):
         """The norms before and after a sublayer, and what they are called."""
         n = 1 if head.kind == "attention" else 2
-        block, at = self.model.blocks[head.layer], f"blocks.{head.layer}.ln{n}"
-        first = (getattr(block, f"ln{n}", None), at)
+        block, prefix = self.model.blocks[head.layer], f"blocks.{head.layer}.ln{n}"
+        first = (getattr(block, f"ln{n}", None), prefix)
         if self.post:
             return (None, ""), first
-        return first, (getattr(block, f"ln{n}_post"), f"{at}_post") if self.both else (None, "")
+        return first, (getattr(block, f"ln{n}_post"), f"{prefix}_post") if self.both else (None, "")
 
     def write(self, head, cache):
-        (_, _), (norm, at) = self.around(head)
+        (_, _), (norm, prefix) = self.around(head)
         block = self.model.blocks[head.layer]
         if head.kind == "attention":
             z = cache[f"blocks.{head.layer}.attn.hook_z"]
@@ -63,7 +63,7 @@ class PathOracle:
             if hasattr(block.mlp, "b_in") and getattr(self.cfg, "gated_mlp", False):
                 post = post - block.mlp.b_in[head.index]  # TransformerLens adds it to the product
             out = post * block.mlp.W_out[head.index]
-        return self.normed(norm, cache, at, out)
+        return self.normed(norm, cache, prefix, out)
 
     @torch.no_grad()
     def value(self, sender, receiver, part, positions):
@@ -72,11 +72,13 @@ class PathOracle:
         delta[:, positions] = sent[:, positions]
         if receiver == "logits":
             return self.to_logits(delta)
-        (norm, at), _ = self.around(receiver)
+        (norm, prefix), _ = self.around(receiver)
         parallel = self.cfg.parallel_attn_mlp
-        where = "pre" if receiver.kind == "attention" or parallel else "mid"
-        x = self.target[f"blocks.{receiver.layer}.hook_resid_{where}"]
-        entering = self.normed(norm, self.target, at, delta, x if self.scale == "anew" else None)
+        place = "pre" if receiver.kind == "attention" or parallel else "mid"
+        x = self.target[f"blocks.{receiver.layer}.hook_resid_{place}"]
+        entering = self.normed(
+            norm, self.target, prefix, delta, x if self.scale == "anew" else None
+        )
         follow = self.to_head if receiver.kind == "attention" else self.to_neuron
         return follow(receiver, part, entering)
 
@@ -97,39 +99,39 @@ class PathOracle:
         return difference(self.logits(("ln_final.hook_normalized", lambda x, hook: x + more)))
 
     def to_head(self, head, part, entering):
-        attn, at = self.model.blocks[head.layer].attn, f"blocks.{head.layer}.attn"
+        attn, prefix = self.model.blocks[head.layer].attn, f"blocks.{head.layer}.attn"
         inputs = {"q": "q", "k": "k", "value": "v", "pattern": "qk", "z": "qkv"}[part]
-        edits, found = [], []
+        edits, values = [], []
         for point in inputs:
             W = getattr(attn, f"W_{point.upper()}")
-            own = W[head.index * len(W) // self.cfg.n_heads]
+            W_head = W[head.index * len(W) // self.cfg.n_heads]
 
-            def put(value, hook, own=own):
+            def put(value, hook, W_head=W_head):
                 value = value.clone()
-                value[:, :, head.index * value.shape[2] // self.cfg.n_heads] += entering @ own
+                value[:, :, head.index * value.shape[2] // self.cfg.n_heads] += entering @ W_head
                 return value
 
-            edits.append((f"{at}.hook_{point}", put))
-        keep = (f"{at}.hook_z", lambda z, hook: found.append(z[:, :, head.index].clone()))
+            edits.append((f"{prefix}.hook_{point}", put))
+        keep = (f"{prefix}.hook_z", lambda z, hook: values.append(z[:, :, head.index].clone()))
         self.logits(*edits, keep)
 
         def patch(z, hook):
             z = z.clone()
-            z[:, :, head.index] = found[0]
+            z[:, :, head.index] = values[0]
             return z
 
-        return difference(self.logits((f"{at}.hook_z", patch)))
+        return difference(self.logits((f"{prefix}.hook_z", patch)))
 
     def to_neuron(self, head, part, entering):
-        mlp, at = self.model.blocks[head.layer].mlp, f"blocks.{head.layer}.mlp"
+        mlp, prefix = self.model.blocks[head.layer].mlp, f"blocks.{head.layer}.mlp"
         act, i = ACTS[self.cfg.act_fn], head.index
-        q = self.target[f"{at}.hook_pre"][:, :, i]
+        q = self.target[f"{prefix}.hook_pre"][:, :, i]
         gate = getattr(mlp, "W_gate", None)
         if gate is None:
             new = q + entering @ mlp.W_in[:, i]
             v, new_v = q, new
         else:
-            u = self.target[f"{at}.hook_pre_linear"][:, :, i]
+            u = self.target[f"{prefix}.hook_pre_linear"][:, :, i]
             new = q + entering @ gate[:, i]
             v, new_v = q * u, new * (u + entering @ mlp.W_in[:, i])
         w, new_w = act(q) / q, act(new) / new
@@ -140,4 +142,4 @@ class PathOracle:
             post[:, :, i] += z - w * v
             return post
 
-        return difference(self.logits((f"{at}.hook_post", patch)))
+        return difference(self.logits((f"{prefix}.hook_post", patch)))

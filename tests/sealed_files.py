@@ -30,10 +30,10 @@ def flips(folder, n=40, seed=0):
         whole = path.read_bytes()
         broken = bytearray(whole)
         # The first bytes say how the rest is to be read.
-        at = numbers.randrange(len(whole) if numbers.random() < 0.7 else min(len(whole), 400))
-        broken[at] ^= 1 << numbers.randrange(8)
+        index = numbers.randrange(len(whole) if numbers.random() < 0.7 else min(len(whole), 400))
+        broken[index] ^= 1 << numbers.randrange(8)
         path.write_bytes(broken)
-        yield f"{path.name}, byte {at}"
+        yield f"{path.name}, byte {index}"
         path.write_bytes(whole)
 
 

@@ -165,7 +165,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def total(self, kind: str) -> int:
         """How many: of "kernel", "sync", "D2H", "H2D" or "D2D"."""
-        return sum(n for (each, _), n in self.counts.items() if each == kind)
+        return sum(n for (counted, _), n in self.counts.items() if counted == kind)
 
     @property
     def synchronisations(self) -> int:
@@ -174,7 +174,9 @@ class SimulatedDevice(TorchDispatchMode):
 
     def report(self) -> str:
         """A line for each kind and place, the most frequent first."""
-        return "\n".join(f"{n:7d} {kind:6s} {at}" for (kind, at), n in self.counts.most_common())
+        return "\n".join(
+            f"{n:7d} {kind:6s} {place}" for (kind, place), n in self.counts.most_common()
+        )
 
     def count(self, kind: str) -> None:
         """One more."""
@@ -222,13 +224,13 @@ class SimulatedDevice(TorchDispatchMode):
         inner.pop("pin_memory", None)
         draws = torch.Tag.nondeterministic_seeded in func.tags and device.type == NAME
         with _MODULE.drawing(device) if draws else nullcontext():
-            found = func(*inner_args, **inner)
+            result = func(*inner_args, **inner)
         owners = {id(x.inner): x for x in ours}  # in place: the same wrapper comes back
 
         def wrapped(x: Any) -> Any:
             return owners[id(x)] if id(x) in owners else self._wrapped(name, x, home)
 
-        return _mapped(wrapped, found)
+        return _mapped(wrapped, result)
 
     def _require_one(
         self,
@@ -276,10 +278,10 @@ def _set_data(x: Tensor, value: Tensor) -> None:
         if isinstance(x, _Simulated):
             x.inner = value.inner
         return
-    other = value.detach()
+    moved = value.detach()
     if isinstance(x, torch.nn.Parameter):
-        other = torch.nn.Parameter(other, requires_grad=x.requires_grad)
-    torch.utils.swap_tensors(x, other)
+        moved = torch.nn.Parameter(moved, requires_grad=x.requires_grad)
+    torch.utils.swap_tensors(x, moved)
 
 
 @cache
@@ -291,15 +293,19 @@ def _shown(file: str, watch: str) -> str:
 
 
 def _indexed(device: Any) -> torch.device | None:
-    found = None if device is None else torch.device(device)
-    return torch.device(NAME, found.index or 0) if found and found.type == NAME else found
+    device_now = None if device is None else torch.device(device)
+    return (
+        torch.device(NAME, device_now.index or 0)
+        if device_now and device_now.type == NAME
+        else device_now
+    )
 
 
 def _leaves(x: Any) -> Iterator[Any]:
     """What lists, tuples and dicts hold: as torch's pytree, at a third of the time."""
     if isinstance(x, list | tuple):
-        for each in x:
-            yield from _leaves(each)
+        for item in x:
+            yield from _leaves(item)
     elif isinstance(x, dict):
         yield from _leaves(list(x.values()))
     else:
@@ -308,9 +314,9 @@ def _leaves(x: Any) -> Iterator[Any]:
 
 def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
     if isinstance(x, list | tuple):
-        return type(x)([_mapped(change, each) for each in x])
+        return type(x)([_mapped(change, item) for item in x])
     if isinstance(x, dict):
-        return {key: _mapped(change, each) for key, each in x.items()}
+        return {key: _mapped(change, value) for key, value in x.items()}
     return change(x)
 
 
@@ -345,13 +351,13 @@ class _Module(backend_registration._DummyBackendModule):
     @contextmanager
     def drawing(self, device: torch.device) -> Iterator[None]:
         """What is drawn meanwhile is drawn from the device's state, and not from the CPU's."""
-        own = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         torch.set_rng_state(self.get_rng_state(device))
         try:
             yield
         finally:
             self.set_rng_state(torch.get_rng_state(), device)
-            torch.set_rng_state(own)
+            torch.set_rng_state(rng_state)
 
 
 _MODULE = _Module()

@@ -141,7 +141,7 @@ class Kit:
 
     def run(self, *arguments):
         """Run a command, and return the file or folder that it was told to write last."""
-        result = CliRunner().invoke(app, [str(each) for each in arguments])
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         if result.exit_code == 2:
             raise lens.AttnOnlyLensError(result.output.rpartition("error: ")[2])
         assert result.exit_code == 0, result.output
@@ -240,7 +240,7 @@ def _read_pairs(kit):
 def _exported(kit, write, *read, **options):
     path = kit.out("graph.json")
     write(kit.graph, path, **options)
-    return path.stat().st_size > 0 and all(len(each(path).nodes) > 0 for each in read)
+    return path.stat().st_size > 0 and all(len(reader(path).nodes) > 0 for reader in read)
 
 
 def _page(kit):
@@ -517,9 +517,11 @@ def page(cells):
     lines = [INTRODUCTION]
     for package, title in TITLES.items():
         lines += ["", f"## {title}", "", f"| | {' | '.join(KINDS)} |", "| --- | --- | --- | --- |"]
-        for name, found in ((n, row) for (where, n), row in cells.items() if where == package):
+        for name, row_cells in (
+            (n, row) for (package_of, n), row in cells.items() if package_of == package
+        ):
             shown = []
-            for cell in (found[kind] for kind in KINDS):
+            for cell in (row_cells[kind] for kind in KINDS):
                 if cell != WORKS and cell not in reasons:
                     reasons.append(cell)
                 shown.append(WORKS if cell == WORKS else f"refused ({reasons.index(cell) + 1})")

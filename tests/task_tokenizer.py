@@ -21,8 +21,8 @@ def task_tokenizer(unknown=()):
     known |= {" is", " are", " was", " were", " has", " have", " he", " she", " one", "the"}
     for module in (_agreement, _brackets, _greater_than, _ioi, words):
         # Not what Python adds to a module, such as the path of its file.
-        own = [value for name, value in vars(module).items() if not name.startswith("__")]
-        for text in _texts(own):
+        values = [value for name, value in vars(module).items() if not name.startswith("__")]
+        for text in _texts(values):
             known |= {*re.findall(TOKEN, text), *re.findall(TOKEN, f" {text}")}
     known |= {f" {word}s" for word in (*words.THINGS, *words.PEOPLE)}
     known -= set(unknown)
@@ -36,10 +36,10 @@ def task_tokenizer(unknown=()):
 
 def _texts(constants):
     """All texts among constants and what they hold."""
-    for each in constants:
-        if isinstance(each, str):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _texts(each)
-        elif isinstance(each, dict):
-            yield from _texts(each.values())
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, list | tuple):
+            yield from _texts(constant)
+        elif isinstance(constant, dict):
+            yield from _texts(constant.values())

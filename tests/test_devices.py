@@ -16,14 +16,14 @@ MODELS = "models_made or hooked_transformers_made or saved or training or shippe
 
 @pytest.mark.parametrize("part", [MODELS, f"not ({MODELS})"], ids=["models made", "the rest"])
 def test_on_a_simulated_device(part):
-    own = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-k", part]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-k", part]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [*own, str(HERE / "on_a_device.py")],
+        [*command, str(HERE / "on_a_device.py")],
         cwd=HERE.parent,
         env=environment,
         capture_output=True,

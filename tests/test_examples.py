@@ -35,7 +35,9 @@ def test_commands_exist():
     from attn_only_lens.cli import app
 
     commands = {
-        each for text in PAGES.values() for each in re.findall(r"^attn-only-lens (\w+)", text, re.M)
+        command
+        for text in PAGES.values()
+        for command in re.findall(r"^attn-only-lens (\w+)", text, re.M)
     }
     assert commands
     for command in commands:

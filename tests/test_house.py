@@ -69,15 +69,15 @@ def test_tl_alone_imports_what_one_version_of_transformer_lens_has():
     gone = tuple(f"transformer_lens.{name}." for name in GONE)
     for path, tree in TREES.items():
         if path != "attn_only_lens/tl.py":
-            theirs = [name for name in imported(tree) if name.split(".")[0] == "transformer_lens"]
-            assert "transformer_lens" not in theirs, f"{path}: import its names, to be checked"
-            assert not [name for name in theirs if f"{name}.".startswith(gone)], path
-            assert not [name for name in theirs if not exists(name)], path
+            imports = [name for name in imported(tree) if name.split(".")[0] == "transformer_lens"]
+            assert "transformer_lens" not in imports, f"{path}: import its names, to be checked"
+            assert not [name for name in imports if f"{name}.".startswith(gone)], path
+            assert not [name for name in imports if not exists(name)], path
 
 
 def test_every_new_tensor_and_generator_names_its_device():
     """One without goes to the user's device, `torch.set_default_device`."""
-    constructors = {f"torch.{each.__name__}" for each in _device_constructors()}
+    constructors = {f"torch.{function.__name__}" for function in _device_constructors()}
     for path, tree in TREES.items():
         for call in calls(tree):
             called = ast.unparse(call.func)

@@ -37,7 +37,7 @@ def code_cells(notebook):
 def said(notebook):
     """What each cell put out, as text."""
     return [
-        "".join(each.get("text") or each.data.get("text/plain", "") for each in cell.outputs)
+        "".join(output.get("text") or output.data.get("text/plain", "") for output in cell.outputs)
         for cell in code_cells(notebook)
     ]
 
@@ -62,10 +62,10 @@ def number(text):
     return float(text.replace(",", ""))
 
 
-def agree(one, other):
+def agree(first, second):
     """Whether two texts say the same, with numbers that rounding may have moved."""
-    words = [NUMBER.sub("#", text).split() for text in (one, other)]
-    numbers = [[number(n) for n in NUMBER.findall(text)] for text in (one, other)]
+    words = [NUMBER.sub("#", text).split() for text in (first, second)]
+    numbers = [[number(n) for n in NUMBER.findall(text)] for text in (first, second)]
     # Most of the numbers have four figures; those below the absolute bound are rounding itself.
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-3)
 
@@ -82,8 +82,8 @@ def test_it_gives_what_is_stored(path, tmp_path, monkeypatch):
 def test_a_difference_is_seen():
     table = "  name  score\n0 L0H1  0.7495"
     assert agree(table, " name score\n0 L0H1 0.74950001")
-    for other in ("0.7395", "0.7495 3", "", "-0.7495"):
-        assert not agree(table, table.replace("0.7495", other))
+    for changed in ("0.7395", "0.7495 3", "", "-0.7495"):
+        assert not agree(table, table.replace("0.7495", changed))
     assert not agree(table, table.replace("L0H1", "L0H2"))
 
 
@@ -109,7 +109,7 @@ def test_text_is_text(path):
 def test_outputs_are_there_small_and_of_no_machine(path):
     assert path.stat().st_size < 1_500_000
     kinds = Counter()
-    for output in (each for cell in code_cells(read(path)) for each in cell.outputs):
+    for output in (output for cell in code_cells(read(path)) for output in cell.outputs):
         assert output.output_type in ("display_data", "execute_result", "stream")
         assert output.get("name") != "stderr"
         data = output.get("data", {"text/plain": output.get("text")})

@@ -62,16 +62,16 @@ def test_arrays_wherever_tokens_are_taken(model):
     mean = p.activation_patch(
         model, tokens, None, METRIC, direction="mean", reference=tokens, **HOW
     )
-    other = p.activation_patch(
+    resampled = p.activation_patch(
         model, tensor, None, METRIC, direction="mean", reference=tensor, **HOW
     )
-    assert mean.frame.equals(other.frame)
+    assert mean.frame.equals(resampled.frame)
     graph = circuits.attribution_graph(model, tokens[0], METRIC, top=3)
     assert viz.circuit_view(graph, model, tokens[0])
     assert viz.attention_view(model, ["L0N5"], tokens[0])
     assert len(neurons.top_examples(model, ["L0N5"], tokens, progress=False))
-    for given in (tokens, [tokens]):
-        (batch,) = batches(model, given, METRIC, None, 2)
+    for inputs in (tokens, [tokens]):
+        (batch,) = batches(model, inputs, METRIC, None, 2)
         assert torch.equal(batch.pair.clean, tensor)
 
 

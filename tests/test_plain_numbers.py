@@ -24,7 +24,7 @@ KINDS = {
     "torch": torch.tensor,
     "pandas": pd.Series,
     "list of numpy": lambda numbers: list(np.array(numbers)),
-    "list of torch": lambda numbers: [torch.tensor(each) for each in numbers],
+    "list of torch": lambda numbers: [torch.tensor(number) for number in numbers],
 }
 ONE = {"numpy": np.int64, "0-d": np.array, "torch": torch.tensor}
 
@@ -44,7 +44,9 @@ def test_what_the_allocator_holds_without_use_is_free(monkeypatch):
     monkeypatch.setattr("torch.get_device_module", lambda device: gpus)
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     assert (free_bytes(first), free_bytes(second)) == (47 * gib, 32 * gib)
-    parameters = [SimpleNamespace(device=each, element_size=lambda: 4) for each in (first, second)]
+    parameters = [
+        SimpleNamespace(device=device, element_size=lambda: 4) for device in (first, second)
+    ]
     split = SimpleNamespace(parameters=lambda: iter(parameters))
     chunks = []
 
@@ -69,10 +71,10 @@ def pair(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_numbers(model, pair, kind):
     made = KINDS[kind]
-    got, expected = (resolve_positions(pair, each) for each in (made([2, 5]), [2, 5]))
-    for one, other in zip(got, expected, strict=True):
-        assert (one.label, type(one.label)) == (other.label, int)
-        assert torch.equal(one.chosen, other.chosen)
+    got, expected = (resolve_positions(pair, positions) for positions in (made([2, 5]), [2, 5]))
+    for first, second in zip(got, expected, strict=True):
+        assert (first.label, type(first.label)) == (second.label, int)
+        assert torch.equal(first.chosen, second.chosen)
     assert p.neuron_heads(made([1, 0])) == p.neuron_heads([1, 0])
     both = [bind(p.logit_diff(made(a), 7), model, pair) for a in ([3, 5],)]
     assert both[0].of(model(pair.clean)) == bind(p.logit_diff([3, 5], 7), model, pair).of(
@@ -96,17 +98,17 @@ def test_one_number(pair, kind):
     )
     assert got.model.cfg.d_mlp == 41
     # The seed is the same, too.
-    for one, other in zip(got.model.parameters(), expected.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(got.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(first, second)
     assert ex.AddNeurons(made(3), layers=np.array([0])) == ex.AddNeurons(3, layers=[0])
 
 
 def test_names_of_a_column(model):
     names = pd.Series(["L0N5", "L1H1"])
-    for got, other in zip(
+    for got, expected_group in zip(
         resolve_sites(model, names), resolve_sites(model, list(names)), strict=True
     ):
-        assert got.names == other.names
+        assert got.names == expected_group.names
 
 
 @pytest.mark.parametrize("size", [8.5, True, "8", 0, -3, float("nan")])

@@ -63,12 +63,12 @@ def test_models_made_in_inference_mode_can_be_trained(tmp_path):
         made.append(load(save(converted, tmp_path / "saved")))
         if HAS_HOOKED_TRANSFORMER:
             made.append(to_stock(convert(model, copy_weights=True, gate=Bilinear())))
-        logits = [each(tokens) for each in made]
-    for each, there in zip(made, logits, strict=True):
-        here = each(tokens)
+        logits = [model(tokens) for model in made]
+    for model, there in zip(made, logits, strict=True):
+        here = model(tokens)
         assert torch.equal(here, there)
         here.square().mean().backward()
-        assert next(each.parameters()).grad.abs().max() > 0
+        assert next(model.parameters()).grad.abs().max() > 0
 
 
 def test_dtype_and_device():

@@ -256,11 +256,11 @@ def test_a_name_is_described_once_and_referred_to_elsewhere():
 
 def test_the_names_to_begin_with_come_first():
     text = gathered.entries("attn_only_lens.viz", ["sweep_heatmap"])
-    found = re.findall(r'id="attn_only_lens.viz.(\w+)"', text)
-    assert found[0] == "sweep_heatmap"
+    names = re.findall(r'id="attn_only_lens.viz.(\w+)"', text)
+    assert names[0] == "sweep_heatmap"
     assert "| [sweep_heatmap](#attn_only_lens.viz.sweep_heatmap) | Draw the effect of" in text
-    assert sorted(found[1:]) == found[1:]
-    assert set(found) == set(gathered.public("attn_only_lens.viz"))
+    assert sorted(names[1:]) == names[1:]
+    assert set(names) == set(gathered.public("attn_only_lens.viz"))
     with pytest.raises(PluginError, match="viz has no sweep, which"):
         gathered.entries("attn_only_lens.viz", ["sweep"])
 
@@ -269,6 +269,6 @@ def test_notebooks_are_in_the_navigation_once_there_are_some():
     item = {"Notebooks": "notebooks/*.md"}
     assert gathered._expanded(item, ["index.md"]) == []
     pages = ["index.md", "notebooks/01.md", "notebooks/02.md"]
-    found = gathered._expanded(item, pages)
-    assert found == [{"Notebooks": ["notebooks/01.md", "notebooks/02.md"]}]
-    assert gathered._expanded({"Both": ["a.md", item]}, pages) == [{"Both": ["a.md", *found]}]
+    expanded = gathered._expanded(item, pages)
+    assert expanded == [{"Notebooks": ["notebooks/01.md", "notebooks/02.md"]}]
+    assert gathered._expanded({"Both": ["a.md", item]}, pages) == [{"Both": ["a.md", *expanded]}]

@@ -22,7 +22,7 @@ RECIPE = training.Recipe(**{key: METRICS[key] for key in training.Recipe.__datac
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def llama():
     """The same folder, by transformers alone."""
     return transformers.AutoModelForCausalLM.from_pretrained(DATA, attn_implementation="eager")
 
@@ -37,7 +37,7 @@ CLASSES = [False, pytest.param(True, marks=needs_hooked_transformer)]
 
 @pytest.mark.parametrize("hooked", CLASSES)
 @torch.no_grad()
-def test_its_logits_are_those_of_transformers(hooked, theirs):
+def test_its_logits_are_those_of_transformers(hooked, llama):
     model = pretrained.small_english(dtype="float64", hooked=hooked)
     tokens = model.to_tokens(pretrained.small_english_texts()[:7], padding_side="right")
     alone = transformers.AutoModelForCausalLM.from_pretrained(
@@ -46,10 +46,10 @@ def test_its_logits_are_those_of_transformers(hooked, theirs):
     expected = alone(tokens).logits
     # Rotations are tables in float32, of angles up to 50: rounded by 50 * 2**-24 = 3e-6.
     assert relative(model(tokens), expected) < 1e-5
-    assert relative(theirs(tokens).logits.double(), expected) < 1e-4
-    other = tokens.clone()
-    other[:, 3] = tokens[:, 3].roll(1)
-    assert relative(model(other), expected) > 1e-2
+    assert relative(llama(tokens).logits.double(), expected) < 1e-4
+    changed = tokens.clone()
+    changed[:, 3] = tokens[:, 3].roll(1)
+    assert relative(model(changed), expected) > 1e-2
 
 
 @needs_transformer_lens_4
@@ -71,14 +71,14 @@ def test_texts_are_those_of_the_grammar():
     assert (DATA / "texts.txt").read_text("utf-8") == training.texts(RECIPE)
 
 
-def test_it_is_as_right_as_its_card_says(theirs):
+def test_it_is_as_right_as_its_card_says(llama):
     card = (DATA / "README.md").read_text("utf-8")
     for task, pairs in training.questions(RECIPE.prompts).items():
-        found = training.differences(theirs, pairs)
+        differences = training.differences(llama, pairs)
         right, asked = METRICS["right"][task]
-        near = int((found.abs() < 1e-3).sum())  # which rounding may decide
-        assert (len(found), near < 3) == (asked, True)
-        assert abs(int((found > 0).sum()) - right) <= near
+        near = int((differences.abs() < 1e-3).sum())  # which rounding may decide
+        assert (len(differences), near < 3) == (asked, True)
+        assert abs(int((differences > 0).sum()) - right) <= near
         assert right >= 0.95 * asked
         assert re.search(rf"\| {task} .*\| {right} of {asked} \|", card), task
 

@@ -57,12 +57,12 @@ def test_bridge_and_neuron_heads_keep_the_logits(alone, bridge):
 def test_a_folder_boots_as_its_model_and_tokenizer_do(folder, bridge):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    other = TransformerBridge.boot_transformers(
+    converted_bridge = TransformerBridge.boot_transformers(
         str(folder), hf_model=model, tokenizer=tokenizer, device="cpu"
     )
-    tokens = other.to_tokens(CLEAN)
+    tokens = converted_bridge.to_tokens(CLEAN)
     assert torch.equal(tokens, bridge.to_tokens(CLEAN))
-    assert relative(other(tokens), bridge(tokens)) < 1e-5
+    assert relative(converted_bridge(tokens), bridge(tokens)) < 1e-5
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ def sentence_piece():
     """As LLaMA's: a space before each word, bytes for what is not in the vocabulary."""
     pieces = ["<unk>", "<s>", "▁", *"OnedayLilwtoc,", "▁w", "en", "ent", "▁t", "▁to", "▁O", "▁d"]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
-    vocabulary = {piece: at for at, piece in enumerate(dict.fromkeys(pieces))}
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("▁", "w"), ("e", "n"), ("en", "t"), ("▁", "t"), ("▁t", "o"), ("▁", "O"), ("▁", "d")]
     core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
     core.normalizer = normalizers.Sequence(
@@ -82,7 +82,7 @@ def sentence_piece():
 def word_piece():
     """As BERT's: no spaces, and a mark on what goes on with a word."""
     pieces = ["[UNK]", "[CLS]", "one", "day", ",", "w", "##ent", "to", "##o"]
-    core = Tokenizer(models.WordPiece({each: at for at, each in enumerate(pieces)}))
+    core = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}))
     core.normalizer = normalizers.BertNormalizer()
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece()
@@ -119,7 +119,7 @@ def end_of_word():
     """As OpenAI GPT's: a mark on what ends a word."""
     pieces = ["<unk>", *"thecaw", "</w>", "th", "e</w>", "the</w>", "t</w>", "ca"]
     merges = [("t", "h"), ("e", "</w>"), ("th", "e</w>"), ("t", "</w>"), ("c", "a")]
-    vocabulary = {piece: at for at, piece in enumerate(pieces)}
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
     core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", end_of_word_suffix="</w>"))
     core.decoder = decoders.BPEDecoder("</w>")
     return wrapped(core, unk_token="<unk>")
@@ -158,8 +158,8 @@ def test_tokens_of_many_prompts_are_those_of_each(tokenizer):
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (TEXT, "w1 went")]
     real = torch.tensor([[True] * 4, [False, False, True, True]])
     ids = torch.tensor([rows[0][:4], [0, 0, *rows[1][:2]]])
-    found = token_texts_of_prompts(model, ids, real)
-    assert found == [token_texts(model, ids[0]), [None, None, *token_texts(model, ids[1, 2:])]]
+    texts = token_texts_of_prompts(model, ids, real)
+    assert texts == [token_texts(model, ids[0]), [None, None, *token_texts(model, ids[1, 2:])]]
 
 
 def test_each_kind():
@@ -176,7 +176,7 @@ def test_each_kind():
             texts = texts[-4:] if len(texts) == 4 else [join_tokens(texts[:-3]), *texts[-3:]]
         assert texts == expected, kind
         # The control: word by word the spaces are gone, or were never there.
-        alone = [tokenizer.decode([each]) for each in ids]
+        alone = [tokenizer.decode([token]) for token in ids]
         assert "".join(alone) != text or kind == "byte level"
 
 
@@ -220,7 +220,7 @@ USER, ASSISTANT = 4, 5
 def chat_folder(folder, family="llama", bos=True, adds=False, template=TEMPLATE):
     """A model whose tokenizer has a BOS, adds it, has a template, or has not."""
     bridges.hf_folder(folder, family, tokenizer=False)
-    vocabulary = {word: at for at, word in enumerate(WORDS)}
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -249,8 +249,8 @@ def test_texts_begin_with_one_bos_or_none(family, begins, adds, tmp_path):
 def test_a_tokenizer_without_bos_gets_none(tmp_path):
     folder = chat_folder(tmp_path / "model", bos=False)
     assert checked_tokens(load(folder), "w1 w2").tolist() == [[W1, W2]]
-    theirs = TransformerBridge.boot_transformers(str(folder), device="cpu")
-    assert theirs.to_tokens("w1 w2").tolist() == [[EOS, W1, W2]]  # the control
+    bridge = TransformerBridge.boot_transformers(str(folder), device="cpu")
+    assert bridge.to_tokens("w1 w2").tolist() == [[EOS, W1, W2]]  # the control
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -261,11 +261,11 @@ def test_a_chat_is_what_its_template_says(adds, tmp_path):
     chat = [USER, W1, EOS, ASSISTANT]
     for folder, begins in ((first, []), (second, [BOS])):
         bridge = load(folder)
-        own = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         [got] = chat_tokens(bridge, "w1")
         assert got.tolist() == begins + chat
         asked = [{"role": "user", "content": "w1"}]
-        assert got.tolist() == own.apply_chat_template(
+        assert got.tolist() == tokenizer.apply_chat_template(
             asked, add_generation_prompt=True, return_dict=False
         )
         for prompts in (asked, [asked], ["w1"]):

@@ -14,7 +14,7 @@ from common import tokens
 from transformer_lens import patching
 from transformer_lens.tools import analysis
 
-CLEAN, CORRUPTED = (tokens(seed, batch=1, pos=5) for seed in (1, 2))
+CLEAN, CORRUPTED = (tokens(seed, batch=1, pos=3) for seed in (1, 2))
 PROMPTS = [" ".join(f"w{i % 11}" for i in range(start, start + 9)) for start in (1, 4)]
 
 
@@ -203,12 +203,12 @@ def public_functions():
     for info in pkgutil.iter_modules(analysis.__path__):
         if not info.name.startswith("_"):
             modules.append(importlib.import_module(f"{analysis.__name__}.{info.name}"))
-    found = set(PATCHES)
+    names = set(PATCHES)
     for module in modules:
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == module.__name__:
-                found.add(name)
-    return {name for name in found if not name.startswith("_")}
+                names.add(name)
+    return {name for name in names if not name.startswith("_")}
 
 
 def outcome(tool, model):

@@ -61,9 +61,9 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
             GROUPS[layer] if grouped else None,
             *((WIDTHS[layer], VALUES[layer]) if widths else (source.cfg.d_head,) * 2),
             NEURONS[layer],
-            each.attn_scale,
+            sizes.attn_scale,
         )
-        for layer, each in enumerate(uniform.cfg.layer_sizes)
+        for layer, sizes in enumerate(uniform.cfg.layer_sizes)
     ]
     tensors = {
         key: cut(key, tensor, sizes, widths).clone() for key, tensor in uniform.state_dict().items()
@@ -78,9 +78,9 @@ def cut(name, tensor, sizes, widths):
     _, block, _, leaf = (*name.split("."), "")[:4]
     size = sizes[int(block) // 2]
     if int(block) % 2:
-        own = {"W_in": (1, "d_mlp"), "W_gate": (1, "d_mlp"), "b_in": (0, "d_mlp")}
-        own["W_out"] = (0, "d_mlp")
-        along = [own[leaf]] if leaf in own else []
+        axes = {"W_in": (1, "d_mlp"), "W_gate": (1, "d_mlp"), "b_in": (0, "d_mlp")}
+        axes["W_out"] = (0, "d_mlp")
+        along = [axes[leaf]] if leaf in axes else []
     else:
         heads = "n_key_value_heads" if leaf.startswith("_") else "n_heads"
         per_head = {"W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "sinks"}

@@ -79,7 +79,7 @@ def throughput(
                 wait(device)
                 if count:
                     times.append(time.perf_counter() - start)
-    return {name: tokens.numel() / sorted(each)[len(each) // 2] for name, each in took.items()}
+    return {name: tokens.numel() / sorted(times)[len(times) // 2] for name, times in took.items()}
 
 
 @contextmanager
@@ -98,11 +98,11 @@ def block_calls() -> Iterator[list[int]]:
 def cost(call: Callable[[], Any], n_blocks: int, device: str) -> dict[str, float]:
     """Seconds of a call, of the processor as well, and its forward passes, by blocks."""
     wait(device)
-    start, own = time.perf_counter(), time.process_time()
+    start, cpu_start = time.perf_counter(), time.process_time()
     with block_calls() as calls:
         call()
     wait(device)
-    took = {"s": time.perf_counter() - start, "CPU s": time.process_time() - own}
+    took = {"s": time.perf_counter() - start, "CPU s": time.process_time() - cpu_start}
     return {**took, "forward passes": calls[0] / n_blocks, "load": os.getloadavg()[0]}
 
 
@@ -150,36 +150,36 @@ def peak(n_batches: int, batch: int, pos: int, smoke: bool, device: str, layers:
         stream = (prompts_of(source, batch, pos) for _ in range(n_batches))
         reset_peak(device)
         before, _ = held_and_peak(device)
-        for each in batches(source, stream, p.loss(), None, batch):
-            statistics.add(each)
+        for chunk in batches(source, stream, p.loss(), None, batch):
+            statistics.add(chunk)
         return (held_and_peak(device)[1] - before) / MIB
 
 
 def peak_apart(*arguments: Any) -> float:
     """The same in a process of its own, whose high-water mark begins low."""
     code = f"from {__spec__.name} import peak; print(peak(*{arguments!r}))"
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    return float(told.stdout.splitlines()[-1])
+    return float(process.stdout.splitlines()[-1])
 
 
 def report(smoke: bool, device: str, batch: int, pos: int, rounds: int, layers: int) -> str:
     """All tables, as the text of a page."""
     source, grown = models_of(smoke, device, layers)
     tokens = prompts_of(source, batch, pos)
-    found = throughput(source, grown, tokens, rounds, device)
+    speeds = throughput(source, grown, tokens, rounds, device)
     rows = [
-        {"call": name, "tokens/s": speed, "of two plain forwards": speed / found[PLAIN]}
-        for name, speed in found.items()
+        {"call": name, "tokens/s": speed, "of two plain forwards": speed / speeds[PLAIN]}
+        for name, speed in speeds.items()
     ]
     n_patched = 5 if smoke else 20
     first = cost_of_the_first_batch(source, grown, tokens, n_patched, device)
-    own = circuit_costs(source, tokens, device, 5 if smoke else 300)
+    costs = circuit_costs(source, tokens, device, 5 if smoke else 300)
     peaks = [
         {"batches": n, "peak MiB": peak_apart(n, batch, pos, smoke, device, layers)} for n in (1, 4)
     ]
@@ -207,7 +207,7 @@ edges between 20 of their nodes are drawn, and {n_patched} components are patche
 On one pair of prompts of the original, which differ at the last token but one; "forward passes" are
 runs of blocks over the number of blocks, however many variants run at once:
 
-{table(pd.DataFrame(own))}
+{table(pd.DataFrame(costs))}
 
 Peak memory of what streams, beyond both models:
 

@@ -126,7 +126,7 @@ def peak_memory(lengths: list[int], device: str, smoke: bool) -> pd.DataFrame:
 
 def conversion(source: HookedTransformer, rounds: int, device: str) -> pd.DataFrame:
     """How long conversion takes, and the memory of its tensors that is not the source's."""
-    theirs = {t.untyped_storage().data_ptr() for t in source.state_dict().values()}
+    source_pointers = {t.untyped_storage().data_ptr() for t in source.state_dict().values()}
     weights = sum(t.nbytes for t in source.parameters())
     rows = []
     for copy in (False, True):
@@ -135,7 +135,7 @@ def conversion(source: HookedTransformer, rounds: int, device: str) -> pd.DataFr
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.values()
         }
-        new = sum(size for pointer, size in storages.items() if pointer not in theirs)
+        new = sum(size for pointer, size in storages.items() if pointer not in source_pointers)
         rows.append(
             {
                 "call": f"convert(model, copy_weights={copy})",

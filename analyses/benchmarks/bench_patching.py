@@ -398,26 +398,26 @@ def tables(fits: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     marginal, fixed = [], []
     for (sites, tokens, first), of_task in fits.groupby(["sites", "tokens", "first"], sort=False):
         way = {row.way: row for row in of_task.itertuples()}
-        own = way["ours"]
+        ours = way["ours"]
         labels = {"sites": sites, "tokens": tokens, "differ from": first}
         marginal.append(
             labels
-            | {"ours, ms": 1e3 * own.marginal, "bound, ms": 1e3 * own.bound}
-            | {"bound / ours": own.bound / own.marginal}
+            | {"ours, ms": 1e3 * ours.marginal, "bound, ms": 1e3 * ours.bound}
+            | {"bound / ours": ours.bound / ours.marginal}
             | {
-                f"{name} / ours": way[name].marginal / own.marginal
+                f"{name} / ours": way[name].marginal / ours.marginal
                 for name in WAYS
                 if name != "ours"
             }
         )
-        saved = way["skilled"].marginal - own.marginal
-        even = max(1, math.ceil((own.fixed - way["skilled"].fixed) / saved)) if saved > 0 else None
+        saved = way["skilled"].marginal - ours.marginal
+        even = max(1, math.ceil((ours.fixed - way["skilled"].fixed) / saved)) if saved > 0 else None
         fixed.append(
             labels
             | {f"{name}, s": way[name].fixed for name in WAYS}
-            | {"exposing once, s": own.expose}
+            | {"exposing once, s": ours.expose}
             | {"ours is cheaper than skilled from": f"{even} sites" if even else "never"}
-            | {"largest effect": own.effect, "largest difference": of_task["difference"].max()}
+            | {"largest effect": ours.effect, "largest difference": of_task["difference"].max()}
         )
     return pd.DataFrame(marginal), pd.DataFrame(fixed)
 

@@ -47,15 +47,15 @@ class ByHand:
     def __init__(self, model: Any, clean: Tensor, corrupted: Tensor) -> None:
         self.model, self.tokens = model, corrupted
         with torch.no_grad():
-            self.runs = [model.run_with_cache(each)[1] for each in (clean, corrupted)]
+            self.runs = [model.run_with_cache(prompt)[1] for prompt in (clean, corrupted)]
         bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
         self.value = lambda logits: bound.value(bound.select(logits)[None])[0]
 
     def sent(self, name: HeadName) -> Tensor:
         """What a head wrote in the clean run less what it wrote in the corrupted one."""
         block = self.model.blocks[name.layer]
-        at = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
-        clean, corrupted = (r[f"blocks.{name.layer}.{at}"][:, AT, name.index] for r in self.runs)
+        hook = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
+        clean, corrupted = (r[f"blocks.{name.layer}.{hook}"][:, AT, name.index] for r in self.runs)
         if name.kind == "attention":
             return (clean - corrupted) @ block.attn.W_O[name.index]
         return (clean - corrupted)[:, None] * block.mlp.W_out[name.index]
@@ -69,23 +69,23 @@ class ByHand:
             more = delta / cache["ln_final.hook_scale"][:, AT]
             return "ln_final.hook_normalized", self.adding(more, (slice(None), AT))
         name = HeadName.parse(receiver)
-        block, at = self.model.blocks[name.layer], f"blocks.{name.layer}"
+        block, prefix = self.model.blocks[name.layer], f"blocks.{name.layer}"
         norm = "ln1" if name.kind == "attention" else "ln2"
         weight = getattr(block, norm).original_component.weight
-        entering = delta / cache[f"{at}.{norm}.hook_scale"][:, AT] * weight
+        entering = delta / cache[f"{prefix}.{norm}.hook_scale"][:, AT] * weight
         if name.kind == "attention":
             more = entering @ block.attn.W_Q[name.index]
-            return f"{at}.attn.hook_q", self.adding(more, (slice(None), AT, name.index))
+            return f"{prefix}.attn.hook_q", self.adding(more, (slice(None), AT, name.index))
         more = entering @ block.mlp.W_in[:, name.index]
-        return f"{at}.mlp.hook_pre", self.adding(more, (slice(None), AT, name.index))
+        return f"{prefix}.mlp.hook_pre", self.adding(more, (slice(None), AT, name.index))
 
     @staticmethod
-    def adding(more: Tensor, where: tuple[Any, ...]) -> Callable[..., Tensor]:
+    def adding(more: Tensor, index: tuple[Any, ...]) -> Callable[..., Tensor]:
         """A hook that adds somewhere."""
 
         def hook(value: Tensor, hook: Any) -> Tensor:
             value = value.clone()
-            value[where] += more
+            value[index] += more
             return value
 
         return hook
@@ -113,7 +113,7 @@ def flops(cfg: Any, layer: int | None, kind: str) -> float:
     return float(2 * d_model + (POS - AT) * blocks * per_token)
 
 
-def report(smoke: bool, device: str, few: int, theirs: int) -> str:
+def report(smoke: bool, device: str, few: int, n_by_hand: int) -> str:
     """All tables, as the text of a page."""
     load = os.getloadavg()[0]
     source = bridge_of(device, smoke=smoke)
@@ -124,7 +124,8 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
     by_hand = ByHand(source, clean, corrupted)
     neurons = [list(range(0, cfg.d_mlp, max(1, cfg.d_mlp // few)))[:few]] * 2
     from_neurons, to_neurons = (
-        [f"L{layer}N{i}" for i in each] for layer, each in zip((first, last), neurons, strict=True)
+        [f"L{layer}N{i}" for i in indices]
+        for layer, indices in zip((first, last), neurons, strict=True)
     )
     cases: dict[str, tuple[Any, Any, str, int | None]] = {
         "neurons to neurons": (from_neurons, to_neurons, "z", last),
@@ -138,22 +139,22 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
         options: dict[str, Any] = {"positions": AT, "progress": False}
         for title, (senders, receivers, part, layer) in cases.items():
             start = time.perf_counter()
-            found = p.path_patch(
+            sweep = p.path_patch(
                 *(model, clean, corrupted, METRIC),
                 **options | {"senders": senders, "receivers": receivers, "part": part},
             )
             ours = time.perf_counter() - start
-            sampled = found.frame.iloc[:: max(1, len(found.frame) // theirs)][:theirs]
+            sampled = sweep.frame.iloc[:: max(1, len(sweep.frame) // n_by_hand)][:n_by_hand]
             pairs = list(zip(sampled["sender"], sampled["receiver"], strict=True))
             values, seconds = by_hand.patch(pairs)
             worst = max(abs(a - b) for a, b in zip(values, sampled["value"], strict=True))
             kind = "neuron" if "to neurons" in title else "attention"
             counted = flops(cfg, layer, kind)
-            rate = len(found.frame) / ours
+            rate = len(sweep.frame) / ours
             rows.append(
                 {
                     "paths": title,
-                    "number": len(found.frame),
+                    "number": len(sweep.frame),
                     "seconds": ours,
                     "by hand paths/s": len(pairs) / seconds,
                     "ours paths/s": rate,
@@ -161,7 +162,7 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
                     "bound paths/s": speed / counted,
                     "Mflop a path": counted / 1e6,
                     "largest difference": worst
-                    / (abs(found.clean_value) + abs(found.corrupted_value)),
+                    / (abs(sweep.clean_value) + abs(sweep.corrupted_value)),
                 }
             )
         start = time.perf_counter()
@@ -173,12 +174,12 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
         )
         took = time.perf_counter() - start
     shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
-    called = f"--few {few} --theirs {theirs}{' --smoke' if smoke else ''}"
+    called = f"--few {few} --theirs {n_by_hand}{' --smoke' if smoke else ''}"
     errors = (top.frame["estimate"] - top.frame["score"]).abs() / top.effect.abs()
     return f"""# What a path costs
 
 {shape}, float32, {POS} tokens, from layer {first} to layer {last}, written at token {AT}; a logit
-difference at the last token; {theirs} paths of each kind by hand. Machine: {machine(device)};
+difference at the last token; {n_by_hand} paths of each kind by hand. Machine: {machine(device)};
 matrix product {speed / 1e9:.0f} GFLOP/s; {load:.1f} other processes ran when it began.
 Made by `python -m analyses.benchmarks.bench_paths {called}`.
 

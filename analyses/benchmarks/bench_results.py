@@ -65,12 +65,13 @@ def turns(
                 start = time.perf_counter(), time.process_time()
                 kept = call()
                 wait(device)
-                each = time.perf_counter() - start[0], time.process_time() - start[1]
+                duration = time.perf_counter() - start[0], time.process_time() - start[1]
                 del kept
             if count or not rounds:
-                took[name].append(each)
+                took[name].append(duration)
     wall, processor = (
-        [statistics.median(each[i] for each in times) for times in took.values()] for i in (0, 1)
+        [statistics.median(duration[i] for duration in times) for times in took.values()]
+        for i in (0, 1)
     )
     return pd.DataFrame({"call": list(calls), "wall s": wall, "processor s": processor})
 
@@ -142,8 +143,8 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
 def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
     """Seconds to make, rank, compare, save and load a result of random values."""
     layers, n, n_pos = sizes
-    where = torch.eye(n_pos, dtype=torch.bool)[:, None]
-    positions = [PositionSet(pos, where[pos]) for pos in range(n_pos)]
+    masks = torch.eye(n_pos, dtype=torch.bool)[:, None]
+    positions = [PositionSet(pos, masks[pos]) for pos in range(n_pos)]
     index, whole = torch.arange(n), torch.full((n,), -1)
     sites = [
         LayerSites(layer, "neuron", tuple(f"L{layer}N{i}" for i in range(n)), index, whole)
@@ -154,20 +155,20 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
     noisy = values + 0.1 * torch.randn_like(values)
 
     def made(of_layers: Tensor) -> p.Sweep:
-        groups = [SiteGroup.product(each, positions) for each in sites]
+        groups = [SiteGroup.product(names, positions) for names in sites]
         return p.Sweep(site_rows(groups).assign(value=of_layers.numpy().ravel()), **RUN)
 
-    one, other = made(values), made(noisy)
+    first, second = made(values), made(noisy)
     path = folder / "sweep.parquet"
-    one.save(path)
+    first.save(path)
     calls: dict[str, Callable[[], Any]] = {
         "made of tensors": lambda: made(values),
-        "top(20)": lambda: one.top(20),
-        "agreement": lambda: p.agreement(one, other),
-        "saved (parquet)": lambda: one.save(path),
+        "top(20)": lambda: first.top(20),
+        "agreement": lambda: p.agreement(first, second),
+        "saved (parquet)": lambda: first.save(path),
         "loaded": lambda: p.Sweep.load(path),
         "frame": lambda: made(values).frame,
-        "made of the frame": lambda: p.Sweep(one.frame, **RUN),
+        "made of the frame": lambda: p.Sweep(first.frame, **RUN),
     }
     return turns(calls, 0, "cpu")
 
@@ -183,7 +184,7 @@ def report(folder: str, smoke: bool, device: str) -> str:
     lengths, rounds = ((5,), 1) if smoke else (LENGTHS, 5)
     sizes = SMALL if smoke else LARGE
     millions = sizes[0] * sizes[1] * sizes[2] / 1e6
-    found = attributions(source, lengths, rounds, device)
+    frame = attributions(source, lengths, rounds, device)
     with tempfile.TemporaryDirectory() as kept:
         large = large_result(sizes, Path(kept))
     return f"""# Attribution against plain hooks, and large results
@@ -196,7 +197,7 @@ Made by `python -m analyses.benchmarks.bench_results`.
 {shape}, a bridge, float32. The gradient costs a forward pass by flops, so AtP costs
 three.
 
-{table(found)}
+{table(frame)}
 
 ## A result of {millions:.3g} million sites
 

@@ -154,9 +154,9 @@ def layers(device: str, smoke: bool, pos: int, rounds: int, speed: float) -> pd.
             "parameters": [sum(p.numel() for p in made(name).parameters()) for name in LAYERS],
             "ms": list(took.values()),
             "ratio": [ms / took["MLP"] for ms in took.values()],
-            "Gflop": [each / 1e9 for each in flops.values()],
-            "ratio of flops": [each / flops["MLP"] for each in flops.values()],
-            "bound ms": [1e3 * each / speed for each in flops.values()],
+            "Gflop": [flop / 1e9 for flop in flops.values()],
+            "ratio of flops": [flop / flops["MLP"] for flop in flops.values()],
+            "bound ms": [1e3 * flop / speed for flop in flops.values()],
         }
     )
 

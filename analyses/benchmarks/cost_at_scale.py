@@ -127,7 +127,9 @@ def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
     lines = []
     for work in works(shape, pos, first):
         one = [work.seconds(peak, weights) for peak in PEAK.values()]
-        more = [duration(each / DEVICES) for each in one] if work.divides else ["of 8 pairs"] * 2
+        more = (
+            [duration(seconds / DEVICES) for seconds in one] if work.divides else ["of 8 pairs"] * 2
+        )
         times = [*map(duration, one), *more]
         lines.append([work.name, f"{work.flops / 1e12:,.3g}", amount(work.result), *times])
     header = ["", "Tflop", "result", *(f"{name}, one device" for name in PEAK)]

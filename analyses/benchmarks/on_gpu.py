@@ -53,7 +53,7 @@ class Step:
     @property
     def name(self) -> str:
         """The name of its folder."""
-        return "_".join([self.script, *(each.strip("-") for each in self.options)])
+        return "_".join([self.script, *(option.strip("-") for option in self.options)])
 
 
 STEPS = (
@@ -80,28 +80,28 @@ if not HAS_HOOKED_TRANSFORMER:
 
 def sweeps(device: str, smoke: bool) -> str:
     """Sweeps on a device, compared with the CPU's."""
-    given = prompts(FIRST_STEP, 41 if smoke else 50257, "cpu")
+    inputs = prompts(FIRST_STEP, 41 if smoke else 50257, "cpu")
     metric = p.logit_diff(correct=11, wrong=12)
     neurons = range(0, 37 if smoke else 3072, 18 if smoke else 384)
     names = [f"L{layer}N{i}" for layer in range(2 if smoke else 12) for i in neurons]
     rows: list[dict[str, Any]] = []
     expected = None
-    for where in dict.fromkeys(("cpu", device)):
-        with expose_neuron_heads(bridge_of(where, smoke=smoke)) as model:
-            moved = [each.to(where) for each in given]
+    for place in dict.fromkeys(("cpu", device)):
+        with expose_neuron_heads(bridge_of(place, smoke=smoke)) as model:
+            moved = [tensor.to(place) for tensor in inputs]
             how: dict[str, Any] = {"sites": names, "positions": "each", "progress": False}
             seconds = []
             for _ in range(2):  # the first time, kernels are loaded
-                wait(where)
+                wait(place)
                 start = time.perf_counter()
                 sweep = p.activation_patch(model, *moved, metric, **how)
-                wait(where)
+                wait(place)
                 seconds.append(time.perf_counter() - start)
             score = sweep.frame["score"]
             expected = score if expected is None else expected
             rows.append(
                 {
-                    "device": where,
+                    "device": place,
                     "sites": len(score),
                     "seconds": seconds[-1],
                     "largest difference from the CPU's score": (score - expected).abs().max(),
@@ -133,7 +133,7 @@ def page(out: Path, states: dict[str, str], about: str) -> str:
         path.read_text("utf-8") for name in states for path in sorted(out.glob(f"{name}/*.md"))
     ]
     parts = ["# Measured on a GPU", about, markdown(["step", "state"], rows), *texts]
-    return "\n\n".join(each.strip() for each in parts) + "\n"
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def main(
@@ -141,11 +141,13 @@ def main(
     device: Device = "cuda",
     minutes: Annotated[float, typer.Option(help="for all steps of this run")] = 9.0,
     only: Annotated[list[str] | None, typer.Option(help="scripts; all if none")] = None,
-    own: Annotated[bool, typer.Option("--sweeps", help="the first step alone, here")] = False,
+    sweeps_only: Annotated[
+        bool, typer.Option("--sweeps", help="the first step alone, here")
+    ] = False,
     smoke: Smoke = False,
 ) -> None:
     """Run every step that is not done, and write `on_gpu.md`."""
-    if own:
+    if sweeps_only:
         write_text(out / "sweeps.md", sweeps(device, smoke))
         return
     steps = [step for step in STEPS if not only or step.script in only]

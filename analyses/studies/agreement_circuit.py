@@ -82,16 +82,16 @@ def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarr
             _metric(task, some),
         )
         clean = attribute_run(model, here, metric, patterns=False)
-        other = attribute_run(
+        corrupted_run = attribute_run(
             model, prompt_pair(model, here.corrupted, here.clean), metric, patterns=False
         )
         for index, sublayer in enumerate(clean.linear.sublayers):
-            change = clean.z[index] - other.z[index]
+            change = clean.z[index] - corrupted_run.z[index]
             effects = (clean.gradients[index] * change).sum(dim=(0, -1)).cpu().numpy()
             writes = sublayer.writes
             rows = (frame["layer"] == writes.layer) & (frame["kind"] == writes.kind)
-            at = frame[rows]
-            total[rows] += effects[at["position"].to_numpy(int), at["index"].to_numpy(int)]
+            chosen = frame[rows]
+            total[rows] += effects[chosen["position"].to_numpy(int), chosen["index"].to_numpy(int)]
     return total / len(task)
 
 

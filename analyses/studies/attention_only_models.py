@@ -55,17 +55,17 @@ class Neurons(nn.Module):
         super().__init__()
         self.kind, self.bias = kind, None
         self.cut: frozenset[str] = frozenset()
-        own = 1 if kind in ("bias token", "set free") else 0  # the coordinate of the bias token
+        n_extra = 1 if kind in ("bias token", "set free") else 0  # the coordinate of the bias token
 
         def drawn(*shape: int, std: float = std) -> nn.Parameter:
             return nn.Parameter(torch.randn(shape) * std)
 
         self.W_Q, self.W_O = drawn(d_model, n_heads), drawn(n_heads, d_model, std=std_out)
         if kind not in ("mlp", "theorem"):
-            self.W_V = drawn(d_model + own, n_heads)
+            self.W_V = drawn(d_model + n_extra, n_heads)
         if kind not in ("mlp", "theorem", "keyless"):
-            self.W_K = drawn(d_model + own, n_heads)
-        if own:
+            self.W_K = drawn(d_model + n_extra, n_heads)
+        if n_extra:
             self.bias = bias
         if kind == "persistent":
             self.key_b, self.value_b = drawn(n_heads), drawn(n_heads)
@@ -173,7 +173,7 @@ def text_model(
 
 def neurons_of(model: Any) -> list[Neurons]:
     """The neurons of each layer."""
-    return [each for each in model.modules() if isinstance(each, Neurons)]
+    return [module for module in model.modules() if isinstance(module, Neurons)]
 
 
 def in_package(model: Any) -> Any:
@@ -184,7 +184,7 @@ def in_package(model: Any) -> Any:
             keys that do not depend on the token, and q for a value, as those of an MLP.
     """
     layers = neurons_of(model)
-    odd = {each.kind for each in layers} - {"mlp", "theorem"}
+    odd = {layer.kind for layer in layers} - {"mlp", "theorem"}
     if odd:
         raise ValueError(f"got neuron-heads of kind {sorted(odd)}; expected those of an MLP")
     if isinstance(model, HookedTransformer):
@@ -197,15 +197,15 @@ def in_package(model: Any) -> Any:
         config.n_inner = layers[0].W_Q.shape[1]
         plain = GPT2LMHeadModel(config)
         names = ("transformer.h.{}.mlp.c_fc.weight", "transformer.h.{}.mlp.c_proj.weight")
-    state, theirs = plain.to(layers[0].W_Q.dtype).state_dict(), model.state_dict()
+    state, model_state = plain.to(layers[0].W_Q.dtype).state_dict(), model.state_dict()
     of_layers = {
         name.format(layer): tensor
-        for layer, each in enumerate(layers)
-        for name, tensor in zip(names, (each.W_Q, each.W_O), strict=True)
+        for layer, sublayer in enumerate(layers)
+        for name, tensor in zip(names, (sublayer.W_Q, sublayer.W_O), strict=True)
     }
     for name, tensor in state.items():
         if ".mlp." in name and name not in of_layers:
             tensor.zero_()  # biases, which Definition 1 has none of
         else:
-            tensor.copy_((of_layers | theirs)[name].detach())
+            tensor.copy_((of_layers | model_state)[name].detach())
     return plain.eval()

@@ -82,7 +82,7 @@ def summary(frames: Mapping[str, pd.DataFrame]) -> str:
     rows = []
     for arm in sizes.index:
         of_arm = losses[arm]
-        epochs = [_step(each) for each in steps.loc[arm]] if arm in steps.index else ["–"]
+        epochs = [_step(step) for step in steps.loc[arm]] if arm in steps.index else ["–"]
         share = sizes.loc[arm] / sizes.loc["mlp"]
         rows.append(
             [
@@ -122,7 +122,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
         task: turn[task, "bias token", "end"] - turn[task, "bias token", "start"] for task in tasks
     }
     kept = {task: turn[task, "set free", "end"] for task in tasks}
-    found = [
+    lines = [
         (
             abs(relative["bias token"]) < NEAR,
             f"half as many heads to the letter end {relative['bias token']:+.1%} from the MLP's "
@@ -135,8 +135,8 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
             f"loss, the MLP of twice the neurons {relative['mlp, twice']:+.1%}",
         ),
         (
-            all(abs(each) < APART for each in moved.values())
-            and all(each < 1 - APART for each in kept.values()),
+            all(abs(change) < APART for change in moved.values())
+            and all(share < 1 - APART for share in kept.values()),
             "the median |cos(W_Q, W_V)| of heads to the letter goes "
             + ", ".join(
                 f"from {turn[task, 'bias token', 'start']:.2f} to "
@@ -147,7 +147,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
             + " and ".join(f"{kept[task]:.2f}" for task in tasks),
         ),
         (
-            all(each["key"] > each["value_b"] for each in part.values())
+            all(row["key"] > row["value_b"] for row in part.values())
             and abs(relative["keyless"] - relative["bias token"]) < NEAR,
             "with every key at its mean, heads to the letter lose "
             + ", ".join(f"{part[task]['key']:.3g} on {task}" for task in tasks)
@@ -170,7 +170,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
             ),
         ),
     ]
-    return found
+    return lines
 
 
 def curves_figure(curves: pd.DataFrame) -> Figure:
@@ -179,13 +179,18 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
     panels = picture.subplots(1, 2)
     for panel, task in zip(panels, ("text", "addition"), strict=True):
         for arm, of_arm in curves[curves["task"] == task].groupby("arm", sort=False):
-            at = of_arm.groupby("step")[["flops", "loss"]].agg(["median", "min", "max"])
-            at = at[at["flops", "median"] > 0]
-            x, colour = at["flops", "median"] / 1e12, COLOURS[str(arm)]
+            summary = of_arm.groupby("step")[["flops", "loss"]].agg(["median", "min", "max"])
+            summary = summary[summary["flops", "median"] > 0]
+            x, colour = summary["flops", "median"] / 1e12, COLOURS[str(arm)]
             style = "--" if "," in str(arm) else "-"
-            panel.plot(x, at["loss", "median"], color=colour, linestyle=style, label=arm)
+            panel.plot(x, summary["loss", "median"], color=colour, linestyle=style, label=arm)
             panel.fill_between(
-                x, at["loss", "min"], at["loss", "max"], color=colour, alpha=0.12, linewidth=0
+                x,
+                summary["loss", "min"],
+                summary["loss", "max"],
+                color=colour,
+                alpha=0.12,
+                linewidth=0,
             )
         scale = "log" if task == "addition" else "linear"
         panel.set(title=task, xscale=scale, yscale=scale, xlabel="Tflop of matrix products")
@@ -211,7 +216,7 @@ def heads_figure(heads: pd.DataFrame) -> Figure:
         for panel, (column, title) in zip(row, titles.items(), strict=True):
             for arm in ("keyless", "bias token", "set free", "persistent"):
                 of_arm = heads[(heads["task"] == task) & (heads["arm"] == arm)]
-                bins = [each / 25 for each in range(26)]
+                bins = [i / 25 for i in range(26)]
                 weights = [1 / len(of_arm)] * len(of_arm)
                 panel.hist(
                     of_arm[column],

@@ -51,7 +51,7 @@ class Keeping(Repairer):
 
     def __init__(self, runner: Any, groups: Any, keys: Any, *args: Any) -> None:
         rows = site_rows(groups)
-        numbers = np.concatenate([each.double().numpy() for each in keys])
+        numbers = np.concatenate([key.double().numpy() for key in keys])
         type(self).keys = pd.Series(numbers, pd.MultiIndex.from_frame(rows[SITE].astype(object)))
         super().__init__(runner, groups, keys, *args)
 
@@ -62,19 +62,19 @@ def effects(sweep: p.Sweep) -> pd.Series:
     return pd.Series(sweep.effect.to_numpy(), sites)
 
 
-def sample(estimate: pd.Series, key: pd.Series, each: int, seed: int) -> pd.Series:
+def sample(estimate: pd.Series, key: pd.Series, n: int, seed: int) -> pd.Series:
     """Sampled sites, with how many each stands for."""
-    largest = key.nlargest(each).index.union(estimate.abs().nlargest(each).index)
+    largest = key.nlargest(n).index.union(estimate.abs().nlargest(n).index)
     others = estimate.index.difference(largest)
-    drawn = others[np.random.default_rng(seed).choice(len(others), each, replace=False)]
+    drawn = others[np.random.default_rng(seed).choice(len(others), n, replace=False)]
     return pd.concat(
         [pd.Series(1.0, largest), pd.Series(len(others) / len(drawn), drawn)], verify_integrity=True
     )
 
 
-def pearson(one: pd.Series, other: pd.Series, weight: pd.Series) -> float:
+def pearson(first: pd.Series, second: pd.Series, weight: pd.Series) -> float:
     """Weighted correlation."""
-    cov = np.cov(one, other, aweights=weight)
+    cov = np.cov(first, second, aweights=weight)
     return float(cov[0, 1] / np.sqrt(cov[0, 0] * cov[1, 1]))
 
 
@@ -83,7 +83,7 @@ def main(
     out: Out = Path("out/attribution"),
     device: Device = "cpu",
     seed: Seed = 0,
-    each: Annotated[int, typer.Option(help="sites of each kind, three times")] = EACH,
+    n_each: Annotated[int, typer.Option("--each", help="sites of each kind, three times")] = EACH,
 ) -> None:
     """Measure, and write a page and its record."""
     started = time.perf_counter()
@@ -92,20 +92,20 @@ def main(
     rows = []
     for task, (clean, corrupted, right, wrong) in tqdm(PAIRS.items(), unit="pair"):
         prompts = clean, corrupted, p.logit_diff(right, wrong)
-        found = {
+        sweeps = {
             budget: p.attribution(model, *prompts, budget=budget, progress=False)
             for budget in BUDGETS
         }
-        estimate = effects(found[0])
-        kinds = found[0].frame["kind"].to_numpy()
+        estimate = effects(sweeps[0])
+        kinds = sweeps[0].frame["kind"].to_numpy()
         weights = {
-            kind: sample(estimate[kinds == kind], Keeping.keys[kinds == kind], each, seed)
+            kind: sample(estimate[kinds == kind], Keeping.keys[kinds == kind], n_each, seed)
             for kind in KINDS
         }
         sites = [site for weight in weights.values() for site in weight.index]
         names = [f"{name}@{position}" for name, position in sites]
         patched = effects(p.activation_patch(model, *prompts, sites=names, progress=False))
-        for (budget, sweep), (kind, weight) in product(found.items(), weights.items()):
+        for (budget, sweep), (kind, weight) in product(sweeps.items(), weights.items()):
             mended, exact = (of.reindex(weight.index) for of in (effects(sweep), patched))
             best = exact.abs().idxmax()
             largest = [set(of.abs().nlargest(TOP).index) for of in (exact, mended)]
@@ -133,7 +133,7 @@ def main(
         for task, (clean, corrupted, right, wrong) in PAIRS.items()
     )
     page = PAGE.format(
-        table=shown, prompts=prompts_shown, machine=machine(device), each=each, seed=seed
+        table=shown, prompts=prompts_shown, machine=machine(device), each=n_each, seed=seed
     )
     settings = {"device": device, "smoke": False, "seed": seed}
     leave(__file__, out, {"attribution_smollm2.md": page}, started=started, **settings)

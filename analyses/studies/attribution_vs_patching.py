@@ -54,19 +54,19 @@ class Pair:
 def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[Pair]:
     """Prompts with one token replaced by another prompt's, where that changes the top token."""
     generator = torch.Generator().manual_seed(seed)
-    found = 0
+    n_found = 0
     for _ in range(1000):
-        row, other = torch.randint(len(tokens), (2,), generator=generator).tolist()
-        at = int(torch.randint(tokens.shape[1], (1,), generator=generator))
+        row, other_row = torch.randint(len(tokens), (2,), generator=generator).tolist()
+        place = int(torch.randint(tokens.shape[1], (1,), generator=generator))
         clean, corrupted = tokens[row], tokens[row].clone()
-        corrupted[at] = tokens[other, at]
+        corrupted[place] = tokens[other_row, place]
         correct, wrong = model(torch.stack([clean, corrupted]))[:, -1].argmax(-1).tolist()
         if correct != wrong:
-            found += 1
+            n_found += 1
             yield Pair(clean, corrupted, correct, wrong)
-        if found == n:
+        if n_found == n:
             return
-    raise RuntimeError(f"of 1000 pairs of prompts, {found} have other top tokens; wanted {n}")
+    raise RuntimeError(f"of 1000 pairs of prompts, {n_found} have other top tokens; wanted {n}")
 
 
 def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
@@ -77,33 +77,33 @@ def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
         for method in METHODS:
             if method == "secant" and part != "z":  # refused: split=True divides z
                 continue
-            found = p.attribution(
+            sweep = p.attribution(
                 model, *prompts, part=part, method=method, budget=0, progress=False
             )
-            sites = [each.frame[["name", "position"]].astype(str) for each in (exact, found)]
+            sites = [result.frame[["name", "position"]].astype(str) for result in (exact, sweep)]
             assert sites[0].equals(sites[1])
             for kind in KINDS:
-                here = (found.frame["kind"] == kind).to_numpy()
-                one, other = (each.effect.to_numpy()[here] for each in (exact, found))
-                if here.any() and np.ptp(one.round(DIGITS)) > 0:  # some patch has an effect
-                    yield {"kind": kind, "part": part, "method": method} | agree(one, other)
+                here = (sweep.frame["kind"] == kind).to_numpy()
+                first, second = (result.effect.to_numpy()[here] for result in (exact, sweep))
+                if here.any() and np.ptp(first.round(DIGITS)) > 0:  # some patch has an effect
+                    yield {"kind": kind, "part": part, "method": method} | agree(first, second)
 
 
-def agree(exact: np.ndarray, found: np.ndarray) -> dict[str, Any]:
+def agree(exact: np.ndarray, estimated: np.ndarray) -> dict[str, Any]:
     """Agreement of an estimate's effects with those of patching; none where it has one for all.
 
     As `p.agreement` measures it, of effects rounded so that sites without any share their rank.
     """
-    one, other = (each.round(DIGITS) for each in (exact, found))
-    k = min(TOP, len(one) // 2)
-    if np.ptp(other) == 0:
-        return {"k": k, "n": len(one)}
-    largest = [set(np.argsort(-abs(each), kind="stable")[:k]) for each in (one, other)]
+    first, second = (effects.round(DIGITS) for effects in (exact, estimated))
+    k = min(TOP, len(first) // 2)
+    if np.ptp(second) == 0:
+        return {"k": k, "n": len(first)}
+    largest = [set(np.argsort(-abs(effects), kind="stable")[:k]) for effects in (first, second)]
     return {
         "k": k,
-        "n": len(one),
-        "pearson": float(np.corrcoef(one, other)[0, 1]),
-        "spearman": spearmanr(one, other).statistic,
+        "n": len(first),
+        "pearson": float(np.corrcoef(first, second)[0, 1]),
+        "spearman": spearmanr(first, second).statistic,
         "top_k": len(largest[0] & largest[1]) / k,
     }
 
@@ -178,7 +178,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     rows, seen = [], []

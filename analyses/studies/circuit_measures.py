@@ -88,7 +88,7 @@ class Question:
 
     def to(self, device: str) -> "Question":
         """The same on a device."""
-        return Question(*(each.to(device) for each in vars(self).values()))
+        return Question(*(tensor.to(device) for tensor in vars(self).values()))
 
     @property
     def metric(self) -> Any:
@@ -99,8 +99,10 @@ class Question:
         """The metric of each prompt of a whole run."""
         rows = torch.arange(len(logits), device=logits.device)
         last = logits[rows, self.mask.sum(1).to(logits.device) - 1]
-        found: Floats = (last[rows, self.right] - last[rows, self.wrong]).cpu().double().numpy()
-        return found
+        differences: Floats = (
+            (last[rows, self.right] - last[rows, self.wrong]).cpu().double().numpy()
+        )
+        return differences
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,9 @@ def look(
     with expose_neuron_heads(model) as exposed:
         names, parts = parts_of(exposed, questions, new, method)
         gates, patterns = in_texts(exposed, texts)
-        found = neurons.top_examples(exposed, None, texts, k=EXAMPLES, progress=False)
+        examples_frame = neurons.top_examples(exposed, None, texts, k=EXAMPLES, progress=False)
     examples: dict[str, tuple[frozenset[tuple[int, int]], ...]] = {}
-    for (name, _), rows in found.groupby(["name", "end"], sort=False):
+    for (name, _), rows in examples_frame.groupby(["name", "end"], sort=False):
         places = frozenset(zip(rows["text"], rows["at"], strict=True))
         examples[str(name)] = (*examples.get(str(name), ()), places)
     return Look(names, parts, gates, patterns, examples)
@@ -227,10 +229,15 @@ def patched(exposed: Any, asked: Question, names: Iterable[str]) -> Float[np.nda
         points.setdefault(head.hook("z", exposed), []).append(head.index)
     _, cache = exposed.run_with_cache(asked.corrupted, names_filter=list(points))
 
-    def patch(z: Tensor, hook: Any, other: Tensor, at: list[int]) -> Tensor:
-        return z.index_copy(2, torch.tensor(at, device=z.device), other[:, :, at])
+    def patch(z: Tensor, hook: Any, corrupted_z: Tensor, positions: list[int]) -> Tensor:
+        return z.index_copy(
+            2, torch.tensor(positions, device=z.device), corrupted_z[:, :, positions]
+        )
 
-    hooks = [(name, partial(patch, other=cache[name], at=at)) for name, at in points.items()]
+    hooks = [
+        (name, partial(patch, corrupted_z=cache[name], positions=positions))
+        for name, positions in points.items()
+    ]
     return asked.of_logits(exposed.run_with_hooks(asked.clean, fwd_hooks=hooks))
 
 
@@ -249,12 +256,12 @@ def in_texts(exposed: Any, texts: Sequence[Tensor]) -> tuple[dict[str, Floats], 
     }
     _, cache = exposed.run_with_cache(tokens, names_filter=sorted(hooks))
     for layer in range(exposed.cfg.n_layers):
-        for kind, found in rows.items():
+        for kind, by_name in rows.items():
             head = HeadName(layer, kind, 0)
             # [text, head_index, pos, key], of a neuron-head its own token and the bias token
             pattern = cache[head.hook("pattern", exposed)].transpose(0, 1)[:, real]
-            for index, each in enumerate(pattern[..., 0] if kind == "neuron" else pattern):
-                found[str(HeadName(layer, kind, index))] = each.flatten().cpu().double().numpy()
+            for index, scores in enumerate(pattern[..., 0] if kind == "neuron" else pattern):
+                by_name[str(HeadName(layer, kind, index))] = scores.flatten().cpu().double().numpy()
     return rows["neuron"], rows["attention"]
 
 
@@ -309,32 +316,32 @@ class Pair:
 
     def heads(self) -> float:
         """The mean correlation of the patterns of attention heads."""
-        found = [
+        similarities = [
             correlations(self.first.patterns[a][None], self.second.patterns[b][None]).item()
             for a, b in self.names.items()
             if "N" not in a
         ]
-        return float(np.mean(found))
+        return float(np.mean(similarities))
 
 
 def correlations(
-    one: Float[np.ndarray, "row number"], other: Float[np.ndarray, "row_2 number"]
+    first: Float[np.ndarray, "row number"], second: Float[np.ndarray, "row_2 number"]
 ) -> Float[np.ndarray, "row row_2"]:
     """Pearson's, of every row of one with every row of the other; 0 where a row is constant."""
     scaled = []
-    for rows in (one, other):
+    for rows in (first, second):
         rows = rows - rows.mean(1, keepdims=True)
         norm = np.linalg.norm(rows, axis=1, keepdims=True)
         # What a rounding of float32 leaves of a constant is none.
         constant = norm <= 1e-6 * np.sqrt(rows.shape[1])
         scaled.append(np.where(constant, 0, rows / np.where(constant, 1, norm)))
-    found: Floats = scaled[0] @ scaled[1].T
-    return found
+    cosines: Floats = scaled[0] @ scaled[1].T
+    return cosines
 
 
-def shared(one: Sequence[frozenset[Any]], other: Sequence[frozenset[Any]]) -> float:
+def shared(first: Sequence[frozenset[Any]], second: Sequence[frozenset[Any]]) -> float:
     """The share of places in common, over both ends."""
-    return sum(len(a & b) for a, b in zip(one, other, strict=True)) / sum(map(len, one))
+    return sum(len(a & b) for a, b in zip(first, second, strict=True)) / sum(map(len, first))
 
 
 def first_k(effects: Float[np.ndarray, "*resample component"], k: int) -> Bool[np.ndarray, "..."]:
@@ -360,28 +367,28 @@ def with_interval(name: str, values: Float[np.ndarray, "resample"]) -> dict[str,
 
 
 def shares_in_common(
-    one: Float[np.ndarray, "resample component"], other: Float[np.ndarray, "resample component"]
+    first: Float[np.ndarray, "resample component"], second: Float[np.ndarray, "resample component"]
 ) -> Float[np.ndarray, "resample"]:
     """`overlap` of two rows of effects, row by row."""
-    one, other = (row / abs(row).sum(1, keepdims=True) for row in (one, other))
-    found: Floats = (np.minimum(abs(one), abs(other)) * (one * other > 0)).sum(1)
-    return found
+    first, second = (row / abs(row).sum(1, keepdims=True) for row in (first, second))
+    shared: Floats = (np.minimum(abs(first), abs(second)) * (first * second > 0)).sum(1)
+    return shared
 
 
 def agreement(pair: Pair, task: str) -> dict[str, float]:
     """How far two models' effects agree: `correlation`, `kept`, `overlap`, and two by chance."""
     names = pair.neurons()
     before, now = (
-        _rows(each, task, some)
-        for each, some in (
+        _rows(rows_of_run, task, some)
+        for rows_of_run, some in (
             (pair.first, names),
             (pair.second, [pair.names[name] for name in names]),
         )
     )
     weights = resamples(before.shape[1])
     first, second = weights @ before.T, weights @ now.T  # [resample, neuron]
-    centred = [each - each.mean(1, keepdims=True) for each in (first, second)]
-    norms = [np.linalg.norm(each, axis=1) for each in centred]
+    centred = [rows - rows.mean(1, keepdims=True) for rows in (first, second)]
+    norms = [np.linalg.norm(rows, axis=1) for rows in centred]
     correlation = (centred[0] * centred[1]).sum(1) / (norms[0] * norms[1])
     k = min(K, len(names) // 2)
     chosen, still = first_k(first, k), first_k(second, k)
@@ -435,9 +442,9 @@ def effects(seen: Look, names: Mapping[str, str]) -> pd.DataFrame:
     return frame
 
 
-def _rows(each: Look, task: str, names: Sequence[str]) -> Float[np.ndarray, "component prompt"]:
-    at = {name: i for i, name in enumerate(each.names)}
-    return each.parts[task].effects[[at[name] for name in names]]
+def _rows(look: Look, task: str, names: Sequence[str]) -> Float[np.ndarray, "component prompt"]:
+    index_of = {name: i for i, name in enumerate(look.names)}
+    return look.parts[task].effects[[index_of[name] for name in names]]
 
 
 def new_measures(
@@ -459,7 +466,7 @@ def new_measures(
     of_neurons = is_neuron(names)
     parity = sum(sizes[:, kind].sum(1) * is_new[kind].mean() for kind in (of_neurons, ~of_neurons))
     clean, nothing, no_new, no_old = (
-        weights @ each for each in (part.clean, part.nothing, part.without_new, part.without_old)
+        weights @ z for z in (part.clean, part.nothing, part.without_new, part.without_old)
     )
     return {
         "metric": clean[0],
@@ -480,14 +487,14 @@ def idle_half(before: Look, task: str) -> list[str]:
     names = [name for name in before.names if "N" in name]
     sizes = pd.Series(abs(_rows(before, task, names).mean(1)), index=names)
     by_layer = sizes.groupby(layers(names), group_keys=False)
-    return list(by_layer.apply(lambda each: each.nsmallest(len(each) // 2)).index)
+    return list(by_layer.apply(lambda group: group.nsmallest(len(group) // 2)).index)
 
 
 def resemblances(now: Look, task: str, new: Collection[str]) -> dict[str, float]:
     """How like old neurons the gates of the foremost new ones are, and those of old ones."""
     names = [name for name in now.names if "N" in name]
     old = [name for name in names if name not in new]
-    found = {"resemblance": float("nan")}
+    measured = {"resemblance": float("nan")}
     for what, some in (
         ("resemblance", [name for name in names if name in new]),
         ("old_resemblance", old),
@@ -503,5 +510,5 @@ def resemblances(now: Look, task: str, new: Collection[str]) -> dict[str, float]
             )
         )
         alike[np.array(foremost)[:, None] == np.array(old)] = 0  # with itself
-        found[what] = float(alike.max(1).mean())
-    return found
+        measured[what] = float(alike.max(1).mean())
+    return measured

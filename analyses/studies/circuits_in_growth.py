@@ -257,7 +257,7 @@ def seen_through(
     device = str(next(small.model.parameters()).device)
     flops = [0, *accumulate(step_flops(weights, batch(plan, start + i)) for i in range(n_steps))]
     new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
-    found = []
+    seen_models = []
     for check, stop in zip((0.0, *study.checks), (0, *stops), strict=True):
         model = grown.model
         if stop == n_steps:
@@ -266,8 +266,8 @@ def seen_through(
             model = model_at(done, start + stop, folder, start=small).to(device)
         look = measures.look(model, asked.questions, asked.texts, new, method)
         about = {"steps": stop, "flops": flops[stop], **figures(model, plan.read, 0)}
-        found.append(Seen(check, model, look, about))
-    return found
+        seen_models.append(Seen(check, model, look, about))
+    return seen_models
 
 
 def measured(
@@ -299,32 +299,32 @@ def measured(
         seen = seen_through(study, arm, grown, growth_seed, small, asked, runs, method)
         old = {name: grown.provenance[name] for name in before.names}
         new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
-        for each in seen:
-            again.setdefault(each.check, []).append((each.look, old))
-            pair = measures.Pair(before, each.look, old)
+        for seen_model in seen:
+            again.setdefault(seen_model.check, []).append((seen_model.look, old))
+            pair = measures.Pair(before, seen_model.look, old)
             alike = pair.similarities()
             for task in study.tasks:
                 idle = [old[name] for name in measures.idle_half(before, task)]
                 rows.append(
                     {
                         "growth_seed": growth_seed,
-                        "check": each.check,
-                        **each.about,
+                        "check": seen_model.check,
+                        **seen_model.about,
                         "task": task,
-                        **measures.new_measures(each.look, task, new, idle),
+                        **measures.new_measures(seen_model.look, task, new, idle),
                         **measures.kept_measures(pair, task, alike),
                         "heads": pair.heads(),
-                        **measures.resemblances(each.look, task, new),
+                        **measures.resemblances(seen_model.look, task, new),
                     }
                 )
         end = seen[-1]
         effects.append(measures.effects(end.look, old).assign(growth_seed=growth_seed))
-        other = measures.on_prompts(end.model, end.look, asked.others, new, method)
+        second = measures.on_prompts(end.model, end.look, asked.others, new, method)
         again_here = {name: name for name in old.values()}
         pairs = {"itself": (end.look, again_here), "before": (before, old)}
         prompts += [
             {"growth_seed": growth_seed, "check": 1.0, "with": name, "task": task}
-            | measures.agreement(measures.Pair(one, other, names), task)
+            | measures.agreement(measures.Pair(one, second, names), task)
             for name, (one, names) in pairs.items()
             for task in study.tasks
         ]
@@ -333,8 +333,8 @@ def measured(
     twins = []
     for check, looks in again.items():
         if len(looks) > 1:
-            (one, names), (other, _) = looks
-            pair = measures.Pair(one, other, {each: each for each in names.values()})
+            (first, names), (second, _) = looks
+            pair = measures.Pair(first, second, {name: name for name in names.values()})
             alike = pair.similarities()
             twins += [
                 {"check": check, "task": task, **measures.kept_measures(pair, task, alike)}
@@ -349,8 +349,8 @@ def measured_small(
 ) -> dict[str, pd.DataFrame]:
     """Measure the small model on both sets of prompts: frames by name."""
     same = {name: name for name in before.names}
-    other = measures.on_prompts(small.model, before, asked.others, (), method)
-    pair = measures.Pair(before, other, same)
+    fresh = measures.on_prompts(small.model, before, asked.others, (), method)
+    pair = measures.Pair(before, fresh, same)
     rows = [
         {"check": 0.0, "with": "itself", "task": task} | measures.agreement(pair, task)
         for task in study.tasks
@@ -358,7 +358,7 @@ def measured_small(
     effects = pd.concat(
         [
             measures.effects(before, same),
-            measures.effects(other, same).assign(arm=f"{SMALL_MODEL}, other prompts"),
+            measures.effects(fresh, same).assign(arm=f"{SMALL_MODEL}, other prompts"),
         ]
     )
     frames = {"effects": effects, "prompts": pd.DataFrame(rows)}
@@ -380,7 +380,7 @@ def of_seed(
     """A small model and all its arms: frames with columns `seed` and `arm`."""
     small: Done | None = None
     asked = Asked.of(study, device)
-    found: dict[str, list[pd.DataFrame]] = {}
+    collected: dict[str, list[pd.DataFrame]] = {}
     for name in (SMALL_MODEL, *study.arms):
         here = folder / f"{seed}-{name.replace(', ', '-')}"
         done = here / f"{method.__name__}.json"
@@ -394,15 +394,15 @@ def of_seed(
                 frames = measured_small(study, small, before, asked, method)
             else:
                 frames = measured(study, name, small, before, asked, here, method)
-            texts = {part: each.to_csv(index=False) for part, each in frames.items()}
+            texts = {part: frame.to_csv(index=False) for part, frame in frames.items()}
             write_text(done, json.dumps(texts))
         for part, text in json.loads(done.read_text("utf-8")).items():
             frame = stored(text)
             arm = frame.pop("arm").fillna(name) if "arm" in frame else name
             frame.insert(0, "arm", arm)
             frame.insert(0, "seed", seed)
-            found.setdefault(part, []).append(frame)
-    return {part: pd.concat(frames) for part, frames in found.items()}
+            collected.setdefault(part, []).append(frame)
+    return {part: pd.concat(frames) for part, frames in collected.items()}
 
 
 def main(
@@ -413,7 +413,7 @@ def main(
     only: Annotated[int | None, typer.Option(help="run this seed, and report nothing")] = None,
     smoke: Smoke = False,
 ) -> None:
-    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     claim(runs_dir / "study.json", json.dumps(asdict(study), indent=2) + "\n")
@@ -421,17 +421,17 @@ def main(
         of_seed(study, only, runs_dir, device)
         return
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
-    made = {part: pd.concat([each[part] for each in by_seed]) for part in by_seed[0]}
+    made = {part: pd.concat([tables[part] for tables in by_seed]) for part in by_seed[0]}
     made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
     # As they are stored, so that the page is made of what the tables show.
     frames = {
-        part: stored(each.to_csv(index=False, float_format=DIGITS)) for part, each in made.items()
+        part: stored(frame.to_csv(index=False, float_format=DIGITS)) for part, frame in made.items()
     }
-    curves = (pd.read_csv(each) for each in sorted(runs_dir.glob("*/curve.csv")))
+    curves = (pd.read_csv(path) for path in sorted(runs_dir.glob("*/curve.csv")))
     about = {
         "study": asdict(study),
         "machine": machine(device),
-        "training_seconds": round(sum(each["cpu_seconds"].iloc[-1] for each in curves)),
+        "training_seconds": round(sum(curve["cpu_seconds"].iloc[-1] for curve in curves)),
     }
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)

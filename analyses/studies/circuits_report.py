@@ -52,10 +52,10 @@ def over_seeds(
 
 
 def less(
-    frames: Frames, column: str, arm: str, other: str, check: float = 1.0
+    frames: Frames, column: str, arm: str, other_arm: str, check: float = 1.0
 ) -> tuple[float, float, float]:
     """The mean over small models of one arm's figure less another's; Student's interval of 95 %."""
-    one, two = (over_seeds(frames, name, column, check) for name in (arm, other))
+    one, two = (over_seeds(frames, name, column, check) for name in (arm, other_arm))
     return interval(one - two)
 
 
@@ -77,12 +77,12 @@ def by_arm(frames: Frames, names: tuple[str, ...], column: str, **how: Any) -> d
 
 def listed(values: Mapping[str, "pd.Series[float]"]) -> str:
     """Arms with their means and ranges, in a sentence."""
-    return "; ".join(f"{arm} {said(each)}" for arm, each in values.items())
+    return "; ".join(f"{arm} {said(estimate)}" for arm, estimate in values.items())
 
 
 def means(values: Mapping[str, "pd.Series[float]"]) -> dict[str, float]:
     """The mean over seeds, by arm."""
-    return {arm: float(each.mean()) for arm, each in values.items()}
+    return {arm: float(value.mean()) for arm, value in values.items()}
 
 
 def _at_once(frames: Frames) -> tuple[bool, str]:
@@ -110,10 +110,10 @@ def _keep(frames: Frames) -> tuple[bool, str]:
 
 
 def _whose(frames: Frames) -> tuple[bool, str]:
-    found = by_arm(frames, (NONE, EQUAL_STEPS, *KINDS), "correlation")
-    least = min(means(found)[arm] for arm in KINDS)
-    most = max(means(found)[arm] for arm in (NONE, EQUAL_STEPS))
-    return most - least <= 0.1, f"correlation: {listed(found)}"
+    correlations = by_arm(frames, (NONE, EQUAL_STEPS, *KINDS), "correlation")
+    least = min(means(correlations)[arm] for arm in KINDS)
+    most = max(means(correlations)[arm] for arm in (NONE, EQUAL_STEPS))
+    return most - least <= 0.1, f"correlation: {listed(correlations)}"
 
 
 def _alone(frames: Frames) -> tuple[bool | None, str]:
@@ -128,11 +128,11 @@ def _alone(frames: Frames) -> tuple[bool | None, str]:
 
 def between_kinds(frames: Frames, column: str) -> str:
     """How many of the differences between two kinds of growth have an interval without zero."""
-    found = [less(frames, column, *two) for two in combinations(KINDS, 2)]
-    largest = max(abs(mean) for mean, _, _ in found)
-    n = sum(map(tells, found))
+    differences = [less(frames, column, *two) for two in combinations(KINDS, 2)]
+    largest = max(abs(mean) for mean, _, _ in differences)
+    n = sum(map(tells, differences))
     return (
-        f"{n or 'none'} of the {len(found)} differences between two kinds "
+        f"{n or 'none'} of the {len(differences)} differences between two kinds "
         f"{'has' if n < 2 else 'have'} an interval without zero (the largest difference is "
         f"{largest:.2f})"
     )
@@ -146,12 +146,12 @@ def first_times(frames: Frames, arm: str) -> "pd.Series[float]":
 
 
 def _when(frames: Frames) -> tuple[bool, str]:
-    found = {arm: first_times(frames, arm) for arm in WITH_NEW}
-    middle = {arm: float(each.median()) for arm, each in found.items()}
+    times = {arm: first_times(frames, arm) for arm in WITH_NEW}
+    middle = {arm: float(value.median()) for arm, value in times.items()}
     held = middle["neurons"] <= 1 / 8 and middle["depth"] <= 1 / 8 and middle["heads"] >= 1 / 4
     words = [
-        f"{arm} {_at(middle[arm])} (median; {(each < 2).sum()} of {len(each)} ever)"
-        for arm, each in found.items()
+        f"{arm} {_at(middle[arm])} (median; {(times_of_arm < 2).sum()} of {len(times_of_arm)} ever)"
+        for arm, times_of_arm in times.items()
     ]
     return held, "; ".join(words)
 
@@ -171,11 +171,11 @@ def _starts(frames: Frames) -> tuple[bool, str]:
     soon = by_arm(frames, STARTS, "new_share", check=1 / 8)
     end = by_arm(frames, STARTS, "new_share")
     alike = by_arm(frames, STARTS, "resemblance")
-    own, copies, _, splits = STARTS
+    plain, copies, _, splits = STARTS
     held = (
-        means(soon)[copies] > means(soon)[own] + 0.02
-        and means(end)[splits] > means(end)[own]
-        and means(alike)[copies] > means(alike)[own] + 0.1
+        means(soon)[copies] > means(soon)[plain] + 0.02
+        and means(end)[splits] > means(end)[plain]
+        and means(alike)[copies] > means(alike)[plain] + 0.1
     )
     return held, (
         f"new share after 1/8: {listed(soon)}; at the end: {listed(end)}. Resemblance: "
@@ -281,10 +281,12 @@ def at_the_end(frames: Frames) -> pd.DataFrame:
     }
     rows = []
     for arm in dict.fromkeys(frames[""]["arm"]):
-        found = {name: over_seeds(frames, arm, column) for name, column in columns.items()}
-        steps = f"{found['steps'].mean():.0f}"
+        seeds_of = {name: over_seeds(frames, arm, column) for name, column in columns.items()}
+        steps = f"{seeds_of['steps'].mean():.0f}"
         rows.append(
-            {"arm": arm} | {name: _spread(each) for name, each in found.items()} | {"steps": steps}
+            {"arm": arm}
+            | {name: _spread(values) for name, values in seeds_of.items()}
+            | {"steps": steps}
         )
     return pd.DataFrame(rows)
 
@@ -329,7 +331,9 @@ def scale(frames: Frames) -> pd.DataFrame:
     end = frames[""][frames[""]["check"] == 1]
 
     def row(name: str, values: Mapping[str, "pd.Series[float]"]) -> dict[str, str]:
-        return {"what is compared": name} | {each: _spread(values[each]) for each in AGREEMENTS}
+        return {"what is compared": name} | {
+            column: _spread(values[column]) for column in AGREEMENTS
+        }
 
     def of(arms: Iterable[str], frames: Frames, part: str, check: float = 1.0) -> dict[str, Any]:
         return {
@@ -365,17 +369,17 @@ def against_training(frames: Frames) -> pd.DataFrame:
     pairs = [(kind, EQUAL_STEPS) for kind in KINDS]
     pairs += [(NONE, EQUAL_STEPS), *combinations(KINDS, 2)]
     return pd.DataFrame(
-        {"of": arm, "less that of": other}
-        | {column: with_interval(less(frames, column, arm, other)) for column in AGREEMENTS}
-        for arm, other in pairs
+        {"of": arm, "less that of": rival}
+        | {column: with_interval(less(frames, column, arm, rival)) for column in AGREEMENTS}
+        for arm, rival in pairs
     )
 
 
 def missing_zero(frames: Frames) -> str:
     """How many intervals of the table of differences do not hold zero, in words."""
     pairs = [(kind, EQUAL_STEPS) for kind in (*KINDS, NONE)] + [*combinations(KINDS, 2)]
-    found = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
-    return f"{sum(found)} of {len(found)}"
+    told_apart = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
+    return f"{sum(told_apart)} of {len(told_apart)}"
 
 
 def in_short(frames: Frames) -> str:
@@ -391,7 +395,7 @@ def in_short(frames: Frames) -> str:
     apart = {
         column: [less(frames, column, arm, EQUAL_STEPS) for arm in KINDS] for column in AGREEMENTS
     }
-    n = {column: sum(map(tells, found)) for column, found in apart.items()}
+    n = {column: sum(map(tells, intervals)) for column, intervals in apart.items()}
     idle, as_soon = (over_seeds(frames, arm, "idle_share").mean() for arm in (NONE, EQUAL_STEPS))
     on_texts = frames[""].query("check == 1 and arm == @OTHER_TEXTS")
     by_texts = on_texts.groupby(["seed", "growth_seed"])["kept"].mean().unstack()
@@ -409,7 +413,7 @@ def in_short(frames: Frames) -> str:
         texts=texts,
         ceiling=ceiling,
         apart="; ".join(
-            f"{arm} {with_interval(found)}" for arm, found in zip(KINDS, apart["kept"], strict=True)
+            f"{arm} {with_interval(kept)}" for arm, kept in zip(KINDS, apart["kept"], strict=True)
         ),
         told=", ".join(f"{n[column]} of {len(KINDS)} by {column}" for column in AGREEMENTS),
         between="; ".join(f"by {column}, {between_kinds(frames, column)}" for column in AGREEMENTS),
@@ -503,14 +507,14 @@ def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) ->
                 if of_arm.empty:
                     continue
                 seeds = of_arm.groupby(["check", "seed"])[column].mean().unstack()
-                at = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
+                places = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
                 middle = seeds.mean(axis=1)
                 # Where all seeds have one value, their mean may be off by a rounding.
                 off = [middle - seeds.min(axis=1), seeds.max(axis=1) - middle]
                 off = [size.clip(lower=0) for size in off]
                 style = {"color": COLOURS[name], "lw": 1.4, "elinewidth": 0.8, "ms": 4}
-                panel.errorbar(at, middle, yerr=off, fmt="o-", label=name, **style)
-            panel.set_xticks(range(len(checks)), [_share(each) for each in checks])
+                panel.errorbar(places, middle, yerr=off, fmt="o-", label=name, **style)
+            panel.set_xticks(range(len(checks)), [_share(check) for check in checks])
             panel.grid(alpha=0.3)
     for panel in panels[-1]:
         panel.set_xlabel("share of the training after growth")
@@ -570,13 +574,11 @@ def new_figure(frames: Frames) -> Figure:
 def answers(frames: Frames) -> str:
     """Question by question: what we expected, and what came out."""
     parts = []
-    for number, each in enumerate(PREDICTIONS, 1):
-        held, figures = each.answer(frames)
+    for number, prediction in enumerate(PREDICTIONS, 1):
+        held, figures = prediction.answer(frames)
         verdict = {True: "It held", False: "It failed", None: "These data cannot tell"}[held]
-        text = (
-            f"{number}. **{each.question}** *Expected:* {each.expected} **{verdict}:** {figures}."
-        )
-        parts.append(text)
+        text = f"{number}. **{prediction.question}** *Expected:* {prediction.expected}"
+        parts.append(f"{text} **{verdict}:** {figures}.")
     return "\n\n".join(parts)
 
 
@@ -589,7 +591,7 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
     """Everything in Markdown."""
     study = about["study"]
-    held = [each.answer(frames)[0] for each in PREDICTIONS]
+    held = [prediction.answer(frames)[0] for prediction in PREDICTIONS]
     return PAGE.format(
         **study | {name: _sizes(study[name]) for name in ("small", "grown")},
         n=study["n_seeds"],

@@ -157,8 +157,8 @@ def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
     ends = (0.0, 1.0)  # from the corrupted run to the clean one
     inside = tuple((step + 0.5) / N_STEPS for step in range(N_STEPS))
     along = {
-        at: _by_head(_tangent(model, pair, metric, both, at), pair, chosen, graph)
-        for at in (*ends, *inside)
+        place: _by_head(_tangent(model, pair, metric, both, place), pair, chosen, graph)
+        for place in (*ends, *inside)
     }
     for name, points in {
         "EAP": ends[:1],
@@ -166,8 +166,8 @@ def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
         "EAP-IG": inside,
     }.items():
         total = along[points[0]]
-        for at in points[1:]:
-            total = total.add(along[at], fill_value=0)
+        for point in points[1:]:
+            total = total.add(along[point], fill_value=0)
         values[name] = total / len(points)
     exact = _paths(model, prompts, list(strongest))
     table = pd.DataFrame(values).reindex(exact.index).fillna(0.0)
@@ -180,10 +180,10 @@ def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
     yield row | {"method": "denoising", "against": "noise", "spearman": rank}
 
 
-def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, at: float) -> Any:
+def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, place: float) -> Any:
     """Return the difference with the derivatives of one run, whose embeddings lie between."""
     corrupted, clean = run_both(model, pair).stream.chunk(2)[::-1]
-    point = torch.lerp(corrupted, clean, at)
+    point = torch.lerp(corrupted, clean, place)
     same = replace(pair, corrupted=pair.clean)
 
     def move(stream: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def edge_attribution_patching(
         nodes: names of heads and neurons.
         seed: of the signs.
     """
-    found: dict[tuple[str, str, str], float] = defaultdict(float)
+    scores: dict[tuple[str, str, str], float] = defaultdict(float)
     generator = torch.Generator().manual_seed(seed)
     chosen = resolve_sites(model, list(nodes))
     for tokens in batches:
@@ -51,21 +51,21 @@ def edge_attribution_patching(
         ) -> None:
             names, written = ["embed"], [parts.embedding[None]]
             for sites in chosen:
-                if (own := parts.of(sites.layer, sites.kind)) in before:
+                if (part := parts.of(sites.layer, sites.kind)) in before:
                     names += sites.names
-                    written.append(own.written(sites))
-            each = (reads.change(torch.cat(written)) * g).sum(-1).abs().sum((1, 2))
-            for writer, value in zip(names, each.tolist(), strict=True):
-                found[writer, reader, kind] += value
+                    written.append(part.written(sites))
+            products = (reads.change(torch.cat(written)) * g).sum(-1).abs().sum((1, 2))
+            for writer, value in zip(names, products.tolist(), strict=True):
+                scores[writer, reader, kind] += value
 
         for name in (name for sites in chosen for name in sites.names):
             head = HeadName.parse(name)
-            own, before = (f(head.layer, head.kind) for f in (parts.of, parts.before))
+            part, before = (f(head.layer, head.kind) for f in (parts.of, parts.before))
             for kind, g in _read_gradients(source, gradients, head).items():
-                add(name, kind, g, own.reads, before)
+                add(name, kind, g, part.reads, before)
         g = logits_gradient @ source.unembed.W_U.T
         add("output", "in", g, parts.final, parts.sublayers)
-    return dict(found)
+    return dict(scores)
 
 
 def _gradients(
@@ -82,24 +82,24 @@ def _gradients(
         logits = source.run_with_hooks(tokens, fwd_hooks=[(lambda n: n.endswith(ends), keep)])
         signs = torch.randn(logits.shape, generator=generator, dtype=logits.dtype).sign().to(logits)
         grads = torch.autograd.grad((logits * signs).sum(), list(seen.values()), allow_unused=True)
-    found = {
+    gradients_of = {
         n: torch.zeros_like(x) if g is None else g
         for (n, x), g in zip(seen.items(), grads, strict=True)
     }
-    return found, signs
+    return gradients_of, signs
 
 
 def _read_gradients(source: Any, gradients: dict[str, Tensor], head: HeadName) -> dict[str, Tensor]:
     """The gradient by what a head is given, behind its norm, for each kind of input."""
-    block, at, i = source.blocks[head.layer], f"blocks.{head.layer}.", head.index
+    block, prefix, i = source.blocks[head.layer], f"blocks.{head.layer}.", head.index
     if head.kind == "attention":
         return {
-            kind: gradients[at + hook][:, :, i] @ getattr(block.attn, _MATRICES[kind])[i].T
+            kind: gradients[prefix + hook][:, :, i] @ getattr(block.attn, _MATRICES[kind])[i].T
             for kind, hook in _HOOKS.items()
         }
     gated = source.cfg.gated_mlp
     by = {"mlp.hook_pre": block.mlp.W_gate if gated else block.mlp.W_in}
     if gated:
         by["mlp.hook_pre_linear"] = block.mlp.W_in
-    terms = [gradients[at + hook][:, :, i, None] * W[:, i] for hook, W in by.items()]
+    terms = [gradients[prefix + hook][:, :, i, None] * W[:, i] for hook, W in by.items()]
     return {"in": sum(terms, torch.zeros_like(terms[0])).detach()}

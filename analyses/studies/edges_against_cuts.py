@@ -48,12 +48,12 @@ def rows_of(source: Any, tokens: Tensor, n_nodes: int) -> Iterator[dict[str, Any
     nodes = sorted(set(ranked["reader"]) - {"output"})
     eap = edge_attribution_patching(source, model, [tokens], nodes)
     for reference, to in REFERENCES.items():
-        found = circuits.score_edges(
+        frame = circuits.score_edges(
             model, tokens, nodes, to=to, exact=len(ranked), progress=False
         ).rename(columns={"score": "two factors"})
-        found["EAP"] = [eap[e.writer, e.reader, e.kind] for e in found.itertuples()]
+        frame["EAP"] = [eap[e.writer, e.reader, e.kind] for e in frame.itertuples()]
         for kind in KINDS:
-            edges = found if kind == "all" else found[found["kind"] == kind]
+            edges = frame if kind == "all" else frame[frame["kind"] == kind]
             k = min(TOP, len(edges) // 2)
             best = set(edges["exact"].nlargest(k).index)
             for method in ("two factors", "EAP")[: 1 + (reference == "zero")]:
@@ -144,14 +144,14 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     n_nodes = 17 if smoke else n_nodes
     rows, seen = [], []
     for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
-        given = tokens[:: len(tokens) // n_prompts][:n_prompts]
-        rows += [{"model": name} | row for row in rows_of(source, given, n_nodes)]
+        chosen = tokens[:: len(tokens) // n_prompts][:n_prompts]
+        rows += [{"model": name} | row for row in rows_of(source, chosen, n_nodes)]
         seen.append(name)
     frame = pd.DataFrame(rows)
     missing = [] if smoke else [name for name in REAL if name not in seen]

@@ -191,7 +191,7 @@ def step_flops(weights: Weights, tokens: Tensor) -> int:
     values); what the mask hides is computed too. The backward pass takes twice that.
     """
     rows, pos = tokens.shape[0], tokens.shape[1] - 1
-    matrices = {name: each for name, each in weights.tensors.items() if ".W_" in name}
+    matrices = {name: tensor for name, tensor in weights.tensors.items() if ".W_" in name}
     queries = sum(w.shape[0] * w.shape[2] for n, w in matrices.items() if n.endswith("W_Q"))
     n_weights = sum(w.numel() for name, w in matrices.items() if name != "embed.W_E")
     return 3 * rows * pos * (2 * n_weights + 4 * queries * pos)
@@ -213,14 +213,14 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     settings = {"lr": plan.lr, "weight_decay": plan.weight_decay, "betas": (0.9, 0.98)}
     if start is None:
         return torch.optim.AdamW(model.parameters(), **settings)
-    ours, theirs = dict(model.named_parameters()), start.training.optimizer
+    ours, optimizer_state = dict(model.named_parameters()), start.training.optimizer
     names = {parameter: name for name, parameter in start.model.named_parameters()}
     groups = [
         group | {"params": [ours[names[parameter]] for parameter in group["params"]]}
-        for group in theirs.param_groups
+        for group in optimizer_state.param_groups
     ]
     optimizer = torch.optim.AdamW(groups, **settings)
-    optimizer.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(optimizer_state.state_dict())
     return optimizer
 
 
@@ -290,8 +290,8 @@ def model_at(done: Done, step: int, folder: Path, *, start: Done | None = None) 
     """The model at one of the plan's kept steps, before it grows there."""
     plan = done.plan
     model = training_of(plan, "cpu", start).model
-    for number, at in enumerate(sorted(plan.schedule)):
-        if at < step:
+    for number, growth_step in enumerate(sorted(plan.schedule)):
+        if growth_step < step:
             seed = plan.growth_seed + number
-            model = grow(model, plan.schedule[at], init=plan.init, seed=seed).model
+            model = grow(model, plan.schedule[growth_step], init=plan.init, seed=seed).model
     return put_back(model, folder / f"{step}.safetensors")

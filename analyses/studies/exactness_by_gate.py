@@ -83,24 +83,26 @@ def figure(frame: pd.DataFrame) -> Figure:
 def findings(frame: pd.DataFrame) -> str:
     """Sentences whose every figure is read off the tables."""
     silu = frame[(frame["kind"] == "silu") & (frame["gate"] == "m = 1")]
-    found = [
+    sentences = [
         f"silu, one head, no approximation: logits differ by {span(silu, 'relative', 'float64')} "
         f"of the largest in float64, {span(silu, 'relative', 'float32')} in float32."
     ]
     for kind in KINDS:
         of_kind = frame[frame["kind"] == kind]
         if len(of_kind):
-            found.append(sweep(kind, of_kind))
+            sentences.append(sweep(kind, of_kind))
     gelu = frame[(frame["kind"] == "gelu") & (frame["dtype"] == "float64")]
     if len(gelu):
-        found.append(against_the_paper(gelu.pivot(index="gate", columns="model", values="mean_kl")))
+        sentences.append(
+            against_the_paper(gelu.pivot(index="gate", columns="model", values="mean_kl"))
+        )
         falls = {name: fall(gelu, name) for name in ("activation", "relative", "mean_kl")}
-        found.append(
+        sentences.append(
             f"From m = 4 to m = 8 the activation error of the gelus falls by a factor of "
             f"{falls['activation']}, the largest logit error by {falls['relative']}, mean KL by "
             f"{falls['mean_kl']}."
         )
-    return "\n".join(f"- {sentence}" for sentence in found)
+    return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def span(frame: pd.DataFrame, quantity: str, dtype: str) -> str:
@@ -173,7 +175,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     frames, about = [], {}

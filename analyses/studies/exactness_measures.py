@@ -133,17 +133,19 @@ def settings(subject: Subject) -> list[Setting]:
     if subject.kind == "gated":
         assert subject.calibration is not None
         calibration = calibrate(subject.source, subject.calibration)
-        found = [Setting(f"{m} heads", Bilinear(m, calibration=calibration)) for m in (4, 6, 8, 12)]
+        settings = [
+            Setting(f"{m} heads", Bilinear(m, calibration=calibration)) for m in (4, 6, 8, 12)
+        ]
     elif subject.kind == "gelu":
         heads = (1, 2, 4, 6, 8)
-        found = [Setting(f"m = {m}", Bilinear(m)) for m in heads]
-        found = [Setting(PAPER, Bilinear(slope="paper")), *found]
+        settings = [Setting(f"m = {m}", Bilinear(m)) for m in heads]
+        settings = [Setting(PAPER, Bilinear(slope="paper")), *settings]
     elif subject.kind == "relu":
         tolerances = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)
-        found = [Setting(f"tolerance {t:.0e}", Bilinear(tolerance=t)) for t in tolerances]
+        settings = [Setting(f"tolerance {t:.0e}", Bilinear(tolerance=t)) for t in tolerances]
     else:
-        found = [Setting("m = 1", Bilinear(1))]
-    return [*found, Setting(EXACT)]
+        settings = [Setting("m = 1", Bilinear(1))]
+    return [*settings, Setting(EXACT)]
 
 
 @torch.no_grad()

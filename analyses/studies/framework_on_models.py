@@ -92,7 +92,9 @@ def occurring(model: Any, least: int) -> list[int]:
 def whole_words(model: Any) -> list[int]:
     """Tokens that are a space and letters."""
     pieces = model.tokenizer.convert_ids_to_tokens(list(range(model.cfg.d_vocab)))
-    return [i for i, each in enumerate(pieces) if each and each[0] == "Ġ" and each[1:].isalpha()]
+    return [
+        i for i, piece in enumerate(pieces) if piece and piece[0] == "Ġ" and piece[1:].isalpha()
+    ]
 
 
 @torch.no_grad()
@@ -100,10 +102,10 @@ def induction(model: Any, n: int, length: int) -> pd.Series:
     """Attention from the last word to what followed it before, a mean over prompts, by head."""
     pairs = tasks.induction(model.tokenizer, n, length=length)
     total: Counter[str] = Counter()
-    for text, at in zip(pairs.clean, pairs.roles["repeated"], strict=True):
+    for text, place in zip(pairs.clean, pairs.roles["repeated"], strict=True):
         cache = model.run_with_cache(text)[1]
         for layer in range(model.cfg.n_layers):
-            pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1, at]
+            pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1, place]
             for head, value in enumerate(pattern.tolist()):
                 total[f"L{layer}H{head}"] += value / n
     return pd.Series(total)
@@ -139,16 +141,16 @@ def by_task(model: Any, n: int, hops: int) -> pd.DataFrame:
     frames = []
     for name, make in TASKS.items():
         pairs = make(model.tokenizer, n)
-        found = circuits.path_expansion(model, list(pairs.clean), hops).effects(pairs.metric)
-        frames.append(found.assign(task=name, value=found.attrs["value"]))
+        effects = circuits.path_expansion(model, list(pairs.clean), hops).effects(pairs.metric)
+        frames.append(effects.assign(task=name, value=effects.attrs["value"]))
     return pd.concat(frames, ignore_index=True)
 
 
 def pairs_of_heads(model: Any, n: int, length: int, k: int, copying: pd.DataFrame) -> pd.DataFrame:
     """Paths of the induction task through two heads, of its prompts and all positions together."""
     pairs = tasks.induction(model.tokenizer, n, length=length)
-    found = circuits.path_expansion(model, list(pairs.clean))
-    paths = found.paths(pairs.metric, k, progress=False)
+    expansion = circuits.path_expansion(model, list(pairs.clean))
+    paths = expansion.paths(pairs.metric, k, progress=False)
     value, every = paths.attrs["value"], paths[paths["hops"] == 2]
     of_names = every.assign(
         first=every["first"].str.split("@").str[0], second=every["second"].str.split("@").str[0]
@@ -188,8 +190,8 @@ def word_classes() -> dict[str, str]:
 
 def purity(texts: Iterable[str], classes: dict[str, str]) -> float:
     """The share of tokens that are of one class, of the class that has most of them."""
-    found = Counter(classes[text.strip()] for text in texts if text.strip() in classes)
-    return max(found.values(), default=0) / N_TOKENS
+    counts = Counter(classes[text.strip()] for text in texts if text.strip() in classes)
+    return max(counts.values(), default=0) / N_TOKENS
 
 
 def purities(rows: pd.DataFrame) -> pd.DataFrame:
@@ -224,16 +226,16 @@ def readability(
         nulls: the same of neurons of random directions, a frame for each draw of a whole model.
         draws: of five random tokens.
     """
-    classes, random, found = word_classes(), Random(0), purities(rows)
+    classes, random, shares = word_classes(), Random(0), purities(rows)
     of_nulls = pd.concat([purities(null) for null in nulls]).groupby("layer")
-    for column in list(found):
+    for column in list(shares):
         null = of_nulls[column]
-        found[f"{column}, random directions"] = null.mean()
-        found[f"{column}, least of them"], found[f"{column}, largest"] = null.min(), null.max()
+        shares[f"{column}, random directions"] = null.mean()
+        shares[f"{column}, least of them"], shares[f"{column}, largest"] = null.min(), null.max()
     chance = [purity(random.sample(texts, N_TOKENS), classes) for _ in range(draws)]
-    found["random tokens"] = sum(chance) / draws
-    found["random tokens: all five"] = sum(share == 1 for share in chance) / draws
-    return found.reset_index()
+    shares["random tokens"] = sum(chance) / draws
+    shares["random tokens: all five"] = sum(share == 1 for share in chance) / draws
+    return shares.reset_index()
 
 
 def words_table(words: pd.DataFrame) -> str:
@@ -265,14 +267,14 @@ class Costs:
         reset_peak(self.device)
         before, _ = held_and_peak(self.device)
         started, busy = time.perf_counter(), time.process_time()
-        found = run()
+        result = run()
         took = {
             "processor s": time.process_time() - busy,
             "wall s": time.perf_counter() - started,
         }
         peak = (held_and_peak(self.device)[1] - before) / MIB
         self.rows.append({"model": name, "call": call} | took | {"peak MiB": peak})
-        return found
+        return result
 
 
 def weights_only(
@@ -298,8 +300,8 @@ def weights_only(
 
 def one_prompt(model: Any, name: str, text: Any, metric: Any, costs: Costs) -> pd.DataFrame:
     """The single paths of largest effect on one prompt."""
-    found = costs.of(name, "path_expansion", lambda: circuits.path_expansion(model, text))
-    run = lambda: found.paths(metric, 10, progress=False)  # noqa: E731
+    expansion = costs.of(name, "path_expansion", lambda: circuits.path_expansion(model, text))
+    run = lambda: expansion.paths(metric, 10, progress=False)  # noqa: E731
     return costs.of(name, "paths(10)", run).assign(model=name)
 
 
@@ -320,18 +322,20 @@ def figure(copying: pd.DataFrame, hops: pd.DataFrame) -> Figure:
     picture = Figure(figsize=(6 * len(names), 7.5), layout="constrained")
     panels = picture.subplots(2, len(names), squeeze=False)
     for (top, bottom), name in zip(panels.T, names, strict=True):
-        own = copying[copying["model"] == name]
+        of_model = copying[copying["model"] == name]
         top.axhline(0, color="grey", linewidth=0.8)
-        top.scatter(own["layer"], own["copying"], s=18, color="C0", label="an attention head")
-        means = own.groupby("layer")["copying"].mean()
+        top.scatter(
+            of_model["layer"], of_model["copying"], s=18, color="C0", label="an attention head"
+        )
+        means = of_model.groupby("layer")["copying"].mean()
         top.plot(means.index, means, color="C3", label="mean of a layer")
         top.set_title(name, loc="left")
         top.set(xlabel="layer", ylabel="copying score Σλ / Σ|λ|", ylim=(-1.1, 1.1))
         top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize="small")
         shown = hops[(hops["model"] == name) & (hops["hops"] != "more")]
         for _, line in shown.groupby("prompt"):
-            at = line["hops"].astype(int)
-            bottom.plot(at, line["share"], color="C0", alpha=0.35, linewidth=0.8)
+            hops_axis = line["hops"].astype(int)
+            bottom.plot(hops_axis, line["share"], color="C0", alpha=0.35, linewidth=0.8)
         mean = shown.assign(hops=shown["hops"].astype(int)).groupby("hops")["share"].mean()
         bottom.plot(mean.index, mean, color="C3", marker="o", markersize=3, label="mean")
         bottom.axhline(0, color="grey", linewidth=0.8)
@@ -357,8 +361,8 @@ def interval(values: pd.Series) -> str:
 
 def hops_table(hops: pd.DataFrame) -> str:
     """A row for each length: shares and what is explained, mean and range over prompts."""
-    found = hops.groupby("hops", sort=False)[["share", "explained"]].agg(interval)
-    return markdown(found.reset_index())
+    summary = hops.groupby("hops", sort=False)[["share", "explained"]].agg(interval)
+    return markdown(summary.reset_index())
 
 
 def texts_of(rows: pd.DataFrame, n: int) -> str:
@@ -391,7 +395,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     costs, n = Costs(device), 2 if smoke else 64
     model = expose_neuron_heads(pretrained.small_english(device)).model
@@ -443,8 +447,10 @@ def main(
         ids = torch.arange(3, 19, device=device)
         one_prompt(shape, SHAPE, ids, p.logit_diff(7, 8), costs)
     heads = [
-        frame[frame["kind"] == "attention"].assign(induction=lambda x, a=each: x["name"].map(a))
-        for frame, each in zip(kept["copying"], inductions, strict=True)
+        frame[frame["kind"] == "attention"].assign(
+            induction=lambda x, a=induction: x["name"].map(a)
+        )
+        for frame, induction in zip(kept["copying"], inductions, strict=True)
     ]
     every_hop, cost = pd.concat(kept["hops"]), pd.DataFrame(costs.rows)
     strongest = pd.concat([frame.nlargest(40, "score") for frame in kept["rows"]])
@@ -453,8 +459,8 @@ def main(
     frames = {
         "heads": pd.concat(heads),
         "layers": pd.concat(
-            layers_table(own, frame).assign(model=own["model"].iloc[0])
-            for own, frame in zip(heads, kept["copying"], strict=True)
+            layers_table(of_heads, frame).assign(model=of_heads["model"].iloc[0])
+            for of_heads, frame in zip(heads, kept["copying"], strict=True)
         ),
         "hops": every_hop,
         "tasks": of_tasks,
@@ -548,11 +554,11 @@ def section(
     """What the page says of one model."""
     heads = copying[copying["kind"] == "attention"].set_index("name")
     heads = heads.assign(induction=attention)
-    found = layers_table(heads, copying)
+    by_layer = layers_table(heads, copying)
     most = heads.nlargest(5, "induction")[["induction", "copying", "cosine"]].reset_index()
     return SECTION.format(
         name=name,
-        layers=markdown(found),
+        layers=markdown(by_layer),
         rank=f"{spearmanr(heads['induction'], heads['copying']).statistic:.2f}",
         n_heads=len(heads),
         most=markdown(most),

@@ -101,17 +101,17 @@ def tiny(folder: Path) -> Path:
 def alone(folder: Path, prompts: list[list[int]], scratch: Path) -> dict[str, Any]:
     """What transformers alone makes of a folder: seconds to load, logits, greedy tokens."""
     out = scratch / "logits.pt"
-    given = json.dumps([str(folder), prompts, N_NEW, str(out)])
-    command = [sys.executable, "-c", ALONE, given]
+    arguments = json.dumps([str(folder), prompts, N_NEW, str(out)])
+    command = [sys.executable, "-c", ALONE, arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1]) | {"logits": torch.load(out)}
 
 
 def error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest difference of logits, over the largest logit."""
-    largest = max(each.abs().max().item() for each in expected)
+    largest = max(logits.abs().max().item() for logits in expected)
     differences = (a - b for a, b in zip(got, expected, strict=True))
-    return max(each.abs().max().item() for each in differences) / largest
+    return max(difference.abs().max().item() for difference in differences) / largest
 
 
 def measure(folder: Path, sizes: dict[str, int], grown_folder: Path, device: str) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def measure(folder: Path, sizes: dict[str, int], grown_folder: Path, device: str
     wrote = time.process_time()
     prompts = tokens_of(folder)
     with torch.no_grad():
-        given = [torch.tensor([prompt], device=device) for prompt in prompts]
-        logits = [grown.model(each)[0].cpu() for each in given]
+        batch = [torch.tensor([prompt], device=device) for prompt in prompts]
+        logits = [grown.model(tokens)[0].cpu() for tokens in batch]
     torch.save(logits, grown_folder.with_suffix(".pt"))
     return {
         "parameters": sum(p.numel() for p in grown.model.original_model.parameters()),
@@ -148,8 +148,8 @@ def report(
     rows = []
     for name in tqdm(growths(sizes), "growths", leave=False):
         grown_folder = scratch / "grown"
-        given = json.dumps([str(folder), growths(sizes)[name], str(grown_folder), device])
-        command = [sys.executable, "-m", __spec__.name, "--measure", given]
+        arguments = json.dumps([str(folder), growths(sizes)[name], str(grown_folder), device])
+        command = [sys.executable, "-m", __spec__.name, "--measure", arguments]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         row = json.loads(done.stdout.splitlines()[-1])
         after = alone(grown_folder, prompts, scratch)
@@ -175,7 +175,7 @@ def report(
     )
     return PAGE.format(
         growth=", ".join(f"{name} {have[name]} to {size}" for name, size in sizes.items()),
-        flag="".join(f" {each}" for each in flags),
+        flag="".join(f" {flag}" for flag in flags),
         model="A tiny LLaMA (--smoke)" if flags else "SmolLM2-135M-Instruct",
         n_prompts=len(prompts),
         n_new=N_NEW,

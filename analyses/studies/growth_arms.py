@@ -155,8 +155,8 @@ def run(
         kept=first_growth,
     )
     ungrown = None
-    for at in first_growth:
-        ungrown = put_back(recipe.model(), folder / f"{at}.safetensors").to(device)
+    for epoch in first_growth:
+        ungrown = put_back(recipe.model(), folder / f"{epoch}.safetensors").to(device)
     return Run(name, seed, training, curve.rename(columns={"step": "epoch"}), ungrown)
 
 

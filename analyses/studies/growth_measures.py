@@ -93,7 +93,7 @@ def neurons(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> pd.Dat
         logits, cache = exposed.run_with_cache(tokens, names_filter=hooks)
     weights = cache[hooks[0]][:, :, -1, 0]  # [pair, neuron]
     shares = explained(weights.view(p, p, -1))
-    tuned, at = shares.max(0)
+    tuned, best = shares.max(0)
     post = cache[hooks[1]][:, -1].double()
     to_logits = (model.blocks[0].mlp.W_out @ model.W_U).double()  # [neuron, answer]
     to_margin = to_logits[:, answers].T - to_logits.mean(1)  # [pair, neuron]
@@ -102,7 +102,7 @@ def neurons(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> pd.Dat
     return pd.DataFrame(
         {
             "name": [f"L0N{i}" for i in range(model.cfg.d_mlp)],
-            "frequency": torch.where(tuned >= TUNED, at + 1, 0).cpu().numpy(),
+            "frequency": torch.where(tuned >= TUNED, best + 1, 0).cpu().numpy(),
             "tuned": tuned.cpu().numpy(),
             "share": ((post * to_margin).mean(0) / margin).cpu().numpy(),
         }

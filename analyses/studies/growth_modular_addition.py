@@ -50,14 +50,14 @@ from attn_only_lens.tl import HookedTransformer
 def looked_at(done: Run, study: Study) -> dict[str, pd.DataFrame]:
     """Key frequencies and neuron-heads of one run, before growth and at the end."""
     model = done.training.model
-    tokens, answers, _ = (each.to(model.cfg.device) for each in pairs(study.recipe("full", 0)))
+    tokens, answers, _ = (tensor.to(model.cfg.device) for tensor in pairs(study.recipe("full", 0)))
     stages = {"after": model} | ({"before": done.before} if done.before else {})
     frequencies, heads = [], []
-    for when, each in stages.items():
+    for when, model_then in stages.items():
         with torch.no_grad():
-            shares = frequency_shares(by_offset(fast_logits(each, tokens), answers))
+            shares = frequency_shares(by_offset(fast_logits(model_then, tokens), answers))
         frequencies.append(shares.rename("share").reset_index().assign(when=when))
-        frame = neurons(each, tokens, answers).assign(when=when, is_new=False)
+        frame = neurons(model_then, tokens, answers).assign(when=when, is_new=False)
         if when == "after" and done.training.provenance is not None:
             frame["is_new"] = frame["name"].isin(done.training.provenance.new_neurons)
         heads.append(frame)
@@ -77,46 +77,48 @@ def circuits_of(done: Run, null: HookedTransformer | None, study: Study) -> pd.D
     equals = torch.full_like(shift, modulus)
     clean = torch.stack([drawn[:, 0], drawn[:, 1], equals], dim=1)
     corrupted = torch.stack([drawn[:, 0], (drawn[:, 1] + shift) % modulus, equals], dim=1)
-    correct, wrong = (each[:, :2].sum(1) % modulus for each in (clean, corrupted))
+    correct, wrong = (prompt[:, :2].sum(1) % modulus for prompt in (clean, corrupted))
     settings: dict[str, Any] = dict(corrupted=corrupted, batch_size=len(clean), n_patched=0)
     at_once = grow(done.before, ex.compose(*done.training.schedule.values()), seed=1)
     frames = []
-    for when, model, other in (
+    for when, model, nothing in (
         ("right after growth", at_once.model, None),
         ("at the end", done.training.model, null),
     ):
-        found = compare(
+        comparison = compare(
             *(done.before, model, clean, p.logit_diff(correct.tolist(), wrong.tolist())),
             provenance=done.training.provenance,
-            null=other,
+            null=nothing,
             progress=False,
             **settings,
         )
-        nodes = found.nodes.query("status == 'gained'")
+        nodes = comparison.nodes.query("status == 'gained'")
         gained = nodes.loc[nodes["original_name"].isna(), "name"].str.contains("N").sum()
-        heads = found.new.query("kind == 'attention'")["share"].sum()
+        heads = comparison.new.query("kind == 'attention'")["share"].sum()
         extra = {"when": when, "new_neurons_in_circuit": gained, "share_new_heads": heads}
-        frames.append(found.circuits.replace({"pair": {"null model": "again"}}).assign(**extra))
+        frames.append(
+            comparison.circuits.replace({"pair": {"null model": "again"}}).assign(**extra)
+        )
     return pd.concat(frames)
 
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
     """Train every arm and measure: frames by name, each with columns `arm` and `seed`."""
-    found: dict[str, list[pd.DataFrame]] = {}
-    done = {(each.arm, each.seed): each for each in runs(study, folder, device)}
-    for (arm, seed), each in done.items():
-        frames = {"curves": each.curve} | looked_at(each, study)
+    collected: dict[str, list[pd.DataFrame]] = {}
+    done = {(run.arm, run.seed): run for run in runs(study, folder, device)}
+    for (arm, seed), run in done.items():
+        frames = {"curves": run.curve} | looked_at(run, study)
         if arm in ("early", "late"):
             null = done["late again", seed].training.model if arm == "late" else None
-            frames["circuits"] = circuits_of(each, null, study)
+            frames["circuits"] = circuits_of(run, null, study)
             keys = frames["frequencies"].query("when == 'before'").set_index("frequency")["share"]
             after = frames["neurons"].query("when == 'after'")
             frames["joined"] = pd.DataFrame([joined(after, key_frequencies(keys))])
         for name, frame in frames.items():
             frame.insert(0, "arm", arm)
             frame.insert(1, "seed", seed)
-            found.setdefault(name, []).append(frame)
-    return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
+            collected.setdefault(name, []).append(frame)
+    return {name: pd.concat(frames, ignore_index=True) for name, frames in collected.items()}
 
 
 def main(
@@ -126,7 +128,7 @@ def main(
     n_seeds: Seeds = 3,
     smoke: Smoke = False,
 ) -> None:
-    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)

@@ -58,10 +58,10 @@ def at_equal_compute(curves: pd.DataFrame, column: str = "test_loss") -> pd.Data
     rows = []
     for arm in sorted(budgets, key=lambda arm: budgets[arm]):
         row: dict[str, Any] = {"all that it takes": arm, "Gflop": budgets[arm] / 1e9}
-        for other in ARMS:
-            within = curves[(curves["arm"] == other) & (curves["flops"] <= budgets[arm])]
+        for rival in ARMS:
+            within = curves[(curves["arm"] == rival) & (curves["flops"] <= budgets[arm])]
             value = within.groupby("seed")[column].last().median()
-            row[other] = value if budgets[other] >= budgets[arm] else float("nan")
+            row[rival] = value if budgets[rival] >= budgets[arm] else float("nan")
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -120,8 +120,10 @@ def neurons_figure(neurons: pd.DataFrame) -> Figure:
         places = {k: i for i, k in enumerate(sorted(frame["frequency"].unique()))}
         for is_new, label in ((False, "old"), (True, "new")):
             sums = frame[frame["is_new"] == is_new].groupby("frequency")["share"].sum()
-            at = [places[frequency] + (0.2 if is_new else -0.2) for frequency in sums.index]
-            panel.bar(at, sums, width=0.4, label=label)
+            places_of_bars = [
+                places[frequency] + (0.2 if is_new else -0.2) for frequency in sums.index
+            ]
+            panel.bar(places_of_bars, sums, width=0.4, label=label)
         panel.set_xticks(list(places.values()), [str(frequency or "–") for frequency in places])
         panel.set_title(f"{arm}, seed {seed}", fontsize="medium")
         panel.set_xlabel("frequency (–: tuned to none)", fontsize="small")
@@ -141,7 +143,7 @@ def findings(frames: Mapping[str, pd.DataFrame]) -> str:
             ""
             if pd.isna(cost[arm])
             else f", after {cost[arm]:.3g} Gflop (median of those that do; "
-            + ", ".join(f"seed {seed} {each:.3g}" for seed, each in costs(frames["curves"], arm))
+            + ", ".join(f"seed {seed} {cost:.3g}" for seed, cost in costs(frames["curves"], arm))
             + ")"
         )
         for arm, row in ends.iterrows()

@@ -155,7 +155,7 @@ def between(small: Sizes, full: Sizes) -> Expansion:
 
 def inserted(places: tuple[int, ...], **how: Any) -> Expansion:
     """New layers, whose numbers afterwards are these."""
-    return ex.compose(*(ex.InsertLayer(at, **how) for at in sorted(places)))
+    return ex.compose(*(ex.InsertLayer(place, **how) for place in sorted(places)))
 
 
 def steps_within(plan: Plan, flops: int) -> int:
@@ -170,7 +170,7 @@ def steps_within(plan: Plan, flops: int) -> int:
 
 def inits(trunk: Done) -> dict[str, Initialiser]:
     """The starts, by name."""
-    found = {
+    initialisers = {
         "own": ex.init.own(),
         "zeros": ex.init.zeros(),
         "copies": ex.init.copies(noise=0.1),
@@ -180,8 +180,8 @@ def inits(trunk: Done) -> dict[str, Initialiser]:
     }
     if not trunk.model.cfg.gated_mlp:
         tokens = batch(trunk.plan, trunk.plan.steps)[:, :-1]
-        found["GradMax"] = grad_max(gradient_products(trunk.model, tokens))
-    return found
+        initialisers["GradMax"] = grad_max(gradient_products(trunk.model, tokens))
+    return initialisers
 
 
 Arms = Iterator[tuple[str, Done]]
@@ -190,7 +190,7 @@ T = TypeVar("T")
 
 def kept(study: Study, arms: dict[str, T]) -> list[tuple[str, T]]:
     """Those that are not left out."""
-    return [(name, each) for name, each in arms.items() if name not in study.left_out]
+    return [(name, arm) for name, arm in arms.items() if name not in study.left_out]
 
 
 def starts(runs: SeedRuns, part: str) -> Arms:
@@ -217,8 +217,8 @@ def for_flops(
     runs: SeedRuns, part: str, sizes: dict[str, Sizes], flops: int, **settings: Any
 ) -> Arms:
     """From scratch, for so many flops."""
-    for name, each in sizes.items():
-        plan = runs.plan(each, 1, decay=runs.study.decay, **settings)
+    for name, size in sizes.items():
+        plan = runs.plan(size, 1, decay=runs.study.decay, **settings)
         plan = replace(plan, steps=steps_within(plan, flops))
         yield name, runs.go(f"{part}-{name}", plan)
 
@@ -314,9 +314,9 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
                 for arm, done in arms(SeedRuns(study, seed, folder, device, bar)):
                     label = {"part": part, "arm": arm, "seed": seed}
                     curves.append(done.curve.assign(**label))
-                    found = figures(done.model, study.read[1], study.asked)
+                    measured = figures(done.model, study.read[1], study.asked)
                     last = done.curve.iloc[-1][["step", "tokens", "flops"]].astype(int)
-                    ends.append(label | dict(last) | found)
+                    ends.append(label | dict(last) | measured)
     curve = pd.concat(curves)[["part", "arm", "seed", "step", "flops", "loss"]]
     return {"curves": curve, "ends": pd.DataFrame(ends)}
 
@@ -338,14 +338,14 @@ def main(
     n_seeds: Seeds = 3,
     smoke: Smoke = False,
 ) -> None:
-    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", ".*deprecated", DeprecationWarning)
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     frames = measured(study, runs_dir, device)
     # Of training, over all sessions of it.
-    curves = [pd.read_csv(each) for each in sorted(runs_dir.glob("*/curve.csv"))]
-    seconds = sum(each["cpu_seconds"].iloc[-1] for each in curves)
+    curves = [pd.read_csv(path) for path in sorted(runs_dir.glob("*/curve.csv"))]
+    seconds = sum(curve["cpu_seconds"].iloc[-1] for curve in curves)
     text = page(frames, study, fresh_steps(100), seconds, " --smoke" if smoke else "")
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "study": asdict(study)}

@@ -17,10 +17,12 @@ LONGER = "scratch, all flops, "  # then the width
 COLOURS = {"small": "0.6", "full": "0.0"}
 
 
-def difference(ends: pd.DataFrame, part: str, arm: str, other: str) -> tuple[float, float, float]:
+def difference(
+    ends: pd.DataFrame, part: str, arm: str, other_arm: str
+) -> tuple[float, float, float]:
     """The mean over seeds of one arm's loss less another's, and Student's interval of 95 %."""
     losses = ends[ends["part"] == part].pivot(index="seed", columns="arm", values="loss")
-    return interval(losses[arm] - losses[other])
+    return interval(losses[arm] - losses[other_arm])
 
 
 def interval(values: "pd.Series[float]") -> tuple[float, float, float]:
@@ -30,16 +32,16 @@ def interval(values: "pd.Series[float]") -> tuple[float, float, float]:
     return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
 
 
-def said(found: tuple[float, float, float]) -> str:
+def said(estimate: tuple[float, float, float]) -> str:
     """A difference with its interval."""
-    mean, low, high = found
+    mean, low, high = estimate
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
-def sizes(each: Any) -> str:
+def sizes(config: Any) -> str:
     """In words."""
-    heads = "1 head" if each.n_heads == 1 else f"{each.n_heads} heads"
-    return f"d_model {each.d_model}, {heads} and {each.d_mlp} neurons a layer"
+    heads = "1 head" if config.n_heads == 1 else f"{config.n_heads} heads"
+    return f"d_model {config.d_model}, {heads} and {config.d_mlp} neurons a layer"
 
 
 def of(frame: pd.DataFrame, part: str) -> pd.DataFrame:
@@ -59,20 +61,20 @@ def compared(
     frame, rows = of(ends, part), []
     seeds = sorted(frame["seed"].unique())
     for arm in frame["arm"].unique():
-        mine = frame[frame["arm"] == arm].sort_values("seed")
+        of_arm = frame[frame["arm"] == arm].sort_values("seed")
         against = "" if arm == reference else said(difference(ends, part, arm, reference))
         rows.append(
             [
                 arm,
-                f"{mine['flops'].mean() / 1e9:.0f}",
-                *(f"{each:.3f}" for each in early.get(arm, [float("nan")] * len(EARLY))),
-                *(f"{each:.3f}" for each in mine["loss"]),
-                f"{mine['loss'].mean():.3f}",
+                f"{of_arm['flops'].mean() / 1e9:.0f}",
+                *(f"{loss:.3f}" for loss in early.get(arm, [float("nan")] * len(EARLY))),
+                *(f"{loss:.3f}" for loss in of_arm["loss"]),
+                f"{of_arm['loss'].mean():.3f}",
                 against,
-                f"{mine[tasks(ends)].to_numpy().mean():.1%}",
+                f"{of_arm[tasks(ends)].to_numpy().mean():.1%}",
             ]
         )
-    header = ["", "Gflop", *(f"+{each}" for each in EARLY), *(f"seed {each}" for each in seeds)]
+    header = ["", "Gflop", *(f"+{step}" for step in EARLY), *(f"seed {seed}" for seed in seeds)]
     header += ["mean", f"less that of {reference}", "right"]
     return markdown(header, rows).replace("nan", "–")
 
@@ -83,7 +85,7 @@ def soon(curves: pd.DataFrame, part: str, grows_at: int) -> dict[str, list[float
     frame = frame[~frame["arm"].isin(list(COLOURS))]
     means = frame.groupby(["arm", "step"])["loss"].mean()
     return {
-        arm: [means.get((arm, grows_at + each), float("nan")) for each in EARLY]
+        arm: [means.get((arm, grows_at + step), float("nan")) for step in EARLY]
         for arm in frame["arm"].unique()
     }
 
@@ -109,7 +111,7 @@ def families(ends: pd.DataFrame, budgets: Iterable[int], widths: Sequence[int]) 
             for arm in (grown, *scratch):
                 step, flops, loss = frame.loc[arm]
                 row += [f"{loss:.3f} ({step:.0f} steps, {flops / 1e9:.0f} Gflop)"]
-            rows.append([*row, *(said(difference(ends, part, grown, other)) for other in scratch)])
+            rows.append([*row, *(said(difference(ends, part, grown, rival)) for rival in scratch)])
     header = ["steps of each", "d_model", "one checkpoint", "from scratch", "for all flops"]
     return markdown([*header, "less the first", "less the second"], rows).replace("nan", "–")
 
@@ -122,7 +124,7 @@ def rates(ends: pd.DataFrame) -> str:
     wide = wide[sorted(wide, key=float)]
     lowest = wide.sum().idxmin()
     rows = [
-        [*index, *(f"{each:.3f}" for each in row)]
+        [*index, *(f"{loss:.3f}" for loss in row)]
         for index, row in zip(wide.index, wide.to_numpy(), strict=True)
     ]
     return f"{markdown(['', '', *wide.columns], rows)}\n\nThe lowest sum is that of {lowest}."
@@ -137,7 +139,7 @@ def title(part: str) -> str:
 
 def curves_figure(curves: pd.DataFrame) -> Figure:
     """The mean loss of each arm against flops, one panel a part, and the seeds' range."""
-    parts = [each for each in curves["part"].unique() if each != "rates"]
+    parts = [part for part in curves["part"].unique() if part != "rates"]
     picture = Figure(figsize=(11, 3.7 * -(-len(parts) // 2)), layout="constrained")
     panels = picture.subplots(-(-len(parts) // 2), 2, squeeze=False).flat
     for part, panel in zip(parts, panels, strict=False):
@@ -181,11 +183,11 @@ def page(
 ) -> str:
     """Everything in Markdown."""
     ends, curves = frames["ends"], frames["curves"]
-    widths = [each.d_model for each in study.family]
+    widths = [config.d_model for config in study.family]
     flops = ends.groupby(["part", "arm"])["flops"].mean() / 1e9
     totals = [
-        sum(flops[f"family {each}", f"scratch, {width}"] for width in widths)
-        for each in study.budgets
+        sum(flops[f"family {budget}", f"scratch, {width}"] for width in widths)
+        for budget in study.budgets
     ]
     return PAGE.format(
         n=ends["seed"].nunique(),
@@ -201,7 +203,7 @@ def page(
         layers=" to ".join(map(str, study.layers)),
         widths=", ".join(map(str, widths)),
         budgets=" and ".join(map(str, study.budgets)),
-        totals=" and ".join(f"{each:.0f}" for each in totals),
+        totals=" and ".join(f"{total:.0f}" for total in totals),
         first=fresh[0],
         most=max(fresh),
         read=study.read,
@@ -222,39 +224,41 @@ def verdicts(frames: Mapping[str, pd.DataFrame], study: Any) -> Iterator[tuple[s
     ends = frames["ends"]
     for kind in study.kinds:
         means = of(ends, kind).groupby("arm")["loss"].mean()
-        early = {arm: each[0] for arm, each in soon(frames["curves"], kind, study.before).items()}
+        early = {
+            arm: losses[0] for arm, losses in soon(frames["curves"], kind, study.before).items()
+        }
         others = [arm for arm in early if arm not in ("own", "zeros")]
         ahead = [arm for arm in others if difference(ends, kind, arm, "own")[2] < 0]
-        where = STARTS[kind]
+        start = STARTS[kind]
         yield (
-            f"{where}: no live start ends better than own ({', '.join(ahead) or 'none'})",
+            f"{start}: no live start ends better than own ({', '.join(ahead) or 'none'})",
             not ahead,
         )
         leads = [arm for arm in ("pairs", "GradMax") if arm in early]
         lower = [f"{arm} {early[arm]:.3f}" for arm in leads]
-        said_early = f"{where}, {EARLY[0]} steps after growth: {', '.join(lower)} lead own"
+        said_early = f"{start}, {EARLY[0]} steps after growth: {', '.join(lower)} lead own"
         held = all(early[arm] < early["own"] for arm in leads)
         yield f"{said_early} ({early['own']:.3f})", held
         last = means[["own", *others]].idxmax()
-        yield f"{where}: of the live starts unequal ends last ({last} does)", last == "unequal"
+        yield f"{start}: of the live starts unequal ends last ({last} does)", last == "unequal"
         if "zeros" in means:
-            found = difference(ends, kind, "zeros", "own")
-            yield f"{where}: zeros end behind own, {said(found)}", found[1] > 0
-        found = difference(ends, kind, "full", "own")
-        close = found[1] > 0 and found[0] < 0.1
-        yield f"{where}: full ends behind own by less than 0.1, {said(found)}", close
+            apart = difference(ends, kind, "zeros", "own")
+            yield f"{start}: zeros end behind own, {said(apart)}", apart[1] > 0
+        apart = difference(ends, kind, "full", "own")
+        close = apart[1] > 0 and apart[0] < 0.1
+        yield f"{start}: full ends behind own by less than 0.1, {said(apart)}", close
         best = all(difference(ends, kind, "small", arm)[2] < 0 for arm in ("own", "full"))
-        yield f"{where}: small, {means['small']:.3f}, ends better than both", best
+        yield f"{start}: small, {means['small']:.3f}, ends better than both", best
     gains = {}
     for budget in study.budgets:
-        for width in [each.d_model for each in study.family[1:]]:
+        for width in [config.d_model for config in study.family[1:]]:
             arms = f"grown, {width}", f"scratch, {width}"
-            found = gains[width, budget] = difference(ends, f"family {budget}", *arms)
+            apart = gains[width, budget] = difference(ends, f"family {budget}", *arms)
             said_here = (
                 f"{budget} steps each, those of the checkpoint not counted: d_model {width} is "
                 "better from the checkpoint"
             )
-            yield f"{said_here}, {said(found)}", found[2] < 0
+            yield f"{said_here}, {said(apart)}", apart[2] < 0
     few, most = min(study.budgets), max(study.budgets)
     more = all(gains[w, few][0] < gains[w, most][0] for w, n in gains if n == few)
     yield f"it gains more at {few} steps than at {most}", more or few == most
@@ -285,7 +289,7 @@ def answer(ends: pd.DataFrame, study: Any) -> str:
 
     def against(arm: str, part: str = "") -> str:
         parts = [part] if part else list(study.kinds)
-        return " and ".join(said(difference(ends, each, arm, "own")) for each in parts)
+        return " and ".join(said(difference(ends, part, arm, "own")) for part in parts)
 
     width = study.family[-1].d_model
     checkpoint = "; ".join(

@@ -85,7 +85,7 @@ def duplicated(weights: Weights, copied: Tensor) -> Weights:
             dim = axes.index(STREAM)
             tensor = tensor.index_select(dim, copied)
             if ".W_" in name and tail(name) not in WRITERS:
-                shape = [-1 if each == dim else 1 for each in range(tensor.ndim)]
+                shape = [-1 if axis == dim else 1 for axis in range(tensor.ndim)]
                 tensor = tensor / count.reshape(shape)
         tensors[name] = tensor
     return Weights(tensors, replace(weights.constants, tied=False))
@@ -104,26 +104,29 @@ def chosen(size: int, width: int, evenly: bool, seed: int) -> Tensor:
 def fused(weights: Weights, width: int) -> Weights:
     """Put the model beside itself until it is so wide; of the last one, the first coordinates."""
     size, constants = weights.sizes[STREAM], weights.constants
-    parts = [min(size, width - at) for at in range(0, width, size)]
+    parts = [min(size, width - start) for start in range(0, width, size)]
     tensors = {}
     for name, tensor in weights.tensors.items():
         axes = axes_of(name, constants)
-        own = [axis.label in ("d_model", "head", "kv_head", "d_mlp") for axis in axes]
+        grows_with_width = [axis.label in ("d_model", "head", "kv_head", "d_mlp") for axis in axes]
         blocks = [
             tensor.narrow(axes.index(STREAM), 0, part) if STREAM in axes else tensor
             for part in parts
         ]
         if name == "unembed.W_U":  # read off the first alone
-            blocks[1:] = [torch.zeros_like(each) for each in blocks[1:]]
+            blocks[1:] = [torch.zeros_like(block) for block in blocks[1:]]
         shape = [
-            sum(each.shape[dim] for each in blocks) if grows else tensor.shape[dim]
-            for dim, grows in enumerate(own)
+            sum(block.shape[dim] for block in blocks) if grows else tensor.shape[dim]
+            for dim, grows in enumerate(grows_with_width)
         ]
-        whole, at = tensor.new_zeros(shape), [0] * tensor.ndim
+        whole, corner = tensor.new_zeros(shape), [0] * tensor.ndim
         for block in blocks:
-            whole[tuple(slice(i, i + n) for i, n in zip(at, block.shape, strict=True))] = block
-            at = [i + n * grows for i, n, grows in zip(at, block.shape, own, strict=True)]
-        tensors[name] = whole if any(own) else tensor
+            whole[tuple(slice(i, i + n) for i, n in zip(corner, block.shape, strict=True))] = block
+            corner = [
+                i + n * grows
+                for i, n, grows in zip(corner, block.shape, grows_with_width, strict=True)
+            ]
+        tensors[name] = whole if any(grows_with_width) else tensor
     return Weights(tensors, replace(constants, tied=False))
 
 
@@ -152,15 +155,15 @@ def widened(source: Growable, arm: str, width: int, seed: int) -> Any:
 
 def gap(old: Tensor, new: Tensor, tokens: Tensor) -> dict[str, float]:
     """How far new logits are from old ones; zero where that may be rounding."""
-    one, other = (each[:, :-1].double().log_softmax(-1) for each in (old, new))
-    losses = (F.nll_loss(x.flatten(0, 1), tokens[:, 1:].flatten()).item() for x in (one, other))
+    first, second = (logits[:, :-1].double().log_softmax(-1) for logits in (old, new))
+    losses = (F.nll_loss(x.flatten(0, 1), tokens[:, 1:].flatten()).item() for x in (first, second))
     before, after = losses
-    found = {
+    gaps = {
         "logits": ((new - old).abs().max() / old.abs().max()).item(),
-        "KL": (one.exp() * (one - other)).sum(-1).mean().item(),
+        "KL": (first.exp() * (first - second)).sum(-1).mean().item(),
     }
-    found = {name: value if value > EXACT[name] else 0.0 for name, value in found.items()}
-    return found | {"loss": after, "loss before": before}
+    gaps = {name: value if value > EXACT[name] else 0.0 for name, value in gaps.items()}
+    return gaps | {"loss": after, "loss before": before}
 
 
 def gpt2(recipe: small.Recipe, device: str, *, trained: bool) -> Any:
@@ -197,13 +200,15 @@ def gpt2(recipe: small.Recipe, device: str, *, trained: bool) -> Any:
 def texts(model: Any, rows: int, pos: int) -> Tensor:
     """The beginnings of texts that none of the trained models has read."""
     tokenizer = model.tokenizer or small.tokenizer()
-    ids = (tokenizer(each)["input_ids"] for each in pretrained.small_english_texts())
-    return torch.tensor([each[:pos] for each in ids if len(each) >= pos][:rows])
+    ids = (tokenizer(text)["input_ids"] for text in pretrained.small_english_texts())
+    return torch.tensor(
+        [ids_of_text[:pos] for ids_of_text in ids if len(ids_of_text) >= pos][:rows]
+    )
 
 
 def measured(models: Mapping[str, Any], ratios: list[float], seeds: int, rows: int) -> pd.DataFrame:
     """One row for each model, width, arm and, where anything is drawn, seed."""
-    found = []
+    rows_of_gaps = []
     for label, model in models.items():
         tokens = texts(model, rows, POS).to(next(model.parameters()).device)
         size, source = model.cfg.d_model, growable_of(model)
@@ -216,8 +221,8 @@ def measured(models: Mapping[str, Any], ratios: list[float], seeds: int, rows: i
                     with torch.no_grad():
                         new = widened(source, arm, width, seed)(tokens)
                     row = {"model": label, "h": size, "width": width, "ratio": width / size}
-                    found.append(row | {"arm": arm, "seed": seed} | gap(old, new, tokens))
-    as_stored = pd.DataFrame(found).to_csv(index=False, float_format=DIGITS)
+                    rows_of_gaps.append(row | {"arm": arm, "seed": seed} | gap(old, new, tokens))
+    as_stored = pd.DataFrame(rows_of_gaps).to_csv(index=False, float_format=DIGITS)
     return pd.read_csv(io.StringIO(as_stored))
 
 
@@ -245,7 +250,7 @@ def exact_at(frame: pd.DataFrame) -> pd.DataFrame:
         row = {"model": model}
         for arm in ARMS:
             here = part[part["arm"] == arm]
-            ratios = [f"{each:g}" for each in here["ratio"][here["logits"] == 0]]
+            ratios = [f"{ratio:g}" for ratio in here["ratio"][here["logits"] == 0]]
             row[arm] = "all" if len(ratios) == len(here) else ", ".join(ratios) or "none"
         rows.append(row)
     return pd.DataFrame(rows)
@@ -286,7 +291,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     recipe = small.Recipe(n_layers=3, d_model=64, d_mlp=256, steps=600, lr=3e-3)
     ratios = [1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]
@@ -318,13 +323,13 @@ def main(
 def verdicts(frame: pd.DataFrame) -> dict[str, bool]:
     """Whether each prediction held."""
     exact, of = exact_at(frame).set_index("model"), summary(frame)
-    whole = ", ".join(f"{each:g}" for each in sorted(set(of["ratio"])) if each % 1 == 0)
+    whole = ", ".join(f"{ratio:g}" for ratio in sorted(set(of["ratio"])) if ratio % 1 == 0)
     wide = {name: of.pivot_table(name, ["model", "ratio"], "arm") for name in ("logits", "KL")}
     is_rms = wide["logits"].index.get_level_values("model").str.contains("RMSNorm")
-    trained, random = (wide["KL"].loc[f"GPT-2, {each} (LayerNorm)"] for each in TRAINED)
+    trained, random = (wide["KL"].loc[f"GPT-2, {norm} (LayerNorm)"] for norm in TRAINED)
     between = wide["KL"][wide["KL"].index.get_level_values("ratio") % 1 != 0]
     below_2 = between.loc[between.index.get_level_values("ratio") < 2, "evenly"]
-    peaks = below_2.groupby(level="model").idxmax().map(lambda at: at[1])
+    peaks = below_2.groupby(level="model").idxmax().map(lambda key: key[1])
     copying = ["bert2BERT", "evenly", "Deep Fusion"]
     inexact = trained.index[trained.index % 1 != 0]
     rms, layer_norm = wide["logits"][is_rms], wide["logits"][~is_rms]

@@ -48,7 +48,7 @@ def errors(plain: PlainTransformer, x: Tensor, omegas: Iterable[float]) -> pd.Da
     the largest |score| of the original heads so far.
     """
     exact, scores = direct(plain, x.double())
-    found = {
+    errors = {
         ("direct float32", math.nan): relative(direct(plain, x)[0], exact),
         ("largest score", math.nan): [max(scores[: k + 1]) for k in range(len(scores))],
     }
@@ -56,10 +56,10 @@ def errors(plain: PlainTransformer, x: Tensor, omegas: Iterable[float]) -> pd.Da
         for kind, (dtype, gauge) in KINDS.items():
             post = post_transformer(plain, len(x), omega=omega, dtype=dtype, gauge=gauge)
             after = post.run(x.to(dtype)).streams[:, -1]
-            found[kind, omega] = relative(post.coordinates.read(after), exact)
+            errors[kind, omega] = relative(post.coordinates.read(after), exact)
     return pd.DataFrame(
         {"kind": kind, "omega": omega, "depth": depth, "value": value}
-        for (kind, omega), by_layer in found.items()
+        for (kind, omega), by_layer in errors.items()
         for depth, value in enumerate(by_layer, start=1)
     )
 
@@ -116,8 +116,8 @@ def demonstration(depth: int, device: str) -> str:
     """The sizes and unit normal weights of the post's demonstration, stacked to a deep model."""
     plain = random_transformer(depth, 30, init="unit", seed=0, device=device)
     x = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(device)
-    found = errors(plain, x, [AUTHORS_OMEGA])
-    return table(found.pivot(index="depth", columns="kind", values="value").reset_index())
+    frame = errors(plain, x, [AUTHORS_OMEGA])
+    return table(frame.pivot(index="depth", columns="kind", values="value").reset_index())
 
 
 def by_omega(frame: pd.DataFrame, kind: str, depths: list[int]) -> str:
@@ -154,7 +154,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     lengths, depths, seeds = ([5], [1, 2], 1) if smoke else ([8, 32, 128], [1, 2, 4, 8], 3)
     omegas = [4.0, 9.0, AUTHORS_OMEGA] if smoke else FINE + COARSE

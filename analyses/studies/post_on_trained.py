@@ -99,7 +99,7 @@ class Case:
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights."""
-        return {name: each.to(dtype) for name, each in self.model.state_dict().items()}
+        return {name: tensor.to(dtype) for name, tensor in self.model.state_dict().items()}
 
     def stream(self, dtype: torch.dtype) -> Tensor:
         """What enters the first layer."""
@@ -138,11 +138,11 @@ def case(folder: Path, n_prompts: int, device: str) -> Case:
         hidden.append(h.abs().max().item())
         return ACTIVATIONS[cfg.act_fn](h)
 
-    found = Case(folder.name, model, tokens, torch.empty(0, device="cpu"), 0.0, 0.0)
+    case = Case(folder.name, model, tokens, torch.empty(0, device="cpu"), 0.0, 0.0)
     streams, scores = direct(
-        plain_of(found.state(torch.float64)), found.stream(torch.float64), activation
+        plain_of(case.state(torch.float64)), case.stream(torch.float64), activation
     )
-    logits = found.unembed(streams[-1])
+    logits = case.unembed(streams[-1])
     return Case(folder.name, model, tokens, logits, max(scores), max(hidden))
 
 
@@ -173,8 +173,8 @@ def measured(of: Case, omegas: list[float], slopes: list[float]) -> pd.DataFrame
         for value in omegas:
             for name, (dtype, gauge) in KINDS.items():
                 post = post_transformer(plain, 3, omega=value, dtype=dtype, slope=k, gauge=gauge)
-                found = errors(of, of.unembed(post.run(of.stream(dtype)).output))
-                rows.append({kind: name, slope: k, omega: value} | found)
+                measured = errors(of, of.unembed(post.run(of.stream(dtype)).output))
+                rows.append({kind: name, slope: k, omega: value} | measured)
     return pd.DataFrame(rows).assign(model=of.name)
 
 
@@ -202,7 +202,9 @@ def costs(of: Case, rounds: int, device: str) -> pd.DataFrame:
             {
                 "vectors": post.coordinates.n_vectors,
                 "width": post.coordinates.width,
-                "heads": " + ".join(str(len(each.W_Q)) for each in post.layers[0].sublayers),
+                "heads": " + ".join(
+                    str(len(sublayer.W_Q)) for sublayer in post.layers[0].sublayers
+                ),
             },
         ),
     }
@@ -231,8 +233,8 @@ def costs(of: Case, rounds: int, device: str) -> pd.DataFrame:
 
 def stored(post: PostTransformer) -> int:
     """Numbers in its factored matrices, zeros too; those that heads share are counted for each."""
-    heads = [each for layer in post.layers for each in layer.sublayers]
-    return sum(each.numel() for h in heads for each in (h.W_Q, h.W_K, h.W_V, h.W_O))
+    heads = [sublayer for layer in post.layers for sublayer in layer.sublayers]
+    return sum(weight.numel() for h in heads for weight in (h.W_Q, h.W_K, h.W_V, h.W_O))
 
 
 def best(frame: pd.DataFrame, kind: str, slope: float) -> pd.Series:
@@ -243,11 +245,11 @@ def best(frame: pd.DataFrame, kind: str, slope: float) -> pd.Series:
 
 def answers(of: Case, frame: pd.DataFrame) -> str:
     """What the tables show, in sentences made of their numbers."""
-    own = frame.set_index("kind")
-    float32 = own.loc["direct float32", "logits"]
+    by_kind = frame.set_index("kind")
+    float32 = by_kind.loc["direct float32", "logits"]
     slopes = sorted(frame["slope"].dropna().unique())
     slope = slopes[0] if of.act == "silu" else min(slopes, key=lambda k: abs(math.log10(k) - 6))
-    accuracy = own.loc["direct float64", "accuracy"]
+    accuracy = by_kind.loc["direct float64", "accuracy"]
     steep = "" if of.act == "silu" else f" (slope k = {slope:g})"
     lines = []
     for kind in KINDS:
@@ -263,8 +265,8 @@ def answers(of: Case, frame: pd.DataFrame) -> str:
         )
     lines.append(
         f"direct evaluation in float32 errs by {float32:.2g}, our heads by "
-        f"{own.loc['our heads, float32', 'logits']:.2g}; the largest |score| is {of.largest:.3g}, "
-        f"the largest |h| {of.hidden:.3g}"
+        f"{by_kind.loc['our heads, float32', 'logits']:.2g}; "
+        f"the largest |score| is {of.largest:.3g}, the largest |h| {of.hidden:.3g}"
     )
     if of.act == "relu":
         lines.append(
@@ -278,8 +280,8 @@ def predictions(frames: dict[str, pd.DataFrame], cases: list[Case], cost: pd.Dat
     """Each prediction, whether it held, and the numbers."""
     of, frame = cases[0], frames[cases[0].name]
     float64, float32 = (best(frame, kind, 1.0) for kind in ("float64", "float32"))
-    own = frame.set_index("kind")
-    exact32 = own.loc["direct float32", "logits"]
+    by_kind = frame.set_index("kind")
+    exact32 = by_kind.loc["direct float32", "logits"]
     largest = float64[float64.index >= 18.0]
     usual = float32[(float32.index >= 9.0) & (float32.index <= 32.0)]
     worse = float32[AUTHORS_OMEGA] / exact32
@@ -305,7 +307,7 @@ def predictions(frames: dict[str, pd.DataFrame], cases: list[Case], cost: pd.Dat
         ),
         verdict(
             "accuracy in float32 is the original's from Ω = 4 to 10,000.",
-            bool((right == own.loc["direct float64", "accuracy"]).all()),
+            bool((right == by_kind.loc["direct float64", "accuracy"]).all()),
             f"{right.min():g} to {right.max():g}",
         ),
         verdict(
@@ -316,9 +318,9 @@ def predictions(frames: dict[str, pd.DataFrame], cases: list[Case], cost: pd.Dat
             f"N e^(-2Ω) at Ω = {', '.join(f'{o:g}' for o in below)}",
         ),
     ]
-    for other in cases:
-        if other.act == "relu":
-            frame = frames[other.name]
+    for case in cases:
+        if case.act == "relu":
+            frame = frames[case.name]
             by_k = {
                 k: best(frame, "float64", k)[AUTHORS_OMEGA] * k for k in (1.0, 10.0, 100.0, 1e3)
             }
@@ -404,7 +406,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
     n_prompts, rounds = (3, 1) if smoke else (100, 5)
@@ -435,7 +437,7 @@ def main(
         factors=factors(costly),
         predictions=predictions(frames, cases, costly),
         cost=table(costly),
-        tables="\n\n".join(each for _, each in parts),
+        tables="\n\n".join(part for _, part in parts),
         sublayers=", ".join(SUBLAYERS),
     )
     typer.echo(text)
@@ -459,7 +461,7 @@ def factors(cost: pd.DataFrame) -> str:
     for name, rows in cost.groupby("model", sort=False):
         of = rows.set_index("form")
         over = {
-            form: [of.loc[form, each] / of.loc["original", each] for each in COLUMNS]
+            form: [of.loc[form, column] / of.loc["original", column] for column in COLUMNS]
             for form in ("post", "our heads")
         }
         lines.append(

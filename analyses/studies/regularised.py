@@ -177,9 +177,9 @@ class Data:
 
 def distances(logits: Tensor, data: Data) -> dict[str, float]:
     """From the function that it was, and how well it still does the task; means over all pairs."""
-    was, now = (each.double().log_softmax(-1) for each in (data.before, logits))
+    was, now = (tensor.double().log_softmax(-1) for tensor in (data.before, logits))
     centred = [
-        each.double() - each.double().mean(-1, keepdim=True) for each in (data.before, logits)
+        tensor.double() - tensor.double().mean(-1, keepdim=True) for tensor in (data.before, logits)
     ]
     hits = logits.argmax(-1) == data.answers
     return {
@@ -232,7 +232,7 @@ def run(study: Study, form: Form, how: Regularizer, data: Data, seed: int) -> pd
         optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / study.warmup)
         loss = loss_of(form.logits(tokens, how.site, study.dropout), answers)
         if how.l2:
-            loss = loss + how.l2 / 2 * sum(each.square().sum() for each in parameters)
+            loss = loss + how.l2 / 2 * sum(parameter.square().sum() for parameter in parameters)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -261,22 +261,22 @@ def shrinking(study: Study, model: HookedTransformer, data: Data) -> pd.DataFram
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
     """All runs, those in the folder read and not run again; and decay alone."""
-    said, mine = folder / "study.json", str(asdict(study) | {"n_seeds": None}) + "\n"
-    if said.exists() and said.read_text("utf-8") != mine:
+    said, settings = folder / "study.json", str(asdict(study) | {"n_seeds": None}) + "\n"
+    if said.exists() and said.read_text("utf-8") != settings:
         raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, mine)
+    write_text(said, settings)
     curves, shrunk = [], []
     with tqdm(total=study.n_seeds * len(study.arms), unit="run") as bar:
         for seed in range(study.n_seeds):
             recipe = study.recipe(seed)
             model = train(recipe, folder / f"model-{seed}").to(device)
-            tokens, answers, trained = (each.to(device) for each in pairs(recipe))
+            tokens, answers, trained = (tensor.to(device) for tensor in pairs(recipe))
             with torch.no_grad():
                 data = Data(tokens, answers, trained, model(tokens)[:, -1])
             kept = folder / f"shrinking-{seed}.csv"
             if not kept.exists():
-                found = shrinking(study, model, data).assign(seed=seed)
-                write_text(kept, found.to_csv(index=False))
+                frame = shrinking(study, model, data).assign(seed=seed)
+                write_text(kept, frame.to_csv(index=False))
             shrunk.append(pd.read_csv(kept))
             for form, name in study.arms:
                 bar.set_description(f"{form}, {name}, seed {seed}")
@@ -301,14 +301,14 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
     study = SMOKE if smoke else Study(n_seeds=n_seeds)
     every = measured(study, runs, device)
     # the page is made of what is stored, to its last digit
-    stored = {part: each.to_csv(index=False, float_format=DIGITS) for part, each in every.items()}
-    frames = {part: pd.read_csv(StringIO(each)) for part, each in stored.items()}
+    stored = {part: frame.to_csv(index=False, float_format=DIGITS) for part, frame in every.items()}
+    frames = {part: pd.read_csv(StringIO(text)) for part, text in stored.items()}
     decays = {name: how.decay for name, how in study.regularizers.items() if how.decay}
     about = asdict(study)
     text = page(

@@ -70,7 +70,7 @@ class Hooked:
 
     def trained(self) -> list[nn.Parameter]:
         """All but biases, which the recipe leaves at zero."""
-        return [each for name, each in self.model.named_parameters() if ".b_" not in name]
+        return [parameter for name, parameter in self.model.named_parameters() if ".b_" not in name]
 
     def logits(self, tokens: Tensor, site: Site | None = None, rate: float = 0.0) -> Tensor:
         """At the last position, [batch, p], with dropout at a site."""
@@ -105,7 +105,7 @@ class Post(nn.Module):
         self, model: HookedTransformer, omega: float, *, factored: bool, every_entry: bool
     ) -> None:
         super().__init__()
-        state = {name: each.detach().clone() for name, each in model.state_dict().items()}
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         names = ("embed.W_E", "pos_embed.W_pos", "unembed.W_U")
         self.W_E, self.W_pos, self.W_U = (nn.Parameter(state[name]) for name in names)
         # At full rank a linear sublayer is one head.
@@ -118,18 +118,20 @@ class Post(nn.Module):
         self.sublayers = nn.ModuleDict()
         for name, heads in zip(SUBLAYERS, post.layers[0].sublayers, strict=True):
             # Heads that begin equal are trained apart, hence the clones.
-            found = {m: getattr(heads, m).clone() for m in ("W_Q", "W_K", "W_V", "W_O")}
+            weights = {m: getattr(heads, m).clone() for m in ("W_Q", "W_K", "W_V", "W_O")}
             if not factored:
                 keys, values = self._read_by(name)
-                found = {
-                    "W_QK": (found["W_Q"] @ found["W_K"].mT)[..., keys],
-                    "W_OV": (found["W_V"] @ found["W_O"])[:, values, values],
+                weights = {
+                    "W_QK": (weights["W_Q"] @ weights["W_K"].mT)[..., keys],
+                    "W_OV": (weights["W_V"] @ weights["W_O"])[:, values, values],
                 }
-            self.sublayers[name] = nn.ParameterDict({m: nn.Parameter(w) for m, w in found.items()})
+            self.sublayers[name] = nn.ParameterDict(
+                {m: nn.Parameter(w) for m, w in weights.items()}
+            )
         if not every_entry:
-            for each in self.sublayers.parameters():
+            for parameter in self.sublayers.parameters():
                 # AdamW leaves an entry alone whose gradients have all been zero, if it is zero.
-                each.register_hook(each.detach().ne(0).mul)
+                parameter.register_hook(parameter.detach().ne(0).mul)
 
     def trained(self) -> list[nn.Parameter]:
         """All of them."""
@@ -171,11 +173,11 @@ class Post(nn.Module):
 
     def _read_by(self, name: str) -> tuple[slice, slice]:
         """The coordinates that keys read, and those of values: all that is trained lies there."""
-        width, at = slice(0, self.coordinates.width), self.coordinates
+        width, coordinates = slice(0, self.coordinates.width), self.coordinates
         if self.every_entry:
             return width, width
-        keys = width if name == "attention" else at.position
-        return keys, at.hidden if name == "silu" else width
+        keys = width if name == "attention" else coordinates.position
+        return keys, coordinates.hidden if name == "silu" else width
 
     def _scores(self, name: str, x: Tensor) -> Tensor:
         w: Any = self.sublayers[name]
@@ -203,42 +205,46 @@ class Post(nn.Module):
 
     def omega_left(self) -> float:
         """Half of what a linear head's weights score a vector's own position above others, mean."""
-        found = []
+        scores = []
         for name in ("into_hidden", "out_of_hidden"):
             w: Any = self.sublayers[name]
-            at = self.coordinates.position
+            position = self.coordinates.position
             if self.factored:
-                block = w["W_Q"][:, at] @ w["W_K"][:, at].mT
+                block = w["W_Q"][:, position] @ w["W_K"][:, position].mT
             else:
-                block = w["W_QK"][:, at, -self.coordinates.n_vectors :]
-            own = block.diagonal(dim1=1, dim2=2)
-            others = (block.sum(-1) - own) / (own.shape[1] - 1)
-            found.append((own - others).mean().item() / 2)
-        return sum(found) / len(found)
+                block = w["W_QK"][:, position, -self.coordinates.n_vectors :]
+            diagonal = block.diagonal(dim1=1, dim2=2)
+            others = (block.sum(-1) - diagonal) / (diagonal.shape[1] - 1)
+            scores.append((diagonal - others).mean().item() / 2)
+        return sum(scores) / len(scores)
 
     @torch.no_grad()
     def shrunk(self, factor: float, parts: tuple[str, ...]) -> "Post":
         """A copy with some parts times a factor, as weight decay alone would make them."""
-        other = copy.deepcopy(self)
+        scaled = copy.deepcopy(self)
         if "own" in parts:
-            for each in (other.W_E, other.W_pos, other.W_U):
-                each.mul_(factor)
+            for embedding in (scaled.W_E, scaled.W_pos, scaled.W_U):
+                embedding.mul_(factor)
         for name in SUBLAYERS:
-            matrices: Any = other.sublayers[name]
+            matrices: Any = scaled.sublayers[name]
             for m, marks in self.marks(name).items():
                 for part in parts:
                     matrices[m].mul_(torch.where(marks == PARTS.index(part), factor, 1.0))
-        return other
+        return scaled
 
     def marks(self, name: str) -> dict[str, Tensor]:
         """For every entry of a sublayer's matrices, the number of its part in PARTS."""
-        own, omega, ones = range(3)
-        at, hidden, position = self.coordinates, self.coordinates.hidden, self.coordinates.position
+        plain, omega, ones = range(3)
+        coordinates, hidden, position = (
+            self.coordinates,
+            self.coordinates.hidden,
+            self.coordinates.position,
+        )
         matrices: Any = self.sublayers[name]
-        marks = {m: torch.full_like(w, own, dtype=torch.int) for m, w in matrices.items()}
+        marks = {m: torch.full_like(w, plain, dtype=torch.int) for m, w in matrices.items()}
         if self.factored:
             for m in ("W_Q", "W_K"):  # the first columns are those of the model's own W_Q and W_K
-                marks[m][:, position, -at.n_vectors :] = omega
+                marks[m][:, position, -coordinates.n_vectors :] = omega
             if name == "silu":
                 marks["W_Q"][:, hidden] = ones
                 marks["W_O"][:] = ones
@@ -247,7 +253,7 @@ class Post(nn.Module):
             if name == "out_of_hidden":
                 marks["W_O"][:, :, hidden] = ones
         else:
-            marks["W_QK"][:, position, -at.n_vectors :] = omega
+            marks["W_QK"][:, position, -coordinates.n_vectors :] = omega
             if name == "silu":
                 marks["W_QK"][:, hidden] = ones
                 marks["W_OV"][:] = ones

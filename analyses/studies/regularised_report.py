@@ -46,17 +46,17 @@ def omega_of(form: str) -> float:
     return float(form.partition("=")[2].partition(",")[0])
 
 
-def passes(at: pd.Series, bound: float) -> float:
+def passes(losses: pd.Series, bound: float) -> float:
     """Where a series, by its index, first exceeds a bound, between two points linear; or nan."""
-    above = at[at > bound]
+    above = losses[losses > bound]
     if not len(above):
         return math.nan
     right = above.index[0]
-    before = at[at.index < right]
+    before = losses[losses.index < right]
     if not len(before):
         return float(right)
     left = before.index[-1]
-    return float(left + (right - left) * (bound - at[left]) / (at[right] - at[left]))
+    return float(left + (right - left) * (bound - losses[left]) / (losses[right] - losses[left]))
 
 
 def by_seed(frame: pd.DataFrame, column: str, bound: float, index: str) -> list[float]:
@@ -114,8 +114,8 @@ def decays(shrinking: pd.DataFrame) -> str:
             factored = "factored" in form
             ends_of = [when(omega_of(form), x, factored=factored) for x in (LEAKS, 0.5)]
             said = f"{ends_of[0]:.2f} to {ends_of[1]:.2f}"
-        found = [numbers(by_seed(some, kl, LOST, "s")) for kl in ("kl", "kl_masked")]
-        rows.append([form, part, *found, said])
+        figures = [numbers(by_seed(some, kl, LOST, "s")) for kl in ("kl", "kl_masked")]
+        rows.append([form, part, *figures, said])
     header = ["form", "part", f"s where KL passes {LOST}, all seeds", "masks back", "predicted"]
     return markdown(header, rows)
 
@@ -129,12 +129,12 @@ def on_schedule(curves: pd.DataFrame, settings: Settings) -> str:
             continue
         due = when(omega_of(form), LEAKS, factored=False) / settings.rate / settings.decays[name]
         mlp = curves[(curves["form"] == "MLP") & (curves["regularizer"] == name)]
-        found = (
+        times = (
             by_seed(some, "leak_out_of_hidden", LEAKS, "step"),
             by_seed(some, "kl", LOST, "step"),
             by_seed(mlp, "kl", LOST, "step"),
         )
-        rows.append([form, name, f"{due:.0f}", *map(steps, found)])
+        rows.append([form, name, f"{due:.0f}", *map(steps, times)])
     header = ["form", "regularizer", "step predicted for a leak of 1 %", "measured"]
     return markdown([*header, f"its KL passes {LOST}", "the MLP's does"], rows)
 
@@ -156,8 +156,8 @@ def predictions(frames: Mapping[str, pd.DataFrame], settings: Settings) -> str:
         return last_of(curves, form, name) / last_of(curves, to, name)
 
     def span(values: Iterable[float]) -> str:
-        found = list(values)
-        return f"{min(found):.2g} to {max(found):.2g}"
+        numbers_of = list(values)
+        return f"{min(numbers_of):.2g} to {max(numbers_of):.2g}"
 
     wide = curves[curves["regularizer"].isin(plain)].pivot_table(
         index=["regularizer", "seed", "step"], columns="form", values="kl"
@@ -219,9 +219,9 @@ def predictions(frames: Mapping[str, pd.DataFrame], settings: Settings) -> str:
         for name, decay in settings.decays.items():
             step = when(omega_of(form), LEAKS, factored=False) / settings.rate / decay
             rows = curves[(curves["form"] == form) & (curves["regularizer"] == name)]
-            for at in by_seed(rows, "leak_out_of_hidden", LEAKS, "step"):
+            for reached in by_seed(rows, "leak_out_of_hidden", LEAKS, "step"):
                 due.append(step if step <= rows["step"].max() else math.nan)
-                got.append(at)
+                got.append(reached)
     timely = all(
         math.isnan(a) == math.isnan(b) and not abs(a - b) > 0.2 * a
         for a, b in zip(due, got, strict=True)

@@ -40,7 +40,10 @@ def agreement(model: Any, n: int, seed: int) -> Any:
 
 def names(frame: pd.DataFrame) -> list[str]:
     """Return a name for each site."""
-    return [f"{name}@{at}" for name, at in zip(frame["name"], frame["position"], strict=True)]
+    return [
+        f"{name}@{position}"
+        for name, position in zip(frame["name"], frame["position"], strict=True)
+    ]
 
 
 def probabilities(model: Any, n: int) -> "pd.Series[float]":
@@ -67,9 +70,10 @@ def resampled(model: Any, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         assert stability is not None
         frame = stability.sites
         sites.append(frame.assign(batch=seed, site=names(frame)))
-        held_out, other = stability.held_out, agreement(model, BATCH, FIRST_FRESH - seed)
+        held_out, new_task = stability.held_out, agreement(model, BATCH, FIRST_FRESH - seed)
         fresh = circuits.evaluate(
-            *(model, circuit, other.clean, other.corrupted, other.metric), positions=other.roles
+            *(model, circuit, new_task.clean, new_task.corrupted, new_task.metric),
+            positions=new_task.roles,
         )
         batches.append(
             {
@@ -134,12 +138,12 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
         "gender": tasks.agreement(model.tokenizer, n, feature="gender"),
         "indirect object": tasks.ioi(model.tokenizer, n),
     }
-    found = {}
+    found_circuits = {}
     for name, task in make.items():
         prompts = task.clean, task.corrupted, task.metric
         roles = {"end": task.roles["end"]}
-        found[name] = circuits.discover(model, *prompts, positions=roles, n_random=0)
-    return circuits.transfer(model, found, make)
+        found_circuits[name] = circuits.discover(model, *prompts, positions=roles, n_random=0)
+    return circuits.transfer(model, found_circuits, make)
 
 
 def figure(frame: pd.DataFrame) -> Figure:

@@ -155,5 +155,5 @@ def _reads(weights: Weights) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.b
 
 def _product(weights: Weights, layer: int, left: str, right: str) -> Array:
     """W_QK or W_OV of every head, [n_heads, d_model, d_model]."""
-    W, other = (weights[f"blocks.{layer}.attn.W_{x}"] for x in (left, right))
-    return W @ (other.swapaxes(1, 2) if right == "K" else other)
+    W, W_2 = (weights[f"blocks.{layer}.attn.W_{x}"] for x in (left, right))
+    return W @ (W_2.swapaxes(1, 2) if right == "K" else W_2)

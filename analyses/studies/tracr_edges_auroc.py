@@ -61,13 +61,13 @@ def auroc(scores: Iterable[float], labels: Iterable[bool]) -> float:
 
 def metric_of(program: TracrProgram, expected: list[Any]) -> Metric:
     """What the model says for one input, as one number."""
-    at = [pos for pos, value in enumerate(expected, start=1) if value is not None]
+    positions = [pos for pos, value in enumerate(expected, start=1) if value is not None]
 
     def said(logits: Tensor) -> Tensor:
-        rows = logits[0, at]
+        rows = logits[0, positions]
         if program.outputs is None:
             return rows.sum()
-        right = torch.tensor([program.outputs.index(expected[pos - 1]) for pos in at]).to(
+        right = torch.tensor([program.outputs.index(expected[pos - 1]) for pos in positions]).to(
             rows.device
         )
         chosen = rows.gather(1, right[:, None])[:, 0]
@@ -94,13 +94,13 @@ def graph_scores(
         patterns=patterns,
     )
     names = graph.nodes.set_index("id")["name"]
-    found: dict[Edge, float] = defaultdict(float)
+    weights_of: dict[Edge, float] = defaultdict(float)
     for row in graph.edges.itertuples():
         writer, reader = names[row.source], names[row.target]
         reader = "output" if reader == "metric" else reader
         side = {"value": "v"}.get(row.kind, row.kind) if "H" in reader else "in"
-        found[Edge(writer, reader, side)] += abs(row.weight)
-    return found
+        weights_of[Edge(writer, reader, side)] += abs(row.weight)
+    return weights_of
 
 
 def side_of(kind: str) -> str:
@@ -116,16 +116,16 @@ def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge
         per_length: inputs of each length; None for all.
     """
     converted = convert(program.model, copy_weights=True)
-    given = [(tokens[:per_length], wanted[:per_length]) for tokens, wanted, _ in program.batches()]
+    inputs = [(tokens[:per_length], wanted[:per_length]) for tokens, wanted, _ in program.batches()]
     candidates = program.candidates()
     nodes = sorted({edge.writer for edge in candidates} - {"embed"})
-    prompts = [row for tokens, _ in given for row in tokens]
-    found = circuits.score_edges(converted, prompts, nodes, exact=len(candidates), progress=False)
-    keys = [Edge(e.writer, e.reader, side_of(e.kind)) for e in found.itertuples()]
-    eap = edge_attribution_patching(program.model, converted, [t for t, _ in given], nodes)
+    prompts = [row for tokens, _ in inputs for row in tokens]
+    frame = circuits.score_edges(converted, prompts, nodes, exact=len(candidates), progress=False)
+    keys = [Edge(e.writer, e.reader, side_of(e.kind)) for e in frame.itertuples()]
+    eap = edge_attribution_patching(program.model, converted, [t for t, _ in inputs], nodes)
     graph: dict[Edge, float] = defaultdict(float)
     secants: dict[Edge, float] = defaultdict(float)
-    for (tokens, wanted), (others, _, _) in zip(given, program.batches(), strict=True):
+    for (tokens, wanted), (others, _, _) in zip(inputs, program.batches(), strict=True):
         for i, (row, expected) in enumerate(zip(tokens, wanted, strict=True)):
             if all(value is None for value in expected):
                 continue
@@ -133,15 +133,15 @@ def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge
             for edge, score in graph_scores(converted, row, metric).items():
                 graph[edge] += score
             for step in (1, 2):
-                other = others[(i + step) % len(others)]
-                if torch.equal(row, other):
+                partner = others[(i + step) % len(others)]
+                if torch.equal(row, partner):
                     continue
-                of_pair = graph_scores(converted, row, metric, corrupted=other)
+                of_pair = graph_scores(converted, row, metric, corrupted=partner)
                 for edge, score in of_pair.items():
                     secants[edge] += score
     return {
-        "two factors": dict(zip(keys, found["score"], strict=True)),
-        "exact cut": dict(zip(keys, found["exact"], strict=True)),
+        "two factors": dict(zip(keys, frame["score"], strict=True)),
+        "exact cut": dict(zip(keys, frame["exact"], strict=True)),
         "EAP": {Edge(w, r, side_of(kind)): score for (w, r, kind), score in eap.items()},
         "graph": graph,
         "secants": secants,
@@ -159,14 +159,14 @@ def rows_of(
         "all": program.true_edges(),
         "changing": {Edge(*row) for row in changing[list(Edge._fields)].itertuples(index=False)},
     }
-    found = scores(program, per_length)
+    scored = scores(program, per_length)
     draw = np.random.default_rng(seed)
     rows = []
     for label, edges in true.items():
         labels = [edge in edges for edge in candidates]
         about = {"program": name, "edges": label, "true": sum(labels), "of": len(candidates)}
         for method in METHODS:
-            of_edges = [found[method].get(edge, 0.0) for edge in candidates]
+            of_edges = [scored[method].get(edge, 0.0) for edge in candidates]
             of_edges = [0.0 if score < LEAKED else score for score in of_edges]
             rows.append({**about, "method": method, "auroc": auroc(of_edges, labels)})
         random = [auroc(draw.random(len(labels)), labels) for _ in range(N_RANDOM)]
@@ -236,7 +236,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     per_length = 1 if smoke else per_length
     programs = ("hist", "pair_balance") if smoke else PROGRAMS

@@ -66,20 +66,20 @@ def found_in(program: TracrProgram, n_inputs: int) -> set[Edge]:
     """The edges of the attribution graphs of some inputs of the greatest length."""
     tokens, expected, _ = next(program.batches())
     converted = convert(program.model, copy_weights=True)
-    found: set[Edge] = set()
+    edges_found: set[Edge] = set()
     for row, wanted in zip(tokens[:n_inputs], expected[:n_inputs], strict=True):
         metric = metric_of(program, wanted)
         of_edges = graph_scores(converted, row, metric, patterns=True)
-        found |= {edge for edge, score in of_edges.items() if score > LEAST}
+        edges_found |= {edge for edge, score in of_edges.items() if score > LEAST}
     # "bias" and "rest" are no parts of the program.
-    return {e for e in found if e.writer not in ("bias", "rest", "offset")}
+    return {e for e in edges_found if e.writer not in ("bias", "rest", "offset")}
 
 
 def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
     """The row of one program."""
     program = load_program(name, device=device)
     every, true = set(program.candidates()), program.true_edges()
-    found = found_in(program, n_inputs)
+    edges_found = found_in(program, n_inputs)
     coarse, coarse_true = with_whole_mlps(every), with_whole_mlps(true)
     return {
         "program": name,
@@ -92,8 +92,8 @@ def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
         "true, neurons": len(true),
         "share true, MLPs": len(coarse_true) / len(coarse),
         "share true, neurons": len(true) / len(every),
-        "found": len(found),
-        "found and true": len(found & true),
+        "found": len(edges_found),
+        "found and true": len(edges_found & true),
     }
 
 
@@ -103,12 +103,12 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep what `studies.py` says."""
+    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     started = time.perf_counter()
     n_inputs = 2 if smoke else n_inputs
     programs = ("frac_prevs", "pair_balance") if smoke else PROGRAMS
     frame = pd.DataFrame([row_of(name, n_inputs, device) for name in programs])
-    shown = frame.assign(error=[f"{each:.1e}" for each in frame["error"]])
+    shown = frame.assign(error=[f"{error:.1e}" for error in frame["error"]])
     text = PAGE.format(table=table(shown), n_inputs=n_inputs, flag=" --smoke" if smoke else "")
     typer.echo(text)
     settings = {"n_inputs": n_inputs, "device": device, "smoke": smoke}

@@ -93,12 +93,12 @@ class TracrProgram:
         by_length = defaultdict(list)
         for i, x in enumerate(self.inputs):
             by_length[len(x)].append(i)
-        for _, at in sorted(by_length.items(), reverse=True):
-            tokens = [[self.vocab.index(t) for t in (self.bos, *self.inputs[i])] for i in at]
-            logits = torch.stack([self.tracr_logits[i] for i in at])
+        for _, indices in sorted(by_length.items(), reverse=True):
+            tokens = [[self.vocab.index(t) for t in (self.bos, *self.inputs[i])] for i in indices]
+            logits = torch.stack([self.tracr_logits[i] for i in indices])
             device = self.model.cfg.device
-            given = torch.tensor(tokens, device=device)
-            yield given, [list(self.expected[i]) for i in at], logits.to(device)
+            batch = torch.tensor(tokens, device=device)
+            yield batch, [list(self.expected[i]) for i in indices], logits.to(device)
 
     def decode(self, logits: Float[Tensor, "batch pos d_vocab_out"]) -> list[list[Any]]:
         """The outputs that logits stand for, without BOS."""

@@ -172,7 +172,7 @@ class Text(Task):
     def held_out(self, model: Any, seed: int) -> dict[str, float]:
         """The loss on texts that are the same for every seed."""
         batches = self._pool(0, english.SEED_OF_HELD_OUT)[: self.n_held_out]
-        losses = [self.loss(model, each.to(model.device)) for each in batches]
+        losses = [self.loss(model, batch.to(model.device)) for batch in batches]
         return {"loss": torch.stack(losses).mean().item()}
 
 
@@ -283,7 +283,7 @@ SMOKE = Study(
 
 def slug(*parts: object) -> str:
     """The name of a folder."""
-    return "-".join(str(each).replace(", ", "_").replace(" ", "_") for each in parts)
+    return "-".join(str(part).replace(", ", "_").replace(" ", "_") for part in parts)
 
 
 def on(device: str, model: nn.Module) -> nn.Module:
@@ -310,10 +310,10 @@ def train(
     for step in range(steps + 1):
         if step % (steps // task.checks) == 0 or step == steps:
             with torch.no_grad():
-                found = task.held_out(model, seed)
+                measured = task.held_out(model, seed)
             trained = torch.stack(losses).mean().item() if losses else float("nan")
             spent = {"flops": flops, "seconds": time.process_time() - began}
-            rows.append({"step": step, **spent, "trained": trained, **found})
+            rows.append({"step": step, **spent, "trained": trained, **measured})
             losses = []
         if step == steps:
             break
@@ -344,20 +344,20 @@ def read_by(task: Any, model: nn.Module, seed: int) -> list[Tensor]:
     """What the neurons of each layer read on what is held out, [token, d_model]."""
     seen: list[list[Tensor]] = []
     hooks = []
-    for each in models.neurons_of(model):
+    for sublayer in models.neurons_of(model):
         seen.append([])
         note = partial(_note, seen[-1])
-        hooks.append(each.register_forward_hook(note))
+        hooks.append(sublayer.register_forward_hook(note))
     try:
         task.held_out(model, seed)
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.cat(each) for each in seen]
+    return [torch.cat(outputs) for outputs in seen]
 
 
-def _note(seen: list[Tensor], module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
-    seen.append(given[0].flatten(0, -2))
+def _note(seen: list[Tensor], module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> None:
+    seen.append(inputs[0].flatten(0, -2))
 
 
 def share_explained(z: Tensor, by: Tensor) -> Tensor:
@@ -398,7 +398,7 @@ def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
     """
     d_model = x.shape[1]
     shape = len(x), neurons.W_Q.shape[1]
-    parts = {name: each.expand(shape) for name, each in neurons.parts(x).items()}
+    parts = {name: part_of.expand(shape) for name, part_of in neurons.parts(x).items()}
     p = neurons.pattern(parts)
     z = parts["value_b"] + p * (parts["v"] - parts["value_b"])
     score = parts["q"] * (parts["k"] - parts["key_b"])
@@ -419,13 +419,15 @@ def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
         "of_q": share_explained(z, parts["q"]),
         "strength": strength / strength.mean(),
     }
-    return pd.DataFrame({name: each.double().cpu().numpy() for name, each in columns.items()})
+    return pd.DataFrame({name: column.double().cpu().numpy() for name, column in columns.items()})
 
 
 def heads_frame(task: Any, model: nn.Module, seed: int) -> pd.DataFrame:
     """The heads of every layer."""
     layers = zip(models.neurons_of(model), read_by(task, model, seed), strict=True)
-    frames = [heads_of(each, x).assign(layer=layer) for layer, (each, x) in enumerate(layers)]
+    frames = [
+        heads_of(sublayer, x).assign(layer=layer) for layer, (sublayer, x) in enumerate(layers)
+    ]
     return pd.concat(frames, ignore_index=True)
 
 
@@ -438,15 +440,15 @@ def become(heads: pd.DataFrame) -> dict[str, float]:
 @torch.no_grad()
 def cuts_of(task: Any, model: nn.Module, seed: int) -> dict[str, float]:
     """The loss with a part of every head left out, of those they have; see `Neurons.parts`."""
-    found = {}
+    losses = {}
     free = ("key", "value_b") if hasattr(models.neurons_of(model)[0], "W_K") else ()
     for cut in ("", "gate", *free):
-        for each in models.neurons_of(model):
-            each.cut = frozenset({cut}) if cut else frozenset()
-        found[cut or "whole"] = task.held_out(model, seed)["loss"]
-    for each in models.neurons_of(model):
-        each.cut = frozenset()
-    return found
+        for sublayer in models.neurons_of(model):
+            sublayer.cut = frozenset({cut}) if cut else frozenset()
+        losses[cut or "whole"] = task.held_out(model, seed)["loss"]
+    for sublayer in models.neurons_of(model):
+        sublayer.cut = frozenset()
+    return losses
 
 
 def runs(
@@ -458,10 +460,10 @@ def runs(
         ValueError: the folder holds runs of another study.
     """
     said = folder / "study.json"
-    mine = json.dumps(asdict(replace(study, n_seeds=0)), indent=2) + "\n"
-    if said.exists() and said.read_text("utf-8") != mine:
+    settings = json.dumps(asdict(replace(study, n_seeds=0)), indent=2) + "\n"
+    if said.exists() and said.read_text("utf-8") != settings:
         raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, mine)
+    write_text(said, settings)
     tasks: dict[str, Any] = {"text": study.text, "addition": study.addition}
     both = [(name, arm) for name, task in tasks.items() for arm in task.arms]
     total = sum(len(tasks[name].lrs) + study.n_seeds for name, _ in both)
@@ -480,9 +482,9 @@ def runs(
         for name, arm in both:
             lrs = tasks[name].lrs
             tried = [one(name, arm, SEED_OF_SEARCH, lr)[1] for lr in lrs]
-            found = pd.DataFrame({"lr": lrs, "loss": [late(curve) for curve in tried]})
-            found["seconds"] = [curve["seconds"].iloc[-1] for curve in tried]
-            searches[name, arm] = found.assign(chosen=found.index == found["loss"].idxmin())
+            frame = pd.DataFrame({"lr": lrs, "loss": [late(curve) for curve in tried]})
+            frame["seconds"] = [curve["seconds"].iloc[-1] for curve in tried]
+            searches[name, arm] = frame.assign(chosen=frame.index == frame["loss"].idxmin())
         for seed in range(study.n_seeds):
             for name, arm in both:
                 search = searches[name, arm]
@@ -492,7 +494,7 @@ def runs(
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
     """Train every arm and measure: frames by name, with columns `task`, `arm` and `seed`."""
-    found: dict[str, list[pd.DataFrame]] = {}
+    collected: dict[str, list[pd.DataFrame]] = {}
     for name, arm, seed, model, curve, search in runs(study, folder, device):
         task = getattr(study, name)
         kind, n_neurons = task.neurons(arm)
@@ -501,7 +503,9 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
         medians = {"start": become(heads_frame(task, start, seed)), "end": become(end)}
         frames = {
             "": curve,
-            "become": pd.DataFrame([{"when": when, **each} for when, each in medians.items()]),
+            "become": pd.DataFrame(
+                [{"when": when, **medians_then} for when, medians_then in medians.items()]
+            ),
             "cuts": pd.DataFrame([cuts_of(task, model, seed)]),
         }
         if seed == 0:
@@ -511,10 +515,10 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
             frame.insert(0, "task", name)
             frame.insert(1, "arm", arm)
             frame.insert(2, "seed", SEED_OF_SEARCH if part == "search" else seed)
-            found.setdefault(part, []).append(frame)
+            collected.setdefault(part, []).append(frame)
     tasks = ("text", "addition")
     sizes = [size_of(study, name, arm) for name in tasks for arm in getattr(study, name).arms]
-    joined = {part: pd.concat(frames, ignore_index=True) for part, frames in found.items()}
+    joined = {part: pd.concat(frames, ignore_index=True) for part, frames in collected.items()}
     return joined | {"sizes": pd.DataFrame(sizes)}
 
 
@@ -526,9 +530,13 @@ def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
     rows = batch.shape[1]  # a column is asked for and not read, and the bias token is one more
     needed = models.flops(kind, task.d_model, n_neurons)
     dense = models.flops(kind, task.d_model, n_neurons, n_dense=rows)
-    own = {id(each.bias): each.bias for each in models.neurons_of(model) if each.bias is not None}
+    biases = {
+        id(sublayer.bias): sublayer.bias
+        for sublayer in models.neurons_of(model)
+        if sublayer.bias is not None
+    }
     layers = models.neurons_of(model)
-    parameters = sum(p.numel() for n in layers for p in n.parameters() if id(p) not in own)
+    parameters = sum(p.numel() for n in layers for p in n.parameters() if id(p) not in biases)
     return {
         "task": name,
         "arm": arm,
@@ -547,7 +555,7 @@ def main(
     n_seeds: Seeds = 3,
     smoke: Smoke = False,
 ) -> None:
-    """Train, measure, print; write what a study leaves (`studies.py`)."""
+    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)

@@ -22,8 +22,8 @@ PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
 
 def page_name(script: str, device: str, *parts: str) -> str:
     """The name of a benchmark's page: of the CPU's, that of its script."""
-    where = [] if device == "cpu" else [device.replace(":", "")]
-    return "_".join([Path(script).stem, *parts, *where]) + ".md"
+    places = [] if device == "cpu" else [device.replace(":", "")]
+    return "_".join([Path(script).stem, *parts, *places]) + ".md"
 
 
 def leave(

@@ -60,17 +60,17 @@ class Program:
 
     def inputs(self) -> list[list[Any]]:
         """Inputs of every length: all there are, or a sample, with those that it would miss."""
-        found = []
+        inputs = []
         for length in range(1, self.max_length + 1):
-            each: Iterator[tuple[Any, ...]] = (
+            candidates: Iterator[tuple[Any, ...]] = (
                 itertools.permutations(self.vocab, length)
                 if self.distinct
                 else itertools.product(self.vocab, repeat=length)
             )
-            every = list(each)
-            found += random.Random(length).sample(every, min(INPUTS_PER_LENGTH, len(every)))
-        found += [tuple(x) for x in self.rare if tuple(x) not in found]
-        return [list(x) for x in found]
+            every = list(candidates)
+            inputs += random.Random(length).sample(every, min(INPUTS_PER_LENGTH, len(every)))
+        inputs += [tuple(x) for x in self.rare if tuple(x) not in inputs]
+        return [list(x) for x in inputs]
 
 
 PROGRAMS = {
@@ -152,9 +152,11 @@ def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ValueError(f"{program.source}: its inputs all give one output; add some to `rare`")
     tokens = [np.array([[vocab.index(t) for t in [BOS, *x]]]) for x in inputs]
     tracrs = [_tracr_logits(model, x, weights["unembed.W_U"]) for x in tokens]
-    for x, found, wanted in zip(inputs, tracrs, expected, strict=True):
-        if not _agree(found[0, 1:], wanted, outputs):
-            raise ValueError(f"{program.source} on {x}: got {found}; the interpreter says {wanted}")
+    for x, output, wanted in zip(inputs, tracrs, expected, strict=True):
+        if not _agree(output[0, 1:], wanted, outputs):
+            raise ValueError(
+                f"{program.source} on {x}: got {output}; the interpreter says {wanted}"
+            )
     heads, _, d_head = weights["blocks.0.attn.W_Q"].shape
     card = {
         "program": program.source,
@@ -200,14 +202,14 @@ def _weights(model: Any, output_axes: Sequence[int]) -> dict[str, Array]:
         "unembed.W_U": np.eye(len(model.residual_labels))[:, output_axes],
     }
     for layer in range(model.model_config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"transformer/layer_{layer}"
+        ours, tracr_name = f"blocks.{layer}", f"transformer/layer_{layer}"
         for letter, part in {"Q": "query", "K": "key", "V": "value"}.items():
-            W = params[f"{theirs}/attn/{part}"]["w"]
+            W = params[f"{tracr_name}/attn/{part}"]["w"]
             weights[f"{ours}.attn.W_{letter}"] = rearrange(W, "d (h e) -> h d e", h=n_heads)
-        W = params[f"{theirs}/attn/linear"]["w"]
+        W = params[f"{tracr_name}/attn/linear"]["w"]
         weights[f"{ours}.attn.W_O"] = rearrange(W, "(h e) d -> h e d", h=n_heads)
-        weights[f"{ours}.mlp.W_in"] = params[f"{theirs}/mlp/linear_1"]["w"]
-        weights[f"{ours}.mlp.W_out"] = params[f"{theirs}/mlp/linear_2"]["w"]
+        weights[f"{ours}.mlp.W_in"] = params[f"{tracr_name}/mlp/linear_1"]["w"]
+        weights[f"{ours}.mlp.W_out"] = params[f"{tracr_name}/mlp/linear_2"]["w"]
     return {name: np.ascontiguousarray(W) for name, W in weights.items()}
 
 
@@ -216,9 +218,9 @@ def _tracr_logits(model: Any, tokens: Any, W_U: Array) -> Array:
     return np.asarray(model.forward(model.params, tokens).transformer_output.output) @ W_U
 
 
-def _agree(found: Array, expected: list[Any], outputs: list[Any] | None) -> bool:
+def _agree(output: Array, expected: list[Any], outputs: list[Any] | None) -> bool:
     """Whether logits [pos, d_vocab_out] say what the interpreter says, where it says anything."""
-    pairs = [(x, y) for x, y in zip(found, expected, strict=True) if y is not None]
+    pairs = [(x, y) for x, y in zip(output, expected, strict=True) if y is not None]
     if outputs is None:
         return all(abs(x.item() - y) <= NUMERICAL_TOLERANCE for x, y in pairs)
     return all(outputs[x.argmax()] == y for x, y in pairs)
@@ -239,10 +241,15 @@ def _edges(
         np.array([[False, *(y is not None for y in ys)] for ys in expected if len(ys) + 1 == n])
         for n in lengths
     ]
-    whole = [logits(weights, x, causal)[at] for x, at in zip(batches, read, strict=True)]
+    whole = [
+        logits(weights, x, causal)[positions] for x, positions in zip(batches, read, strict=True)
+    ]
     rows = []
     for edge, axes in true_edges(weights).items():
-        cut = [logits(weights, x, causal, {edge})[at] for x, at in zip(batches, read, strict=True)]
+        cut = [
+            logits(weights, x, causal, {edge})[positions]
+            for x, positions in zip(batches, read, strict=True)
+        ]
         pairs = [(x, y) for x, y in zip(whole, cut, strict=True) if x.size]
         effect = max(float(np.abs(x - y).max()) for x, y in pairs)
         if LEAK < effect < TAKEN:

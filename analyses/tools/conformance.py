@@ -104,15 +104,15 @@ def unneeded(
         inherent: the reasons that are known.
     """
     failing = {
-        layout: [each.test for each in found if each.kind == "inherent"]
-        for layout, found in verdicts.items()
+        layout: [verdict.test for verdict in verdicts_of if verdict.kind == "inherent"]
+        for layout, verdicts_of in verdicts.items()
     }
     return [
         f"{layout}: {test}"
         for reason in inherent
-        for layout, found in failing.items()
+        for layout, failures in failing.items()
         for test in reason.tests.get(layout, ())
-        if not any(Inherent.matches(test, each) for each in found)
+        if not any(Inherent.matches(test, failure) for failure in failures)
     ]
 
 
@@ -160,10 +160,13 @@ def run(python: Path, work: Path, *, reuse: bool) -> Run:
         return finished(path) or []
 
     stock = outcomes("stock")
-    wanted = [each["test"] for each in stock if each["outcome"] == "passed" and each["models"]]
+    wanted = [
+        record["test"] for record in stock if record["outcome"] == "passed" and record["models"]
+    ]
     layouts = ["exposed", "converted"] if version.startswith("3.") else ["exposed"]
     verdicts = {
-        layout: [judge(each, layout) for each in outcomes(layout, wanted)] for layout in layouts
+        layout: [judge(outcome, layout) for outcome in outcomes(layout, wanted)]
+        for layout in layouts
     }
     ended = (work / f"{version}-{layouts[-1]}.jsonl").stat().st_mtime
     return Run(version, stock, verdicts, date.fromtimestamp(ended))
@@ -203,12 +206,12 @@ def one_pass(
     command += ["-p", "no:cacheprovider", "-W", "ignore"]
     command += ["-q", "--tb=no", "--continue-on-collection-errors"]
     command += ["--models", models, "--outcomes", outcomes.resolve()]
-    where = [f"tests/{name}" for name in FOLDERS]
+    paths = [f"tests/{name}" for name in FOLDERS]
     if only is not None:
         wanted = outcomes.with_suffix(".txt")
         wanted.write_text("\n".join(only), "utf-8")
         command += ["--only", wanted.resolve()]
-        where = sorted({test.split("::")[0] for test in only})
+        paths = sorted({test.split("::")[0] for test in only})
     environment = os.environ | {
         "HF_HOME": str(folder.resolve() / "empty"),
         "HF_HUB_OFFLINE": "1",
@@ -218,7 +221,7 @@ def one_pass(
         "PYTHONPATH": str(ROOT),
     }
     # Tests fail, and so does pytest: what it came to is in the file.
-    done = subprocess.run([*map(str, command), *where], cwd=folder, env=environment, check=False)
+    done = subprocess.run([*map(str, command), *paths], cwd=folder, env=environment, check=False)
     if finished(outcomes) is None:
         raise Broken(
             f"the tests on {models} models broke off with status {done.returncode}, after the one "
@@ -287,17 +290,17 @@ def page(runs: list[Run], kept: str = "") -> str:
         runs: of the versions that were run.
         kept: the page as it was, whose rows and sections of other versions stay.
     """
-    ran = {each.version for each in runs}
+    ran = {run.version for run in runs}
     rows, sections = parts_of(kept)
     rows = {version: lines for version, lines in rows.items() if version not in ran}
     sections = {version: text for version, text in sections.items() if version not in ran}
-    for each in runs:
-        counts = [_counts(verdicts) for verdicts in each.verdicts.values()]
-        rows[each.version] = [
-            _row([each.version, layout, *(f"{count:,}" for count in numbers)])
-            for layout, numbers in zip(each.verdicts, counts, strict=True)
+    for run in runs:
+        counts = [_counts(verdicts) for verdicts in run.verdicts.values()]
+        rows[run.version] = [
+            _row([run.version, layout, *(f"{count:,}" for count in numbers)])
+            for layout, numbers in zip(run.verdicts, counts, strict=True)
         ]
-        sections[each.version] = "\n\n".join(_of_version(each))
+        sections[run.version] = "\n\n".join(_of_version(run))
     newest_first = sorted(rows, key=lambda version: [*map(int, version.split("."))], reverse=True)
     lines = [line for version in newest_first for line in rows[version]]
     table = "\n".join([_row(_HEAD), _row(["---"] * len(_HEAD)), *lines])
@@ -307,7 +310,7 @@ def page(runs: list[Run], kept: str = "") -> str:
 def parts_of(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The rows of a page's first table, and its sections, by version."""
     first, *others = text.split(f"\n{_SECTION}")
-    sections = {other.partition("\n")[0]: f"{_SECTION}{other}".strip() for other in others}
+    sections = {section.partition("\n")[0]: f"{_SECTION}{section}".strip() for section in others}
     lines = first.splitlines()
     rows = {
         version: [line for line in lines if line.startswith(f"| {version} |")]
@@ -318,10 +321,12 @@ def parts_of(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 def _counts(verdicts: list[Verdict]) -> list[int]:
     """The numbers of a row."""
-    applicable = [each for each in verdicts if each.kind != "stock"]
-    reached = [each for each in applicable if "fired" in each.reach]
-    kinds, reached_kinds = (Counter(each.kind for each in some) for some in (applicable, reached))
-    ran = sum("ran" in each.reach for each in applicable)
+    applicable = [verdict for verdict in verdicts if verdict.kind != "stock"]
+    reached = [verdict for verdict in applicable if "fired" in verdict.reach]
+    kinds, reached_kinds = (
+        Counter(verdict.kind for verdict in some) for some in (applicable, reached)
+    )
+    ran = sum("ran" in verdict.reach for verdict in applicable)
     passed = [kinds["passed"], reached_kinds["passed"]]
     return [len(applicable), ran, len(reached), *passed, *(kinds[kind] for kind in _KINDS)]
 
@@ -342,14 +347,14 @@ def _of_version(run: Run) -> Iterable[str]:
 
 def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
     """What stands on the page about one layout of one version."""
-    applicable = [each for each in verdicts if each.kind != "stock"]
-    counts = Counter(name for each in applicable for name in each.reach)
+    applicable = [verdict for verdict in verdicts if verdict.kind != "stock"]
+    counts = Counter(name for verdict in applicable for name in verdict.reach)
     text = (
         f"A hook of a neuron-head fired in {counts['fired']:,} of {len(applicable):,} tests, in "
         f"{counts['fired_in_body']:,} of these in the body of the test, in the others in a fixture."
     )
     if layout == "converted":
-        replaced = [each.kind for each in applicable if "replaced" in each.reach]
+        replaced = [verdict.kind for verdict in applicable if "replaced" in verdict.reach]
         passed = replaced.count("passed")
         text += (
             f" {len(replaced):,} of the tests called a method that is replaced, {passed} of those "
@@ -357,12 +362,12 @@ def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
         )
     yield text
     for kind, (title, head) in _KINDS.items():
-        by_reason = _by_reason(each for each in verdicts if each.kind == kind)
+        by_reason = _by_reason(verdict for verdict in verdicts if verdict.kind == kind)
         if by_reason:
             yield f"#### {title}"
             rows = [[why, "<br>".join(_grouped(tests))] for why, tests in by_reason.items()]
             yield _table([head, "tests"], rows)
-    by_reason = _by_reason(each for each in verdicts if each.kind == "stock")
+    by_reason = _by_reason(verdict for verdict in verdicts if verdict.kind == "stock")
     if by_reason:
         total = sum(map(len, by_reason.values()))
         yield f"#### Not applicable\n\nThe models of {total:,} tests are none that can be:"
@@ -371,10 +376,10 @@ def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
 
 def _by_reason(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
     """Tests by why, most of them first."""
-    found: dict[str, list[str]] = {}
-    for each in verdicts:
-        found.setdefault(plain(each.why), []).append(each.test)
-    return dict(sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[0])))
+    by_reason: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        by_reason.setdefault(plain(verdict.why), []).append(verdict.test)
+    return dict(sorted(by_reason.items(), key=lambda pair: (-len(pair[1]), pair[0])))
 
 
 def plain(why: str) -> str:
@@ -416,10 +421,10 @@ def main(
 ) -> None:
     """Run the tests and write the page; or say what fails, and write nothing."""
     pythons = python or [Path(".venv4/bin/python"), Path(".venv/bin/python")]
-    runs = [run(each.absolute(), work, reuse=reuse) for each in pythons]
+    runs = [run(python.absolute(), work, reuse=reuse) for python in pythons]
     together: dict[str, list[Verdict]] = {}
-    for each in runs:
-        for layout, verdicts in each.verdicts.items():
+    for version_run in runs:
+        for layout, verdicts in version_run.verdicts.items():
             together.setdefault(layout, []).extend(verdicts)
     failed = [
         f"{layout}: {verdict.test}: {verdict.why}"

@@ -66,14 +66,14 @@ class Built:
     refused: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
 
-    def add(self, other: "Built") -> None:
+    def add(self, more: "Built") -> None:
         """Count those of other code, too."""
-        self.models += other.models
-        self.ours += other.ours
-        self.ran += other.ran
-        self.fired += other.fired
-        self.refused += other.refused
-        self.replaced += other.replaced
+        self.models += more.models
+        self.ours += more.ours
+        self.ran += more.ran
+        self.fired += more.fired
+        self.refused += more.refused
+        self.replaced += more.replaced
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -109,9 +109,9 @@ class Conformance:
     # Models
 
     def _watch(self) -> None:
-        for each in (TransformerBridge, HookedTransformer)[: 1 + HAS_HOOKED_TRANSFORMER]:
-            self._wrap(each, "__init__", self.made, lambda args, made: args[0])
-            self._wrap(each, "forward", self.ran, lambda args, made: args[0])
+        for cls in (TransformerBridge, HookedTransformer)[: 1 + HAS_HOOKED_TRANSFORMER]:
+            self._wrap(cls, "__init__", self.made, lambda args, made: args[0])
+            self._wrap(cls, "forward", self.ran, lambda args, made: args[0])
         if HAS_HOOKED_TRANSFORMER:  # it makes a model, and then loads weights into it
             self._wrap(HookedTransformer, "from_pretrained", self.made, lambda args, made: made)
             for name in PROCESSING:
@@ -238,8 +238,8 @@ class Conformance:
         with self._built() as built:
             result = yield
         for definition in item._fixtureinfo.name2fixturedefs.values():
-            for each in definition:
-                built.add(getattr(each, "built", Built()))
+            for fixture in definition:
+                built.add(getattr(fixture, "built", Built()))
         for name, module in self.of_module.items():
             if item.nodeid.startswith(f"{name}::"):
                 built.add(module)
@@ -305,11 +305,11 @@ class Fired:
             self.plugin.building[-1].fired += 1
 
 
-def become(model: Any, other: Any) -> None:
+def become(model: Any, replacement: Any) -> None:
     """Make an object, to all who hold it, what another is. The other is not used any more."""
-    model.__class__ = type(other)
+    model.__class__ = type(replacement)
     vars(model).clear()
-    vars(model).update(vars(other))
+    vars(model).update(vars(replacement))
 
 
 def outcome(phases: dict[str, Any]) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def error_of(excinfo: Any) -> dict[str, Any]:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    ours = [each for each in chain if isinstance(each, AttnOnlyLensError)]
+    ours = [error for error in chain if isinstance(error, AttnOnlyLensError)]
     shown = ours[0] if ours else error
     return {"error": type(shown).__name__, "refusal": bool(ours), "message": str(shown)}
 

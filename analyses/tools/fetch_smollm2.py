@@ -42,10 +42,12 @@ def fetch(packages: Path, folder: Path) -> None:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
         read = transformers.AutoTokenizer.from_pretrained(new)
-        tokens = [each(PROMPT, return_tensors="pt")["input_ids"] for each in (tokenizer, read)]
+        tokens = [
+            tokenize(PROMPT, return_tensors="pt")["input_ids"] for tokenize in (tokenizer, read)
+        ]
         torch.testing.assert_close(*tokens)
         read = transformers.AutoModelForCausalLM.from_pretrained(new)
-        logits = [each(tokens[0]).logits for each in (model, read)]
+        logits = [model(tokens[0]).logits for model in (model, read)]
         torch.testing.assert_close(*logits, rtol=0, atol=0)
 
 

@@ -79,15 +79,15 @@ def sweep(
 
     costs = {key: certified_cost(gate_of(*key[:2], theta)) for key, theta in best.items()}
 
-    def keep(problem: Problem, n_heads: int, found: Array | None) -> None:
+    def keep(problem: Problem, n_heads: int, theta: Array | None) -> None:
         """Replace the fit that is there for a clear gain only: a second run changes little."""
         key = problem.name, problem.range, n_heads
-        if found is None:
+        if theta is None:
             return
         # Certified, as a sigmoid may be a step that hides between the points of the fit.
-        cost = certified_cost(gate_of(problem.name, problem.range, found))
+        cost = certified_cost(gate_of(problem.name, problem.range, theta))
         if cost < 0.99 * costs.get(key, math.inf):
-            best[key], costs[key] = found, cost
+            best[key], costs[key] = theta, cost
 
     previous = None
     for n_heads in tqdm(sorted(heads), desc="heads"):
@@ -99,10 +99,10 @@ def sweep(
                 starts = [with_more_sigmoids(idle, more, rng) for _ in range(8)]
                 keep(problem, n_heads, fit(problem, starts))
         for rungs in (ladder, ladder[::-1]):
-            for one, other in tqdm(list(pairwise(rungs)), desc="ladder", leave=False):
-                theta = best[one.name, one.range, n_heads]
-                starts = [theta, sharpened(theta, other.sharpness / one.sharpness)]
-                keep(other, n_heads, fit(other, starts))
+            for lower, upper in tqdm(list(pairwise(rungs)), desc="ladder", leave=False):
+                theta = best[lower.name, lower.range, n_heads]
+                starts = [theta, sharpened(theta, upper.sharpness / lower.sharpness)]
+                keep(upper, n_heads, fit(upper, starts))
         for problem in ladder:
             theta = best[problem.name, problem.range, n_heads]
             keep(problem, n_heads, minimax(problem, theta, steps=200))
@@ -189,8 +189,8 @@ def main(
         asked, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
         table.unlink(missing_ok=True)
     pinned = {(g.name, g.limit, g.heads_per_neuron): theta_of(g) for g in read(table)}
-    found = sweep([Problem.of(name, r) for name, r in asked], heads, pinned, starts, seed)
-    gates = [gate_of(name, r, found[name, r, n_heads]) for name, r in asked for n_heads in heads]
+    fits = sweep([Problem.of(name, r) for name, r in asked], heads, pinned, starts, seed)
+    gates = [gate_of(name, r, fits[name, r, n_heads]) for name, r in asked for n_heads in heads]
     entries = ",\n".join(json.dumps(asdict(gate)) for gate in gates)
     write_text(table, f"[\n{entries}\n]\n")
     settings = {"smoke": smoke, "starts": starts, "seed": seed}

@@ -121,7 +121,7 @@ def starts(target: str, pairs: int, singles: int, count: int, seed: int = 0) -> 
         sums = np.stack([heads, over * heads * np.sign(terms[:, 0]) / 99])
         return np.vstack([rows, np.hstack([sums, np.zeros((2, 2 * n_terms))])])
 
-    found = []
+    candidates = []
     for _ in range(count):
         w = rng.normal(0.3, 0.5, n_terms)
         w += (1 - heads @ w) / heads.sum()
@@ -130,8 +130,8 @@ def starts(target: str, pairs: int, singles: int, count: int, seed: int = 0) -> 
         terms = terms_of(fit.x)
         terms[-1, 0] += (1 - heads @ terms[:, 0]) / heads[-1]
         if heads @ np.abs(terms[:, 0]) < MOST_SUM_ABS_W + 0.1 and terms[:, 1].min() > 0.5:
-            found.append(terms)
-    return sorted(found, key=lambda terms: float(np.abs(errors(target, terms, q)[0]).max()))
+            candidates.append(terms)
+    return sorted(candidates, key=lambda terms: float(np.abs(errors(target, terms, q)[0]).max()))
 
 
 def polish(
@@ -257,7 +257,7 @@ def report(names: list[str], heads: list[int], smoke: bool) -> str:
         lines.append([f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in cells])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     paper = BilinearGate("gelu", (1.0,), (1.702,), (0.0,), math.inf)
-    error, at = measured(paper, torch.linspace(-20, 20, 400_001).double())
+    error, place = measured(paper, torch.linspace(-20, 20, 400_001).double())
     terms = "\n\n".join(text for _, text in rows if text)
     options = " ".join(f"--heads {m}" for m in heads)
     return f"""# Bilinear gates: error of the activation
@@ -267,7 +267,7 @@ computed by `certified_bound`; "measured" is the largest on 400,001 points of [-
 "float32" on as many of [-12, 12] in float32. "polished" is what the minimax fit makes of the pinned
 terms, "from nothing" what it finds from random ones, pinned in the same way. gelu_pytorch_tanh is
 gelu_new; gelu_fast has its mixtures and its bounds. The paper's one head, slope 1.702: {error:.4f}
-at |q| = {at:.2f}. Made by `python -m analyses.tools.fit_gates {options}`.
+at |q| = {place:.2f}. Made by `python -m analyses.tools.fit_gates {options}`.
 
 {table}
 

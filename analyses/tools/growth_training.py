@@ -88,7 +88,7 @@ class Training:
             expected = "a dictionary from steps to expansions, {200: AddNeurons(3)}"
             reason = f"got a schedule of type {got}; expected {expected}"
             raise GrowthError([reason], _PROBLEM)
-        self.schedule = {as_plain(step): each for step, each in self.schedule.items()}
+        self.schedule = {as_plain(step): value for step, value in self.schedule.items()}
         odd = [step for step in self.schedule if not is_count(step)]
         reasons = [f"got step {step!r}; expected 0 or more" for step in odd]
         reasons += [
@@ -102,10 +102,12 @@ class Training:
     @property
     def provenance(self) -> Provenance | None:
         """Provenance of the initial model's parts; None before the first growth."""
-        found: Provenance | None = None
+        provenance: Provenance | None = None
         for grown in self.history:
-            found = grown.provenance if found is None else found.then(grown.provenance)
-        return found
+            provenance = (
+                grown.provenance if provenance is None else provenance.then(grown.provenance)
+            )
+        return provenance
 
     def steps(self, until: int, progress: bool = False) -> Iterator[int]:
         """Yield the remaining steps, after growing the model as scheduled before each.
@@ -196,13 +198,13 @@ class Training:
         reasons = []
         if self.done or self.history:
             reasons.append(f"it stands at step {self.done}; expected a training at its start")
-        theirs, ours = header["schedule"], self._schedule_text()
+        stored, ours = header["schedule"], self._schedule_text()
         done, n_grown = header["done"], header["grown"]
-        if done < 0 or not 0 <= n_grown <= len(theirs):
+        if done < 0 or not 0 <= n_grown <= len(stored):
             reasons.append(f"it says that {done} steps are done and that it grew {n_grown} times")
-        if theirs[:n_grown] != ours[:n_grown]:
+        if stored[:n_grown] != ours[:n_grown]:
             reasons.append(
-                f"the file's model grew by {theirs[:n_grown]}; expected {ours[:n_grown]}"
+                f"the file's model grew by {stored[:n_grown]}; expected {ours[:n_grown]}"
             )
         if missed := [step for step, _ in ours[n_grown:] if step < done]:
             reasons.append(f"the schedule grows it before steps {missed}, and {done} are done")
@@ -259,20 +261,22 @@ def _reasons_against_numbers(
     """Return every reason why tensors of a checkpoint do not fit model and optimizer."""
     named = dict(training.model.named_parameters())
     kinds = {f"model/{name}": (tuple(p.shape), p.dtype) for name, p in named.items()}
-    found = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items() if k.startswith("model/")}
-    odd = {key.removeprefix("model/") for key, _ in kinds.items() ^ found.items()}
+    shapes = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items() if k.startswith("model/")}
+    odd = {key.removeprefix("model/") for key, _ in kinds.items() ^ shapes.items()}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         if kind != "model" and (name not in named or tensor.shape not in ((), named[name].shape)):
             odd.add(f"{kind} of {name}")
-    odd |= {f"{kind} of {name}" for kind, each in numbers.items() for name in each.keys() - named}
+    odd |= {
+        f"{kind} of {name}" for kind, of_kind in numbers.items() for name in of_kind.keys() - named
+    }
     reasons = [f"it has other parameters: {', '.join(sorted(odd)[:5])} …"] if odd else []
     names = {parameter: name for name, parameter in named.items()}
     ours = [
         [names.get(p, "") for p in group["params"]] for group in training.optimizer.param_groups
     ]
     if ours != [group.get("params") for group in groups]:
-        sizes = [len(each) for each in ours]
+        sizes = [len(part) for part in ours]
         reasons.append(
             f"its optimizer had other groups; expected groups of {sizes} parameters, in the same "
             "order"

@@ -21,15 +21,15 @@ from analyses.tools.growth_training import Training
 from attn_only_lens.storage import atomic_write, write_text
 
 
-def claim(said: Path, mine: str) -> None:
+def claim(said: Path, settings: str) -> None:
     """Write what the runs of a folder are, the first time.
 
     Raises:
         ValueError: the folder holds runs of another study.
     """
-    if said.exists() and said.read_text("utf-8") != mine:
+    if said.exists() and said.read_text("utf-8") != settings:
         raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, mine)
+    write_text(said, settings)
 
 
 def train(
@@ -90,7 +90,7 @@ def train(
             write_text(curve, pd.DataFrame(rows).to_csv(index=False))
             training.save(checkpoint)
 
-    stops = sorted({each for each in kept if first <= each <= until})
+    stops = sorted({stop for stop in kept if first <= stop <= until})
     for stop in [*stops, until]:
         for number in training.steps(stop):
             if number % check_every == 0 or number == first:
@@ -107,7 +107,7 @@ def train(
 def keep(model: Any, path: Path) -> None:
     """Write a model's weights, unless they are there."""
     if not path.exists():
-        weights = {name: each.detach() for name, each in model.named_parameters()}
+        weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
         with atomic_write(path) as partial:
             save_file(weights, partial)
 
@@ -116,7 +116,7 @@ def keep(model: Any, path: Path) -> None:
 def put_back(model: Any, path: Path) -> Any:
     """Put weights that were kept into a model of that size; return it."""
     weights = load_file(path)
-    for name, each in model.named_parameters():
-        each.copy_(weights.pop(name))
+    for name, tensor in model.named_parameters():
+        tensor.copy_(weights.pop(name))
     assert not weights, f"{path} has weights that the model lacks: {', '.join(weights)}"
     return model

@@ -156,9 +156,9 @@ def near_peaks(residual: Array) -> NDArray[np.bool_]:
 
 def fit(problem: Problem, starts: Iterable[Array], polished: int = 4) -> Array | None:
     """The best of several starts: least squares on all, minimax on the most promising."""
-    found = [t for t in (squares(problem, s) for s in starts) if np.isfinite(t).all()]
-    found = [minimax(problem, t) for t in sorted(found, key=problem.cost)[:polished]]
-    return min(found, key=problem.cost, default=None)
+    fits = [t for t in (squares(problem, s) for s in starts) if np.isfinite(t).all()]
+    polished_fits = [minimax(problem, t) for t in sorted(fits, key=problem.cost)[:polished]]
+    return min(polished_fits, key=problem.cost, default=None)
 
 
 def sharpened(theta: Array, factor: float) -> Array:

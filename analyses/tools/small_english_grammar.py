@@ -277,8 +277,8 @@ class Grammar:
         filled |= {"place": self.one(words.PLACES), "object": self.one(words.OBJECTS)}
         text = f"{template.format(**filled)} {to}."
         if self.maybe(0.5):
-            one, other = (to, subject) if self.maybe(0.5) else (subject, to)
-            text += f" {one} {self.one(TRANSITIVE)[2]} {other}{self.end()}"
+            first, second = (to, subject) if self.maybe(0.5) else (subject, to)
+            text += f" {first} {self.one(TRANSITIVE)[2]} {second}{self.end()}"
         return text
 
     def taken(self, left: list[str], n: int) -> list[str]:
@@ -291,8 +291,8 @@ class Grammar:
         new = self.taken(left, 2 + self.random.randrange(self.one((4, 8, 17))))
         written += new
         for _ in range(1 + self.random.randrange(4)):
-            at = self.random.randrange(len(new) - 1)
-            written += new[at : at + 2 + self.random.randrange(len(new) - 1)]
+            start = self.random.randrange(len(new) - 1)
+            written += new[start : start + 2 + self.random.randrange(len(new) - 1)]
             written += self.taken(left, 1 + self.random.randrange(2))
         return "".join(f" {word}" for word in written)
 

@@ -1,12 +1,12 @@
-"""What a study leaves behind: a page, its table, its figure, and how the three were made.
+"""Write what a study leaves: a page, its table, its figure, and a record of how they were made.
 
     NAME.md         the page
-    NAME.csv        every row that its tables are read off
+    NAME.csv        the rows that its tables are made from
     NAME.svg        the figure
-    NAME.run.json   how the others were made: `benching.leave`
+    NAME.run.json   command, settings, versions and digests: `benching.leave`
 
-A study of several tables or figures has NAME_PART.csv and NAME_PART.svg. A benchmark leaves a page
-and its record alone.
+A study with several tables or figures has NAME_PART.csv and NAME_PART.svg. A benchmark leaves
+only a page and its record.
 """
 
 import io
@@ -32,7 +32,7 @@ def keep(
     digits: str = "%.6g",
     **settings: Any,
 ) -> None:
-    """Write the four files of a study, by the name of its script.
+    """Write the page, tables, figures and record of a study, named after its script.
 
     Args:
         script: its `__file__`.
@@ -48,9 +48,9 @@ def keep(
     frames = frame if isinstance(frame, Mapping) else {"": frame}
     pictures = picture if isinstance(picture, Mapping) else {"": picture}
     made = {f"{name}.md": page}
-    for part, each in frames.items():
-        made[f"{_part(name, part)}.csv"] = each.to_csv(index=False, float_format=digits)
-    made |= {f"{_part(name, part)}.svg": svg(each) for part, each in pictures.items()}
+    for part, table in frames.items():
+        made[f"{_part(name, part)}.csv"] = table.to_csv(index=False, float_format=digits)
+    made |= {f"{_part(name, part)}.svg": svg(picture) for part, picture in pictures.items()}
     leave(script, out, made, started=started, **settings)
 
 
@@ -58,9 +58,9 @@ def _part(name: str, part: str) -> str:
     return f"{name}_{part}" if part else name
 
 
-def verdict(claim: str, held: bool, found: str) -> str:
+def verdict(claim: str, held: bool, finding: str) -> str:
     """A line of a page: what was predicted, whether it held, and what was found."""
-    return f"- {'Held' if held else 'Failed'}: {claim} Found: {found}."
+    return f"- {'Held' if held else 'Failed'}: {claim} Found: {finding}."
 
 
 def svg(picture: Figure) -> str:

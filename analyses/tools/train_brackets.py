@@ -40,8 +40,8 @@ BALANCED = p.custom(lambda logits: logits[:, 0, 1] - logits[:, 0, 0], name="bala
 
 IN_BRIDGE = {
     **{"embed.W_E": "tok_embed.weight", "pos_embed.W_pos": "pos.weight"},
-    **{f"ln{i}.{ours}": f"ln{i}.{theirs}" for i in (1, 2) for ours, theirs in NORM.items()},
-    **{f"ln_final.{ours}": f"ln_out.{theirs}" for ours, theirs in NORM.items()},
+    **{f"ln{i}.{ours}": f"ln{i}.{name}" for i in (1, 2) for ours, name in NORM.items()},
+    **{f"ln_final.{ours}": f"ln_out.{name}" for ours, name in NORM.items()},
     **{f"attn.W_{part}": f"attn.{part.lower()}.weight" for part in "QKVO"},
     **{f"attn.b_{part}": f"attn.{part.lower()}.bias" for part in "QKVO"},
     **{f"mlp.W_{part}": f"mlp.fc_{part}.weight" for part in ("in", "out")},
@@ -107,11 +107,11 @@ def is_balanced(brackets: Tensor) -> Tensor:
 def spoilt(brackets: Tensor, how: str, generator: torch.Generator) -> Tensor:
     """Return one text with a bracket turned round, with two that swap places, or shuffled."""
     brackets, n = brackets.clone(), len(brackets)
-    one, other = torch.randint(n, (2,), generator=generator).tolist()
+    first, second = torch.randint(n, (2,), generator=generator).tolist()
     if how == "turned":
-        brackets[one] = OPEN + CLOSE - brackets[one]
+        brackets[first] = OPEN + CLOSE - brackets[first]
     elif how == "swapped":
-        brackets[[one, other]] = brackets[[other, one]]
+        brackets[[first, second]] = brackets[[second, first]]
     else:
         brackets = brackets[torch.randperm(n, generator=generator)]
     return brackets

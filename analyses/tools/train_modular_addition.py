@@ -196,14 +196,14 @@ def resume(path: Path, recipe: Any, parameters: dict[str, Any], *optimizers: Any
 
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    theirs, mine = json.loads(metadata["recipe"]), asdict(recipe)
-    if {**theirs, "epochs": 0} != {**mine, "epochs": 0}:
-        raise ValueError(f"{path} holds {theirs}; expected {mine}: choose another --out")
+    stored, expected = json.loads(metadata["recipe"]), asdict(recipe)
+    if {**stored, "epochs": 0} != {**expected, "epochs": 0}:
+        raise ValueError(f"{path} holds {stored}; expected {expected}: choose another --out")
     tensors = load_file(path)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = next(each for each, it in parameters.items() if it is parameter)
+                name = next(name_of for name_of, it in parameters.items() if it is parameter)
                 parameter.data.copy_(tensors[name])
                 optimizer.state[parameter] = {
                     key.partition("#")[2]: tensor

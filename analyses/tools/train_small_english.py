@@ -120,8 +120,8 @@ def questions(n: int) -> dict[str, tasks.PairedPrompts]:
 
 def held_out(n: int) -> frozenset[str]:
     """The prompts with which no sentence begins; those of "The keys" are too few to be left out."""
-    made = {task: each for task, each in questions(n).items() if task != "number, simple"}
-    return frozenset(text for each in made.values() for text in (*each.clean, *each.corrupted))
+    made = {task: question for task, question in questions(n).items() if task != "number, simple"}
+    return frozenset(text for pairs in made.values() for text in (*pairs.clean, *pairs.corrupted))
 
 
 def texts_of(write: grammar.Grammar, n: int) -> list[list[int]]:
@@ -186,9 +186,9 @@ def losses_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of layers; AdamW for the embedding and the norms."""
-    matrices = [each for each in model.model.layers.parameters() if each.ndim == 2]
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     chosen = set(map(id, matrices))
-    rest = [each for each in model.parameters() if id(each) not in chosen]
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     settings = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
     return [
         torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings),
@@ -227,9 +227,9 @@ def train(recipe: Recipe, out: Path, device: str) -> LlamaForCausalLM:
 @torch.no_grad()
 def differences(model: LlamaForCausalLM, pairs: tasks.PairedPrompts) -> Tensor:
     """The right answer's logit less the wrong one's, after each clean prompt."""
-    given = tokenizer()(list(pairs.clean), padding=True, return_tensors="pt").to(model.device)
-    last = given["attention_mask"].sum(1) - 1
-    logits = model(**given).logits[torch.arange(len(pairs)), last].cpu()
+    batch = tokenizer()(list(pairs.clean), padding=True, return_tensors="pt").to(model.device)
+    last = batch["attention_mask"].sum(1) - 1
+    logits = model(**batch).logits[torch.arange(len(pairs)), last].cpu()
     right, wrong = torch.tensor(pairs.answers), torch.tensor(pairs.wrong)
     return (logits.gather(1, right) - logits.gather(1, wrong))[:, 0]
 
@@ -237,12 +237,14 @@ def differences(model: LlamaForCausalLM, pairs: tasks.PairedPrompts) -> Tensor:
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, recipe: Recipe) -> dict[str, float | dict[str, list[int]]]:
     """The loss on text not read; of each task, how many answers are right, of how many."""
-    made = {task: differences(model, each) for task, each in questions(recipe.prompts).items()}
+    made = {
+        task: differences(model, pairs_of) for task, pairs_of in questions(recipe.prompts).items()
+    }
     batches = pool(recipe, SEED_OF_HELD_OUT, held_out(recipe.prompts))
     losses = torch.stack([loss_of(model, tokens.to(model.device)) for tokens in batches])
     return {
         "loss": losses.mean().item(),
-        "right": {task: [int((each > 0).sum()), len(each)] for task, each in made.items()},
+        "right": {task: [int((values > 0).sum()), len(values)] for task, values in made.items()},
     }
 
 

@@ -61,7 +61,7 @@ def to_the_letter(made, x):
 @torch.no_grad()
 def test_heads_are_masked_heads_of_the_paper(kind):
     made, x = neurons(kind), torch.randn(2, POS, D, dtype=torch.float64)
-    expected = torch.stack([to_the_letter(made, each) for each in x])
+    expected = torch.stack([to_the_letter(made, row) for row in x])
     assert relative(made(x), expected) < 1e-13
     assert relative(made.dense(x), expected) < 1e-13
     made.W_Q[0, 0] += 0.1
@@ -104,8 +104,8 @@ def test_the_theorem_is_the_mlp_step_for_step(task):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        each = models.neurons_of(model)[0]
-        trained[kind] = torch.cat([each.W_Q.flatten(), each.W_O.flatten()]).detach()
+        layer = models.neurons_of(model)[0]
+        trained[kind] = torch.cat([layer.W_Q.flatten(), layer.W_O.flatten()]).detach()
     # AdamW divides by the size of a gradient, rounded at 1e-16 of the largest, five times
     assert relative(trained["theorem"], trained["mlp"]) < 1e-9
     assert relative(trained["set free"], trained["mlp"]) > 1e-4
@@ -118,7 +118,7 @@ def test_the_theorem_comes_into_the_package(task):
     is_text, task = task == "text", TINY[task]
     model, tokens = task.model("theorem", 6, seed=1).double(), task.batch(0, 1)[:, :3]
     plain, neurons, seen = models.in_package(model), models.neurons_of(model)[0], []
-    neurons.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    neurons.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0]))
     expected = model(tokens).logits if is_text else model(tokens)
     if is_text:
         plain = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
@@ -134,8 +134,8 @@ def test_the_theorem_comes_into_the_package(task):
 def test_what_is_explained_by_one_number():
     torch.manual_seed(3)
     by = torch.randn(4000, 3, dtype=torch.float64)
-    other = torch.randn(4000, dtype=torch.float64)
-    z = torch.stack([2 * by[:, 0] + 5, by[:, 1] ** 2, by[:, 2] + other], dim=1)
+    unrelated = torch.randn(4000, dtype=torch.float64)
+    z = torch.stack([2 * by[:, 0] + 5, by[:, 1] ** 2, by[:, 2] + unrelated], dim=1)
     linear, function = study.share_linear(z, by), study.share_explained(z, by)
     # 4,000 draws: errors of 3 / √4000 = 0.05; tails of a square vary within 16 bins
     assert linear.tolist() == pytest.approx([1, 0, 0.5], abs=0.05)

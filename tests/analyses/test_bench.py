@@ -122,9 +122,12 @@ def test_smoke_of_a_training_step(tmp_path):
     assert float(layers["theorem's heads, dense"][-2]) == pytest.approx(40 / 24, abs=0.005)
 
 
-def test_smoke_of_growth(tmp_path):
+def test_smoke_of_growth(tmp_path, monkeypatch):
     app = bench_growth.typer.Typer()
     app.command()(bench_growth.main)
+    # In this process: another one takes seconds to start. `--peak` is what it would be asked.
+    assert float(CliRunner().invoke(app, ["--smoke", "--peak", "grow"]).output) >= 0
+    monkeypatch.setattr(bench_growth, "peak_apart", bench_growth.peak)
     result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     page = (tmp_path / "bench_growth.md").read_text("utf-8")
@@ -204,7 +207,7 @@ def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert first.count("no time was left") == len(scripts) - len(seen)
     done = set(seen) - {"bench_paths", "bench_growth"}
     second = page()
-    assert seen == [each for each in scripts if each not in done]
+    assert seen == [script for script in scripts if script not in done]
     assert second.count("| done in ") == len(scripts)
     assert "# What bench_paths found" in second
     page()

@@ -40,9 +40,9 @@ def test_four_ways_give_the_same_values(kind, task):
     with expose_neuron_heads(model):
         values = {"ours": bench.ours(model, *pair, sites)}
     values |= {"skilled": bench.skilled(model, *pair, sites)}
-    for way, found in values.items():
+    for way, result in values.items():
         # Logits are below 100: float64 rounds them by 1e-14, some hundred times over.
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=way)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12, msg=way)
     looped = bench.loop(model, *pair, sites).double()
     torch.testing.assert_close(looped, expected, rtol=1e-7, atol=0)
 
@@ -75,10 +75,10 @@ def test_the_fit_separates_fixed_from_marginal_cost():
 
 
 def test_a_way_with_other_values_is_an_error(monkeypatch):
-    def other(model, clean, corrupted, sites):
+    def wrong_way(model, clean, corrupted, sites):
         return bench.skilled(model, clean, corrupted, sites.assign(neuron=sites["neuron"] - 1))
 
-    monkeypatch.setitem(bench.WAYS, "skilled", other)
+    monkeypatch.setitem(bench.WAYS, "skilled", wrong_way)
     with pytest.raises(ValueError, match="skilled and ours differ by"):
         bench.measure(bench.bridge_of("cpu", smoke=True), TASK, 1, "cpu", smoke=True)
 

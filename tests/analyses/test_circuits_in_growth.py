@@ -35,12 +35,12 @@ def test_smoke(tmp_path):
     assert page.strip() in result.output
     assert "Two growths" in page
     frames = frames_in(tmp_path)
-    found = frames[""]
-    assert found.groupby("arm")["flops"].max().between(1, 1e9).all()
-    first = found[found["check"] == 0]
+    frame = frames[""]
+    assert frame.groupby("arm")["flops"].max().between(1, 1e9).all()
+    first = frame[frame["check"] == 0]
     assert (first["correlation"] > 0.9999).all()
     assert (first["new_share"] < 1e-4).all()
-    last = found[(found["check"] == 1) & (found["arm"] == "neurons")]
+    last = frame[(frame["check"] == 1) & (frame["arm"] == "neurons")]
     assert (last["new_share"] > 1e-4).all()
     assert (last["kept"] <= 1).all()
     check_recomputed(frames, first=3, tolerance=1e-4)
@@ -63,12 +63,12 @@ def check_recomputed(frames, first, tolerance):
         for task in tasks:
             row, one, two = end.loc[seed, arm, growth_seed, task], before[task], old[task]
             whole, two = now[task].abs().sum(), two[one.index]
-            circuits = [set(each.abs().nlargest(first).index) for each in (one, two)]
-            shares = [each / each.abs().sum() for each in (one, two)]
+            circuits = [set(effects.abs().nlargest(first).index) for effects in (one, two)]
+            shares = [effects / effects.abs().sum() for effects in (one, two)]
             same_sign = shares[0] * shares[1] > 0
-            smaller = np.minimum(*(abs(each) for each in shares))[same_sign]
+            smaller = np.minimum(*(abs(share) for share in shares))[same_sign]
             halves = one.abs().groupby(one.index.str[:2], group_keys=False)
-            idle = halves.apply(lambda each: each.nsmallest(len(each) // 2)).index
+            idle = halves.apply(lambda half: half.nsmallest(len(half) // 2)).index
             got = {
                 "kept": len(circuits[0] & circuits[1]) / first,
                 "overlap": smaller.sum(),
@@ -110,9 +110,9 @@ def test_arms_without_growth_have_the_steps_and_the_texts_that_they_are_said_to_
     texts = {name: study.batch(plan, start) for name, plan in plans.items()}
     assert torch.equal(texts["none", 0], texts["neurons", 1])
     assert torch.equal(texts["none", 0], texts["none, equal steps", 0])
-    one, other = (texts["none, other texts", seed] for seed in (0, 1))
-    assert not torch.equal(one, texts["none", 0])
-    assert not torch.equal(one, other)
+    first, second = (texts["none, other texts", seed] for seed in (0, 1))
+    assert not torch.equal(first, texts["none", 0])
+    assert not torch.equal(first, second)
 
 
 def test_the_page_is_of_its_tables():
@@ -128,8 +128,8 @@ def test_what_the_guide_says():
     said = guide[guide.index("(analyses/results/circuits_in_growth.md)") :].split("\n\n")[0]
 
     def percents(column, *names, **how):
-        found = (report.over_seeds(frames, name, column, **how).mean() for name in names)
-        return sorted(100 * each for each in found)
+        means = (report.over_seeds(frames, name, column, **how).mean() for name in names)
+        return sorted(100 * mean for mean in means)
 
     kept = percents("kept", *report.KINDS)
     new = percents("new_share", *report.WITH_NEW)
@@ -141,9 +141,9 @@ def test_what_the_guide_says():
     figures += [*percents("kept", report.EQUAL_STEPS), *percents("kept", report.NONE)]
     figures += [100, *percents("kept", report.OTHER_TEXTS, part="again"), 100 * ceiling]
     figures += [new[0], new[-1]]
-    figures = [f"{each:.0f}" for each in figures]
-    figures += [f"{each:.1f}" for each in percents("idle_share", report.EQUAL_STEPS)]
-    figures += [f"{each:.0f}" for each in percents("new_share", "neurons, splits")]
+    figures = [f"{mean:.0f}" for mean in figures]
+    figures += [f"{percent:.1f}" for percent in percents("idle_share", report.EQUAL_STEPS)]
+    figures += [f"{percent:.0f}" for percent in percents("new_share", "neurons, splits")]
     assert re.findall(r"([\d.]+)(?: %| to)", said) == figures
     less = {
         column: {
@@ -153,11 +153,11 @@ def test_what_the_guide_says():
     }
     points = [f"{100 * less['kept'][kind][0]:.0f}" for kind in ("heads", "neurons")]
     assert points == ["5", "2"]
-    told = [kind for kind, each in less["kept"].items() if report.tells(each)]
-    assert sorted(told) == ["heads", "neurons"]
+    kinds = [kind for kind, difference in less["kept"].items() if report.tells(difference)]
+    assert sorted(kinds) == ["heads", "neurons"]
     assert not any(map(report.tells, less["overlap"].values()))
     assert report.between_kinds(frames, "kept").startswith("none")
-    verdicts = [each.answer(frames)[0] for each in report.PREDICTIONS]
+    verdicts = [prediction.answer(frames)[0] for prediction in report.PREDICTIONS]
     assert (verdicts.count(False), verdicts.count(None), len(verdicts)) == (6, 1, 9)
     index = (KEPT.parents[1] / "docs" / "studies.md").read_text("utf-8")
     low, high, _, equal, *_ = figures
@@ -179,14 +179,16 @@ def test_patches_are_those_of_the_wrapped_model():
     modules = {"attention": layer.self_attn.o_proj, "mlp": layer.mlp.down_proj}
 
     def runs(tokens, make_hook):
-        hooks = [each.register_forward_pre_hook(make_hook(kind)) for kind, each in modules.items()]
+        hooks = [
+            module.register_forward_pre_hook(make_hook(kind)) for kind, module in modules.items()
+        ]
         with torch.no_grad():
             logits = wrapped(tokens).logits
         for hook in hooks:
             hook.remove()
         last = [logits[row, n - 1] for row, n in enumerate(asked.mask.sum(1))]
         pairs = zip(last, asked.right, asked.wrong, strict=True)
-        return np.array([(each[right] - each[wrong]).item() for each, right, wrong in pairs])
+        return np.array([(row[right] - row[wrong]).item() for row, right, wrong in pairs])
 
     def keeps(kind):
         return lambda module, inputs: kept.__setitem__(kind, inputs[0].clone())
@@ -214,17 +216,18 @@ def test_patches_are_those_of_the_wrapped_model():
 
 def a_look(generator, names, n_prompts=5, n_tokens=11):
     effects = generator.normal(size=(len(names), n_prompts))
-    other = [generator.normal(size=n_prompts) for _ in range(4)]
+    vectors = [generator.normal(size=n_prompts) for _ in range(4)]
     neurons = [name for name in names if "N" in name]
     places = {
         name: tuple(
-            frozenset((0, int(at)) for at in generator.choice(7, 3, replace=False)) for _ in "ab"
+            frozenset((0, int(token)) for token in generator.choice(7, 3, replace=False))
+            for _ in "ab"
         )
         for name in neurons
     }
     return measures.Look(
         tuple(names),
-        {"task": measures.Part(effects, *other)},
+        {"task": measures.Part(effects, *vectors)},
         {name: generator.normal(size=n_tokens) for name in neurons},
         {name: generator.normal(size=n_tokens) for name in names if "H" in name},
         places,
@@ -247,22 +250,23 @@ def test_what_is_kept_by_counting(monkeypatch):
     pair = a_pair()
     got = measures.kept_measures(pair, "task", pair.similarities())
     neurons = [name for name in NAMES if "N" in name]
-    one = dict(zip(pair.first.names, pair.first.parts["task"].effects.mean(1), strict=True))
-    other = dict(zip(pair.second.names, pair.second.parts["task"].effects.mean(1), strict=True))
-    other = {name: other[pair.names[name]] for name in neurons}
+    of_first = dict(zip(pair.first.names, pair.first.parts["task"].effects.mean(1), strict=True))
+    of_second = dict(zip(pair.second.names, pair.second.parts["task"].effects.mean(1), strict=True))
+    of_second = {name: of_second[pair.names[name]] for name in neurons}
     assert got["correlation"] == pytest.approx(
-        np.corrcoef([one[n] for n in neurons], [other[n] for n in neurons])[0, 1], abs=1e-12
+        np.corrcoef([of_first[n] for n in neurons], [of_second[n] for n in neurons])[0, 1],
+        abs=1e-12,
     )
 
     def first(effects, names):
         return set(sorted(names, key=lambda name: -abs(effects[name]))[:3])
 
-    circuit, still = first(one, neurons), first(other, neurons)
+    circuit, still = first(of_first, neurons), first(of_second, neurons)
     assert got["kept"] == pytest.approx(len(circuit & still) / 3)
     assert got["kept_low"] <= got["kept_high"]
     shares = [
         {name: effect / sum(map(abs, effects.values())) for name, effect in effects.items()}
-        for effects in ({name: one[name] for name in neurons}, other)
+        for effects in ({name: of_first[name] for name in neurons}, of_second)
     ]
 
     def in_common(a, b):
@@ -284,11 +288,16 @@ def test_what_is_kept_by_counting(monkeypatch):
     assert got["overlap_chance"] == pytest.approx(np.mean(overlaps), abs=1e-12)
     gates, chance, examples = [], [], []
     for name in circuit:
-        mine = pair.first.gates[name]
-        gates.append(np.corrcoef(mine, pair.second.gates[pair.names[name]])[0, 1])
+        gates_of_first = pair.first.gates[name]
+        gates.append(np.corrcoef(gates_of_first, pair.second.gates[pair.names[name]])[0, 1])
         others = [n for n in neurons if n[:2] == name[:2] and n != name]
         chance.append(
-            np.mean([np.corrcoef(mine, pair.second.gates[pair.names[n]])[0, 1] for n in others])
+            np.mean(
+                [
+                    np.corrcoef(gates_of_first, pair.second.gates[pair.names[n]])[0, 1]
+                    for n in others
+                ]
+            )
         )
         ends = zip(pair.first.examples[name], pair.second.examples[pair.names[name]], strict=True)
         examples.append(sum(len(a & b) for a, b in ends) / 6)
@@ -340,7 +349,7 @@ def test_what_is_new_by_counting(monkeypatch):
 
 
 def _choices(names, n):
-    return {tuple(sorted(each)) for each in permutations(names, n)}
+    return {tuple(sorted(names_in_order)) for names_in_order in permutations(names, n)}
 
 
 def test_intervals_are_of_resampled_prompts():

@@ -10,7 +10,9 @@ from analyses.studies import contrast_vs_patching as study
 ROWS = Path(__file__).parents[2] / "analyses" / "results" / "contrast_vs_patching.csv"
 
 
-def test_smoke(tmp_path):
+def test_smoke(tmp_path, monkeypatch):
+    for name, value in {"N_NODES": 11, "N_EDGES": 20, "N_STEPS": 1}.items():
+        monkeypatch.setattr(study, name, value)
     app = study.typer.Typer()
     app.command()(study.main)
     result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])

@@ -54,7 +54,7 @@ def test_configurations_of_hooked_transformers():
     block = source.blocks[0]
     shared = [block.attn._W_K, block.attn._W_V]
     assert counts.attention_parameters == sum(
-        each.numel() for each in (block.attn.W_Q, block.attn.W_O, *shared)
+        weight.numel() for weight in (block.attn.W_Q, block.attn.W_O, *shared)
     )
     with pytest.raises(InputError, match="has no MLPs"):
         head_counts(models.build("gelu", attn_only=True).cfg)
@@ -78,7 +78,7 @@ def test_flops_are_torchs():
 
     def attention():
         q, k, v = (x @ meta(d_model, n_heads * d_head) for _ in range(3))
-        q, k, v = (each.view(pos, n_heads, d_head).transpose(0, 1) for each in (q, k, v))
+        q, k, v = (vectors.view(pos, n_heads, d_head).transpose(0, 1) for vectors in (q, k, v))
         z = (q @ k.mT).softmax(-1) @ v
         z.transpose(0, 1).reshape(pos, -1) @ meta(n_heads * d_head, d_model)
 
@@ -111,7 +111,7 @@ def test_the_posts_heads_are_those_of_its_construction():
     plain = PlainLayer(**{name: torch.randn(shape) for name, shape in shapes.items()})
     (layer,) = post_transformer(PlainTransformer((plain,)), n_ctx, omega=10.0).layers
     assert list(counts.post_heads(built=True).values()) == [len(s.W_Q) for s in layer.sublayers]
-    ranks = [int(torch.linalg.matrix_rank(each)) for each in (plain.W_1, plain.W_2)]
+    ranks = [int(torch.linalg.matrix_rank(weight)) for weight in (plain.W_1, plain.W_2)]
     worded = counts.post_heads()
     assert [worded["into_hidden"], worded["out_of_hidden"]] == [-(-r // d_head) for r in ranks]
     assert (worded["attention"], worded["activation"]) == (n_heads, d_mlp)

@@ -29,10 +29,10 @@ def parameters(model):
     return dict(model.named_parameters())
 
 
-def same(one, other):
-    ours, theirs = parameters(one), parameters(other)
-    assert ours.keys() == theirs.keys()
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+def same(first, second):
+    ours, reference = parameters(first), parameters(second)
+    assert ours.keys() == reference.keys()
+    return all(torch.equal(ours[name], reference[name]) for name in ours)
 
 
 def test_a_run_that_is_broken_off_goes_on(tmp_path):
@@ -62,7 +62,7 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
 
 def test_a_run_begins_where_another_one_stopped(tmp_path):
     trunk = runs.run(TRUNK, tmp_path / "trunk", "cpu")
-    before = {name: each.clone() for name, each in parameters(trunk.model).items()}
+    before = {name: parameter.clone() for name, parameter in parameters(trunk.model).items()}
     assert len(trunk.training.optimizer.param_groups) == 2
     at_once = runs.run(replace(TRUNK, steps=9), tmp_path / "at once", "cpu")
     plan = replace(TRUNK, steps=9, schedule={})
@@ -70,9 +70,11 @@ def test_a_run_begins_where_another_one_stopped(tmp_path):
         gone_on = runs.run(plan, tmp_path / "gone on", "cpu", start=trunk)
         assert same(at_once.model, gone_on.model)
         assert gone_on.curve["step"].tolist() == [4, 6, 9]
-        ends = [each.curve.iloc[-1] for each in (at_once, gone_on)]
+        ends = [run.curve.iloc[-1] for run in (at_once, gone_on)]
         assert ends[0][["tokens", "flops", "loss"]].equals(ends[1][["tokens", "flops", "loss"]])
-    assert all(torch.equal(before[name], each) for name, each in parameters(trunk.model).items())
+    assert all(
+        torch.equal(before[name], parameter) for name, parameter in parameters(trunk.model).items()
+    )
 
 
 def test_batches_are_of_seed_and_step_alone():

@@ -96,8 +96,8 @@ def test_figures_of_one_head_by_hand(gate, tiny, measured):
     error = (one_head(pre) - F.gelu(pre)).abs().max().item()
     assert value(frame, "float64", gate, "activation") == pytest.approx(error, rel=1e-10)
     # control: the other slope is a clearly different model
-    other = with_activation(source, lambda q: q * torch.sigmoid(1.9 * q), subject.tokens)
-    assert (other - got).abs().max() > 0.1 * (got - expected).abs().max()
+    control = with_activation(source, lambda q: q * torch.sigmoid(1.9 * q), subject.tokens)
+    assert (control - got).abs().max() > 0.1 * (got - expected).abs().max()
 
 
 def test_errors_fall_with_every_head_and_stay_within_their_bounds(measured):

@@ -46,8 +46,8 @@ def test_neurons_of_random_directions_by_hand():
 
     def paths(model):
         exposed = study.expose_neuron_heads(model).model
-        found = study.circuits.token_paths(exposed, study.p.neuron_heads(1), 10**6, progress=False)
-        row = found.query(f"name == 'L1N{neuron}' and value == '+'").iloc[0]
+        paths = study.circuits.token_paths(exposed, study.p.neuron_heads(1), 10**6, progress=False)
+        row = paths.query(f"name == 'L1N{neuron}' and value == '+'").iloc[0]
         return [list(row[end]) for end in study.ENDS]
 
     assert paths(plain) == want

@@ -31,7 +31,7 @@ def check(ends, smallest):
             continue
         flops = frame.groupby("arm")["flops"].mean()
         if part.startswith("family"):
-            for arm in [each for each in flops.index if each.startswith("grown")]:
+            for arm in [arm for arm in flops.index if arm.startswith("grown")]:
                 assert arm.replace("grown", "scratch") in flops
                 for_all = flops[arm.replace("grown, ", report.LONGER)]
                 assert 1 <= for_all / flops[arm] <= smallest
@@ -72,11 +72,11 @@ def test_what_is_stored():
         part = f"family {budget}"
         for number, sizes in enumerate(study.Study().family[1:], start=1):
             both = [f"part == '{part}' and arm == '{how}, {sizes.d_model}'" for how in FAMILIES]
-            grown, scratch = (curves.query(each).groupby("seed") for each in both)
+            grown, scratch = (curves.query(query).groupby("seed") for query in both)
             began = number * (budget - study.Study().decay)
             before = curves.query(f"{both[0]} and step == {began}").set_index("seed")["flops"]
-            own = grown["flops"].last() - before
-            assert own.to_numpy() == pytest.approx(scratch["flops"].last(), rel=0.05)
+            spent = grown["flops"].last() - before
+            assert spent.to_numpy() == pytest.approx(scratch["flops"].last(), rel=0.05)
 
 
 def test_the_guide_says_what_is_stored():
@@ -84,8 +84,8 @@ def test_the_guide_says_what_is_stored():
     guide = (KEPT.parents[1] / "docs" / "growth.md").read_text("utf-8")
     said = guide[guide.index("A [second study]") :].split("\n\n")[0]
 
-    def less(part, arm, other="own"):
-        return abs(report.difference(ends, part, arm, other)[0])
+    def less(part, arm, other_arm="own"):
+        return abs(report.difference(ends, part, arm, other_arm)[0])
 
     alike = [
         *(less("plain", arm) for arm in ("pairs", "splits", "unequal", "GradMax")),
@@ -100,7 +100,7 @@ def test_the_guide_says_what_is_stored():
         figures += [-mean, -high, -low]
     places = ends.query("part == 'layers' and arm != 'full'").groupby("arm")["loss"].mean()
     figures += [places.max() - places.min()]
-    assert re.findall(r"\d\.\d{3}", said) == [f"{each:.3f}" for each in figures]
+    assert re.findall(r"\d\.\d{3}", said) == [f"{figure:.3f}" for figure in figures]
     # what is not told apart, at equal flops
     apart = [("plain", "full", "own"), ("gated", "full", "own")]
     apart += [(f"family {n}", "grown, 32", f"{report.LONGER}32") for n in (200, 400)]

@@ -37,15 +37,15 @@ def test_smoke(tmp_path):
     page = (tmp_path / f"{NAME}.md").read_text("utf-8")
     assert page.strip() in result.output
     assert "late again" in page
-    found = frames(tmp_path)
-    ends = found["curves"].groupby("arm")[["d_model", "n_heads", "d_mlp", "epoch"]].last()
+    written = frames(tmp_path)
+    ends = written["curves"].groupby("arm")[["d_model", "n_heads", "d_mlp", "epoch"]].last()
     sizes = {arm: tuple(row) for arm, row in zip(ends.index, ends.to_numpy(), strict=True)}
     assert sizes.pop("small") == (6, 2, 5, 23)
     assert set(sizes.values()) == {(9, 3, 11, 23)}
-    flops = found["curves"].groupby("arm")["flops"].max()
+    flops = written["curves"].groupby("arm")["flops"].max()
     assert flops["small"] < flops["late"] < flops["early"] < flops["full"]
-    check_circuits(found["circuits"])
-    assert (found["joined"]["new_neurons"] == 6).all()
+    check_circuits(written["circuits"])
+    assert (written["joined"]["new_neurons"] == 6).all()
     again = CliRunner().invoke(app, ["--smoke", "--n-seeds", "2", *folders])
     assert "choose another --runs" in str(again.exception)
 
@@ -62,13 +62,13 @@ def check_circuits(rows):
 
 
 def test_what_is_stored():
-    found = frames(KEPT)
-    check_circuits(found["circuits"])
-    assert found["curves"].groupby("arm")["seed"].nunique().eq(3).all()
+    stored = frames(KEPT)
+    check_circuits(stored["circuits"])
+    assert stored["curves"].groupby("arm")["seed"].nunique().eq(3).all()
     # early and late have seen the same before they grew as small has
     for arm, until in (("early", 200), ("late", 1000)):
         curves = (
-            found["curves"]
+            stored["curves"]
             .query(f"epoch < {until}")
             .set_index(["arm", "seed", "epoch"])
             .sort_index()
@@ -114,8 +114,8 @@ def test_flops_of_neurons_are_those_of_their_matrix_products():
 
 
 def test_a_wave_is_explained_by_its_frequency():
-    at = torch.arange(13, dtype=torch.float64)
-    a, b = torch.meshgrid(at, at, indexing="ij")
+    index = torch.arange(13, dtype=torch.float64)
+    a, b = torch.meshgrid(index, index, indexing="ij")
     turn = 2 * torch.pi / 13
     of_three = (turn * 3 * a).cos() * (turn * 3 * b).sin() + 0.5 * (turn * 3 * (a + b)).cos() + 7
     mixed = (turn * 3 * a).cos() + (turn * 5 * b).cos()
@@ -143,9 +143,9 @@ def test_shares_of_the_margin_are_what_ablation_takes():
     model = TINY.model().double()
     tokens, answers, _ = pairs(TINY)
 
-    def margin(each):
+    def margin(model_then):
         with torch.no_grad():
-            profile = measures.by_offset(each(tokens)[:, -1], answers)
+            profile = measures.by_offset(model_then(tokens)[:, -1], answers)
         return (profile[0] - profile.mean()).item()
 
     frame = measures.neurons(model, tokens, answers)

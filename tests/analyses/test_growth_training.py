@@ -58,20 +58,20 @@ def test_growth_does_not_disturb_the_loss():
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
-def test_going_on_from_a_checkpoint_is_as_if_nothing_had_happened(tmp_path, kind, at):
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 6])
+def test_going_on_from_a_checkpoint_is_as_if_nothing_had_happened(tmp_path, kind, step):
     straight = start(kind)
     losses = run(straight, 7)
     first = start(kind)
-    run(first, at)
+    run(first, step)
     first.save(tmp_path / "training.safetensors")
     second = start(kind)
     second.resume(tmp_path / "training.safetensors")
-    assert second.done == at
-    assert run(second, 7) == losses[at:]
-    theirs = dict(second.model.named_parameters())
+    assert second.done == step
+    assert run(second, 7) == losses[step:]
+    expected = dict(second.model.named_parameters())
     for name, parameter in straight.model.named_parameters():
-        assert torch.equal(parameter, theirs[name]), name
+        assert torch.equal(parameter, expected[name]), name
 
 
 def test_values_and_keys_grow_apart_in_a_converted_model(tmp_path):

@@ -39,10 +39,10 @@ def test_gap_by_hand():
     tokens = torch.tensor([[0, 1]])
     old = torch.tensor([[[0.0, 0.0], [3.0, 1.0]]])
     new = torch.tensor([[[0.0, torch.log(torch.tensor(3.0))], [3.0, 1.0]]])
-    found = study.gap(old, new, tokens)
-    assert found["logits"] == pytest.approx(1.0986123 / 3)
-    assert found["KL"] == pytest.approx(0.1438410)  # ln(2 / √3)
-    assert (found["loss before"], found["loss"]) == pytest.approx((0.6931472, 0.2876821))
+    gap = study.gap(old, new, tokens)
+    assert gap["logits"] == pytest.approx(1.0986123 / 3)
+    assert gap["KL"] == pytest.approx(0.1438410)  # ln(2 / √3)
+    assert (gap["loss before"], gap["loss"]) == pytest.approx((0.6931472, 0.2876821))
 
 
 def test_the_script_runs(tmp_path):

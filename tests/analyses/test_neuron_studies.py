@@ -60,19 +60,19 @@ def test_attention_is_counted_token_by_token(name, layout):
     for layer in range(N_LAYERS):
         pattern = cache["pattern", layer]
         for head in range(2):
-            own, first, others, sink = [], [], [], []
+            itself, first, others, sink = [], [], [], []
             for row in pattern[:, head]:
                 for t in range(1, POS):
-                    own.append(row[t, t].item())
+                    itself.append(row[t, t].item())
                     first.append(row[t, 0].item())
                     others.append(sum(row[t, s].item() for s in range(1, POS) if s != t))
                     sink.append(1 - row[t].sum().item())
             got = frame.loc[f"L{layer}H{head}"]
             for column, numbers in [
-                ("to_self", own), ("to_first", first), ("to_others", others), ("to_sink", sink),
+                ("to_self", itself), ("to_first", first), ("to_others", others), ("to_sink", sink),
             ]:  # fmt: skip
                 assert abs(got[column] - sum(numbers) / len(numbers)) < 1e-12
-            spread = torch.tensor(own, dtype=torch.float64).std(correction=0).item()
+            spread = torch.tensor(itself, dtype=torch.float64).std(correction=0).item()
             assert abs(got.self_spread - spread) < 1e-12
     assert (frame.to_sink.max() > 1e-3) == (name == "sinks")
 

@@ -28,8 +28,8 @@ KEPT = Path(study.__file__).parents[1] / "results"
 def model():
     made = TINY.model()
     with torch.no_grad():
-        for each in made.parameters():
-            each.mul_(3.0)  # so that neurons are not linear
+        for parameter in made.parameters():
+            parameter.mul_(3.0)  # so that neurons are not linear
     return made
 
 
@@ -72,7 +72,7 @@ def test_what_leaks_and_what_masks_take_away(model, kind):
     with torch.no_grad():
         exact = model(TOKENS)[:, -1]
         weak = forms.form_of(model, kind).shrunk(math.exp(-0.25), ("omega",))
-        leaking, masked = (weak.seen(TOKENS, masked=each) for each in (False, True))
+        leaking, masked = (weak.seen(TOKENS, masked=is_masked) for is_masked in (False, True))
     expected = report.leak(3.0, 0.25, factored="factored" in kind)
     assert leaking.leaks["into_hidden"] == pytest.approx(expected, rel=1e-4)
     assert leaking.leaks["out_of_hidden"] == pytest.approx(expected, rel=1e-4)
@@ -91,7 +91,7 @@ def test_parts_are_all_of_the_weights_and_their_own(model, kind):
     every = form.shrunk(0.5, forms.PARTS)
     for name, weights in form.named_parameters():
         assert torch.equal(every.get_parameter(name), weights / 2)
-        changed = [each.get_parameter(name) != weights for each in shrunk.values()]
+        changed = [model.get_parameter(name) != weights for model in shrunk.values()]
         assert torch.equal(torch.stack(changed).sum(0).bool(), weights != 0)
         assert torch.stack(changed).sum(0).max() <= 1
 
@@ -102,9 +102,11 @@ def test_zeros_stay_unless_every_entry_is_trained(model):
     )
     for kind, same in (("post Ω=9", True), ("post Ω=9, every entry", False)):
         form = forms.form_of(model, kind)
-        zeros = {name: each.detach() == 0 for name, each in form.named_parameters()}
+        zeros = {name: parameter.detach() == 0 for name, parameter in form.named_parameters()}
         frame = study.run(study.SMOKE, form, study.Regularizer(decay=1.0), data, 0)
-        kept = all((each[zeros[name]] == 0).all() for name, each in form.named_parameters())
+        kept = all(
+            (parameter[zeros[name]] == 0).all() for name, parameter in form.named_parameters()
+        )
         assert kept == same
         assert frame["kl"].iloc[0] < 1e-6 < frame["kl"].iloc[-1]
 
@@ -112,12 +114,12 @@ def test_zeros_stay_unless_every_entry_is_trained(model):
 def test_dropped_patterns_of_our_heads_drop_neurons(model):
     form = forms.form_of(model, "heads")
     drop = [("blocks.1.attn.hook_pattern", lambda x, hook: torch.nn.functional.dropout(x, 0.5))]
-    found = []
-    keep = [("blocks.1.attn.hook_z", lambda z, hook: found.append(z.detach()))]
+    seen = []
+    keep = [("blocks.1.attn.hook_z", lambda z, hook: seen.append(z.detach()))]
     with torch.no_grad():
         form.model.run_with_hooks(TOKENS, fwd_hooks=keep)
         form.model.run_with_hooks(TOKENS, fwd_hooks=drop + keep)
-    whole, dropped = found
+    whole, dropped = seen
     kept = dropped != 0
     assert 0.3 < kept.double().mean() < 0.7
     torch.testing.assert_close(dropped[kept], 2 * whole[kept])
@@ -126,9 +128,9 @@ def test_dropped_patterns_of_our_heads_drop_neurons(model):
 def test_measures():
     logits, before = torch.randn(2, 49, 7, generator=torch.Generator().manual_seed(0))
     data = study.Data(TOKENS, ANSWERS, torch.ones(49, dtype=torch.bool), before)
-    found = study.distances(logits, data)
+    distances = study.distances(logits, data)
     p, q = (torch.distributions.Categorical(logits=x.double()) for x in (before, logits))
-    assert found["kl"] == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item())
+    assert distances["kl"] == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item())
     assert study.distances(before + 5.0, data)["logits"] < 1e-6
     assert study.distances(2 * before, data)["logits"] == pytest.approx(1.0)
     assert report.passes(pd.Series({0: 0.0, 10: 0.05, 20: 0.15}), 0.1) == pytest.approx(15.0)

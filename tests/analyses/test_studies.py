@@ -86,10 +86,10 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
     run, name = json.loads(path.read_text("utf-8")), Path(path.stem).stem
     assert not run["settings"]["smoke"]
     pattern = f"{name}*.{{}}"
-    beside = {each.name for end in ("csv", "svg") for each in RESULTS.glob(pattern.format(end))}
+    beside = {path.name for end in ("csv", "svg") for path in RESULTS.glob(pattern.format(end))}
     assert set(run["sha256"]) == {f"{name}.md", *beside}
     assert run["sha256"] == {name: digest(RESULTS / name) for name in run["sha256"]}
-    scripts = {each.stem for each in RESULTS.parent.glob("*/*.py")}
+    scripts = {path.stem for path in RESULTS.parent.glob("*/*.py")}
     assert Path(run["script"]).stem in scripts
 
 
@@ -173,7 +173,7 @@ def test_what_a_large_model_costs():
             )
 
     large = cost_at_scale.Shape()
-    assert sum(each.numel() for each in built(large).parameters()) == large.parameters
+    assert sum(parameter.numel() for parameter in built(large).parameters()) == large.parameters
     tiny = cost_at_scale.Shape(3, 30, 37, 6, 2, 14, 41)
     with FlopCounterMode(display=False) as counter:
         built(tiny)(torch.zeros(1, 13, dtype=torch.long, device="meta"))

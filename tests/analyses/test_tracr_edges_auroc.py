@@ -37,19 +37,21 @@ def test_edges_into_the_output_are_what_parts_write_to_the_metric():
     program = load_program("pair_balance")
     tokens, expected, _ = next(program.batches())
     metric, model = metric_of(program, expected[3]), program.model
-    found = graph_scores(convert(model, copy_weights=True), tokens[3], metric, patterns=True)
+    scores = graph_scores(convert(model, copy_weights=True), tokens[3], metric, patterns=True)
     _, cache = model.run_with_cache(tokens[3][None])
     weights = torch.zeros(tokens.shape[1], dtype=torch.float64)
     weights[[i + 1 for i, value in enumerate(expected[3]) if value is not None]] = 1
     W_U = model.unembed.W_U[:, 0]
     z = cache["z", 1][0, :, 1] @ model.blocks[1].attn.W_O[1]
-    at = Edge("L1H1", "output", "in")
-    assert found.get(at, 0.0) == pytest.approx(((z @ W_U) * weights).abs().sum().item(), abs=1e-9)
+    edge = Edge("L1H1", "output", "in")
+    assert scores.get(edge, 0.0) == pytest.approx(
+        ((z @ W_U) * weights).abs().sum().item(), abs=1e-9
+    )
     post = cache["post", 1][0]
     of_neurons = (post * (model.blocks[1].mlp.W_out @ W_U) * weights[:, None]).abs().sum(0)
-    for neuron, each in enumerate(of_neurons.tolist()):
-        got = found.get(Edge(f"L1N{neuron}", "output", "in"), 0.0)
-        assert got == pytest.approx(each, abs=1e-9)
+    for neuron, size in enumerate(of_neurons.tolist()):
+        got = scores.get(Edge(f"L1N{neuron}", "output", "in"), 0.0)
+        assert got == pytest.approx(size, abs=1e-9)
     assert of_neurons.max() > 0.1
 
 
@@ -61,11 +63,11 @@ def scored():
 
 
 def test_scores_name_candidates_alone_and_false_edges_have_none(scored):
-    program, found = scored
+    program, scores = scored
     candidates, true = set(program.candidates()), program.true_edges()
-    assert set(found["two factors"]) == set(found["exact cut"]) == candidates
+    assert set(scores["two factors"]) == set(scores["exact cut"]) == candidates
     for method in METHODS:
-        scored = {edge for edge, score in found[method].items() if score > 1e-6}
+        scored = {edge for edge, score in scores[method].items() if score > 1e-6}
         assert scored
         assert scored <= candidates
         assert scored <= true  # in these programs what is no edge writes exact zeros
@@ -78,8 +80,8 @@ def test_exact_cuts_are_those_of_hooks(scored):
     rows = [tokens[0] for tokens, _, _ in program.batches()][1::2]
     model = convert(program.model, copy_weights=True)
     how = {"to": ["zero"], "exact": 1000, "progress": False}
-    found = score_edges(model, rows, **how)
-    assert len(found) == len(program.candidates())
+    edges = score_edges(model, rows, **how)
+    assert len(edges) == len(program.candidates())
     expected, n_tokens = {}, sum(map(len, rows))
     for edge in program.candidates():
         moved = 0.0
@@ -87,12 +89,12 @@ def test_exact_cuts_are_those_of_hooks(scored):
             whole, cut = program.model(row[None]), logits_without(program.model, row[None], [edge])
             moved += float((cut - whole).detach().abs().amax(-1).sum())
         expected[edge] = moved / n_tokens
-    for row in found.itertuples():
+    for row in edges.itertuples():
         edge = Edge(row.writer, row.reader, "v" if row.kind == "value" else row.kind)
         assert row.exact == pytest.approx(expected[edge], abs=1e-12)
         if row.reader == "output":
             assert row.score == row.local == row.exact
-    assert (found["exact"] > 0.01).sum() > 5
+    assert (edges["exact"] > 0.01).sum() > 5
 
 
 def test_edge_attribution_patching_into_the_output_is_what_is_written():
@@ -101,12 +103,12 @@ def test_edge_attribution_patching_into_the_output_is_what_is_written():
     tokens, _, _ = next(program.batches())
     model = convert(program.model, copy_weights=True)
     nodes = [f"L1N{neuron}" for neuron in range(4)]
-    found = edge_attribution_patching(program.model, model, [tokens[:3]], nodes)
+    scores = edge_attribution_patching(program.model, model, [tokens[:3]], nodes)
     _, cache = program.model.run_with_cache(tokens[:3])
-    each = cache["post", 1] * (program.model.blocks[1].mlp.W_out @ program.model.W_U[:, 0])
-    for neuron, size in enumerate(each.abs().sum((0, 1)).tolist()):
-        assert found[f"L1N{neuron}", "output", "in"] == pytest.approx(size, abs=1e-9)
-    assert max(found.values()) > 0.1
+    products = cache["post", 1] * (program.model.blocks[1].mlp.W_out @ program.model.W_U[:, 0])
+    for neuron, size in enumerate(products.abs().sum((0, 1)).tolist()):
+        assert scores[f"L1N{neuron}", "output", "in"] == pytest.approx(size, abs=1e-9)
+    assert max(scores.values()) > 0.1
 
 
 def test_the_script_writes_a_table_in_which_edges_are_found(tmp_path):

@@ -47,10 +47,10 @@ def program(request):
     return load_program(request.param)
 
 
-def error(program, found, expected):
+def error(program, actual, expected):
     """Largest difference over the program's largest logit: on some inputs all logits are 0."""
     scale = max(x.abs().max() for x in program.tracr_logits)
-    return ((found - expected).abs().max() / scale).item()
+    return ((actual - expected).abs().max() / scale).item()
 
 
 def forms(program):
@@ -134,7 +134,7 @@ def test_the_heads_of_sorting_worked_out_by_hand():
     # make the count one-hot. L1H0 moves each token to the position (query) that is its count (key).
     edges = load_program("sort_unique").edges
     heads = edges[edges.reader.str.contains("H")]
-    into = {at: set(rows.writer.str[:3]) for at, rows in heads.groupby(["reader", "side"])}
+    into = {node: set(rows.writer.str[:3]) for node, rows in heads.groupby(["reader", "side"])}
     assert into == {
         ("L0H0", "q"): {"emb"},
         ("L0H0", "k"): {"emb"},
@@ -147,13 +147,13 @@ def test_the_heads_of_sorting_worked_out_by_hand():
 
 def test_the_edges_are_those_of_the_weights(program):
     weights = {name: x.detach().numpy() for name, x in program.model.named_parameters()}
-    found = tracr_edges.true_edges(weights)
+    edges = tracr_edges.true_edges(weights)
     labels = program.residual_labels
-    axes = [[labels[axis] for axis in shared] for shared in found.values()]
-    assert program.edges[[*Edge._fields]].to_numpy().tolist() == [list(edge) for edge in found]
+    axes = [[labels[axis] for axis in shared] for shared in edges.values()]
+    assert program.edges[[*Edge._fields]].to_numpy().tolist() == [list(edge) for edge in edges]
     assert program.edges["axes"].tolist() == axes
-    assert (len(found), program.edges.changes_logits.sum()) == COUNTS[program.name]
-    assert set(found) < set(program.candidates())
+    assert (len(edges), program.edges.changes_logits.sum()) == COUNTS[program.name]
+    assert set(edges) < set(program.candidates())
 
 
 @torch.no_grad()
@@ -186,15 +186,15 @@ def test_every_edge_matters_or_is_marked_redundant(program):
     batches = list(prepared(program))
     for row in program.edges.itertuples():
         edge = Edge(row.writer, row.reader, row.side)
-        found = moves(program, {edge}, batches)
+        effects = moves(program, {edge}, batches)
         if row.changes_output:
-            assert any(not right for _, right in found), edge
+            assert any(not right for _, right in effects), edge
         elif row.changes_logits:
-            seen = list(found)
+            seen = list(effects)
             assert max(moved for moved, _ in seen) > 1e-2, edge
             assert all(right for _, right in seen), edge
         else:
-            assert all(moved < 1e-5 and right for moved, right in found), edge
+            assert all(moved < 1e-5 and right for moved, right in effects), edge
 
 
 def test_without_all_redundant_edges_at_once_a_program_is_right(program):
@@ -219,10 +219,10 @@ def test_both_ways_to_cut_agree(program):
     weights = {name: x.detach().numpy() for name, x in program.model.named_parameters()}
     causal = program.model.cfg.attention_dir == "causal"
     tokens, _, whole = next(program.batches())
-    found = logits_without(program.model, tokens, edges)
+    logits = logits_without(program.model, tokens, edges)
     by_weights = tracr_edges.logits(weights, tokens.numpy().astype(np.int64), causal, edges)
-    assert error(program, found, torch.from_numpy(by_weights)) <= ROUNDING
-    assert error(program, found, whole) > 1e-2
+    assert error(program, logits, torch.from_numpy(by_weights)) <= ROUNDING
+    assert error(program, logits, whole) > 1e-2
 
 
 def test_a_reader_that_comes_before_its_writer_is_refused():

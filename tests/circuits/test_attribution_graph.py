@@ -84,7 +84,7 @@ def test_sums_hold_whatever_is_chosen(family):
 def test_several_prompts_are_added_up():
     model, both = model_of("gelu"), tokens(0, 2, POS)
     graph = attribution_graph(model, both, METRIC, mass=1)
-    found = graph.edges.set_index(["source", "target", "kind"])["weight"]
+    weights = graph.edges.set_index(["source", "target", "kind"])["weight"]
     alone = [
         attribution_graph(model, row[None], METRIC, mass=1).edges.set_index(
             ["source", "target", "kind"]
@@ -92,7 +92,7 @@ def test_several_prompts_are_added_up():
         for row in both
     ]
     expected = alone[0].add(alone[1], fill_value=0) / 2  # the metric is the mean
-    assert found.sub(expected, fill_value=0).abs().max() < ROUNDING
+    assert weights.sub(expected, fill_value=0).abs().max() < ROUNDING
 
 
 def test_bilinear_heads_of_a_neuron_are_one_node():
@@ -109,14 +109,14 @@ def test_bilinear_heads_of_a_neuron_are_one_node():
 class Held:
     """A model held by plain hooks, in which heads' outputs are set, and one is looked at."""
 
-    def __init__(self, model, given):
-        self.model, self.given = model, given
+    def __init__(self, model, prompt):
+        self.model, self.prompt = model, prompt
         held = ("hook_scale", "hook_pattern", "hook_z", IN_PLACE["pattern"], IN_PLACE["z"])
         names = [n for n in model.hook_dict if n.endswith(held)]
         self.kept = {}
         keep = [(n, lambda x, hook: self.kept.update({hook.name: x.clone()})) for n in names]
         with torch.no_grad(), model.hooks(fwd_hooks=keep):
-            self.logits = model(given)
+            self.logits = model(prompt)
 
     def place(self, name, activation="z"):
         return HeadName.parse(name).hook(activation, self.model)
@@ -134,23 +134,23 @@ class Held:
             return moved(hook.name, kept.clone())
 
         with self.model.hooks(fwd_hooks=[(n, hook) for n in self.kept]):
-            return seen, self.model(self.given)
+            return seen, self.model(self.prompt)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["gelu", "rms", "parallel", "grouped", "rotary", "post_norm"])
 def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, layout):
-    model, given = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
-    graph = attribution_graph(model, given, METRIC, mass=1, patterns=False)
+    model, prompt = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
+    graph = attribution_graph(model, prompt, METRIC, mass=1, patterns=False)
     weights = graph.edges.set_index(["source", "target"])["weight"]
-    held = Held(model, given)
+    held = Held(model, prompt)
     gradients = {}  # by differences of the whole held model: it is linear
     checked = 0
     for source, pos in (("L0H1", 1), ("L0N3", 4), ("L1H0", 4), ("L1N29", 2)):
         place, index = held.place(source), HeadName.parse(source).index
 
-        def doubled(name, z, at=place, index=index, pos=pos):
-            if name == at:
+        def doubled(name, z, place=place, index=index, pos=pos):
+            if name == place:
                 z[:, pos, index] *= 2
             return z
 
@@ -158,11 +158,11 @@ def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, la
         moved = oracle.difference(logits) - oracle.difference(held.logits)
         assert weights.get((f"{source}@{pos}", "metric"), 0.0) == pytest.approx(moved, abs=ROUNDING)
         for target in ("L0N5", "L1H1", "L1N7", "L2N11", "L2N13"):
-            at, index = held.place(target), HeadName.parse(target).index
-            change = (seen[at] - held.kept[at])[0, POS - 1, index]
+            place, index = held.place(target), HeadName.parse(target).index
+            change = (seen[place] - held.kept[place])[0, POS - 1, index]
             key = (target, POS - 1)
             if key not in gradients:
-                gradients[key] = gradient(model, held, at, index)
+                gradients[key] = gradient(model, held, place, index)
             expected = float((gradients[key] * change).sum())
             got = weights.get((f"{source}@{pos}", f"{target}@{POS - 1}"), 0.0)
             assert got == pytest.approx(expected, abs=ROUNDING)
@@ -170,20 +170,22 @@ def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, la
     assert checked > 5
 
 
-def gradient(model, held, at, index):
+def gradient(model, held, place, index):
     """Of the metric with respect to z of a head at the last position, one coordinate at a time."""
     names = [n for n in held.kept if not n.endswith(("hook_z", IN_PLACE["z"]))]
     hooks = [(n, lambda x, hook: held.kept[hook.name]) for n in names]
-    found = []
-    for i in range(held.kept[at].shape[-1]):
+    differences = []
+    for i in range(held.kept[place].shape[-1]):
 
         def shift(z, hook, i=i):
             z[:, -1, index, i] += 1.0
             return z
 
-        with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, (at, shift)]):
-            found.append(oracle.difference(model(held.given)) - oracle.difference(held.logits))
-    return torch.tensor(found, dtype=torch.float64)
+        with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, (place, shift)]):
+            differences.append(
+                oracle.difference(model(held.prompt)) - oracle.difference(held.logits)
+            )
+    return torch.tensor(differences, dtype=torch.float64)
 
 
 def test_without_the_scales_of_norms_sums_do_not_hold(monkeypatch):
@@ -214,11 +216,11 @@ def test_heads_that_are_not_what_their_weights_say_are_refused(monkeypatch):
 @pytest.mark.parametrize("family", ["gelu", "llama", "rotary"])
 def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
     """The sum over sources is what scaling a query by 1 + ε does to the metric by its pattern."""
-    model, given = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
-    graph = attribution_graph(model, given, METRIC, mass=1)
-    held = Held(model, given)
+    model, prompt = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
+    graph = attribution_graph(model, prompt, METRIC, mass=1)
+    held = Held(model, prompt)
     for name, kind in (("L1H1", "q"), ("L1H1", "k"), ("L2H0", "q"), ("L1N7", "gate")):
-        at, index = held.place(name), HeadName.parse(name).index
+        place, index = held.place(name), HeadName.parse(name).index
         pattern = held.place(name, "pattern")
         patterns = []
         for epsilon in (1e-4, -1e-4):
@@ -232,10 +234,10 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
             point = "q" if kind == "gate" else kind
             hooks = [(held.place(name, point), scaled), (pattern, keep)]
             with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-                model(given)
+                model(prompt)
         slope = (patterns[0] - patterns[1])[0, index, -1] / 2e-4
-        values = values_of(model, held, name, given)
-        expected = float((gradient(model, held, at, index) * (slope @ values)).sum())
+        values = values_of(model, held, name, prompt)
+        expected = float((gradient(model, held, place, index) * (slope @ values)).sum())
         got = graph.inflow(kind)[f"{name}@{POS - 1}"]
         assert got == pytest.approx(expected, rel=1e-5)  # central differences of 1e-4
         assert abs(got) > 1e-6
@@ -244,9 +246,9 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
     """Of each source apart: what it adds to the query, along the slope of the pattern."""
-    model, given = model_of("gelu", layout), tokens(0, 1, POS)
-    graph = attribution_graph(model, given, METRIC, mass=1)
-    held = Held(model, given)
+    model, prompt = model_of("gelu", layout), tokens(0, 1, POS)
+    graph = attribution_graph(model, prompt, METRIC, mass=1)
+    held = Held(model, prompt)
     weights = graph.edges.query("kind == 'gate'").set_index(["source", "target"])["weight"]
     target = HeadName.parse("L1N7")
     attn = model.blocks[3].attn if layout == LAYOUTS[0] else model.blocks[1].mlp
@@ -254,7 +256,7 @@ def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
     scale = held.kept[norm.hook_scale.name][0, -1]
     direction = norm.w * attn.W_in[:, target.index] / scale
     direction = (direction - direction.mean()).detach()
-    q = oracle.seen(model, given, target.hook("q", model))[0, -1, target.index, 0]
+    q = oracle.seen(model, prompt, target.hook("q", model))[0, -1, target.index, 0]
     weight = [0.5 * (1 + torch.erf((q + e) / 2**0.5)) for e in (1e-4, -1e-4)]
     slope = (weight[0] - weight[1]) / 2e-4  # Φ', the slope of gelu's gate
     effect = gradient(model, held, held.place("L1N7"), target.index)[0] * q * slope
@@ -273,17 +275,17 @@ def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_edge_into_a_neuron_of_a_gated_mlp_is_half_of_each_factor(layout):
-    model, given = model_of("llama", layout), tokens(0, 1, POS)
-    weights = attribution_graph(model, given, METRIC, mass=1, patterns=False).edges
+    model, prompt = model_of("llama", layout), tokens(0, 1, POS)
+    weights = attribution_graph(model, prompt, METRIC, mass=1, patterns=False).edges
     weights = weights.set_index(["source", "target"])["weight"]
-    held = Held(model, given)
+    held = Held(model, prompt)
     for source in ("L0H1", "L0N3", "L2H0"):
-        index, at = HeadName.parse(source).index, held.place(source)
+        index, place = HeadName.parse(source).index, held.place(source)
         seen = []
         for factor in (2, 0):
 
-            def scaled(name, z, at=at, index=index, factor=factor):
-                if name == at:
+            def scaled(name, z, place=place, index=index, factor=factor):
+                if name == place:
                     z[:, -1, index] *= factor
                 return z
 
@@ -294,15 +296,15 @@ def test_an_edge_into_a_neuron_of_a_gated_mlp_is_half_of_each_factor(layout):
         assert abs(expected.item()) > 1e-5
 
 
-def values_of(model, held, name, given):
+def values_of(model, held, name, prompt):
     """v of a head at every key: of a neuron-head, itself and the bias token's, which is 0."""
     head, seen = HeadName.parse(name), {}
     keep = (held.place(name, "v"), lambda x, hook: seen.update(v=x.clone()))
     with torch.no_grad(), model.hooks(fwd_hooks=[keep]):
-        model(given)
+        model(prompt)
     if head.kind == "neuron":
-        own = seen["v"][0, -1, head.index]
-        return torch.stack([own, torch.zeros_like(own)])
+        own_value = seen["v"][0, -1, head.index]
+        return torch.stack([own_value, torch.zeros_like(own_value)])
     shared = held.kept[held.place(name)].shape[2] // seen["v"].shape[2]
     return seen["v"][0, :, head.index // shared]
 
@@ -319,29 +321,29 @@ def test_a_gate_that_is_a_step_has_no_edges_into_its_pattern():
 
 def test_ids_and_rows_are_the_same_again_and_in_either_layout():
     one, again = graph_of("gelu", top=29), graph_of("gelu", top=29)
-    other = graph_of("gelu", "in place", top=29)
+    in_place = graph_of("gelu", "in place", top=29)
     assert one.nodes.equals(again.nodes)
     assert one.edges.equals(again.edges)
-    assert list(one.nodes["id"]) == list(other.nodes["id"])
+    assert list(one.nodes["id"]) == list(in_place.nodes["id"])
     assert {"embed@4", "bias", "rest", "offset", "metric"} <= set(one.nodes["id"])
     rows = one.nodes[one.nodes["kind"] == "neuron"]
     assert (rows["id"] == rows["name"] + "@" + rows["position"].astype(str)).all()
 
 
 def test_values_and_gradients_of_neurons_are_those_of_the_run():
-    model, given = model_of("gelu"), tokens(0, 1, POS)
-    graph = attribution_graph(model, given, METRIC, top=29)
+    model, prompt = model_of("gelu"), tokens(0, 1, POS)
+    graph = attribution_graph(model, prompt, METRIC, top=29)
     rows = graph.nodes[graph.nodes["kind"] == "neuron"]
     for row in rows.itertuples():
         head = HeadName.parse(row.name)
-        z = oracle.seen(model, given, head.hook("z", model))[0, row.position, head.index, 0]
+        z = oracle.seen(model, prompt, head.hook("z", model))[0, row.position, head.index, 0]
         assert row.value == pytest.approx(z.item(), abs=ROUNDING)
     assert (rows["value"] * rows["gradient"] - rows["attribution"]).abs().max() < ROUNDING
 
 
 def test_padding_is_no_node():
-    model, given = model_of("gelu"), tokens(0, 1, POS)
-    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), given], dim=1)
+    model, prompt = model_of("gelu"), tokens(0, 1, POS)
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), prompt], dim=1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
     graph = attribution_graph(model, padded, METRIC, mask=mask, mass=1)
     heads = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
@@ -375,25 +377,25 @@ def test_pruning_keeps_sums_and_says_what_is_left():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(layout):
-    model, given = model_of("gelu", layout), tokens(0, 1, 5)
-    whole = attribution_graph(model, given, METRIC, mass=0.9)
+    model, prompt = model_of("gelu", layout), tokens(0, 1, 5)
+    whole = attribution_graph(model, prompt, METRIC, mass=0.9)
     with pytest.raises(InputError, match="max_edges=1,000") as refused:
-        attribution_graph(model, given, METRIC, mass=0.9, max_edges=1000)
+        attribution_graph(model, prompt, METRIC, mass=0.9, max_edges=1000)
     said = str(refused.value).replace(",", "")
     n_edges, top = (
         int(re.search(pattern, said)[1]) for pattern in (r"up to (\d+) edges", r"top=(\d+)")
     )
     assert len(whole.edges) <= n_edges < 1.5 * len(whole.edges)
     assert f"{len(whole.heads)} nodes (90% of the mass)" in said
-    fewer = attribution_graph(model, given, METRIC, top=top, max_edges=1000)
+    fewer = attribution_graph(model, prompt, METRIC, top=top, max_edges=1000)
     assert f"top={top} ({fewer.mass:.0%} of the mass)" in said
     assert 500 < len(fewer.edges) <= 1000
     with pytest.raises(InputError, match="top="):  # the control: one node more is too many
-        attribution_graph(model, given, METRIC, top=top + 1, max_edges=1000)
+        attribution_graph(model, prompt, METRIC, top=top + 1, max_edges=1000)
     with pytest.raises(InputError, match="not even top=1 meets"):
-        attribution_graph(model, given, METRIC, mass=0.9, max_edges=1)
+        attribution_graph(model, prompt, METRIC, mass=0.9, max_edges=1)
     with pytest.raises(InputError, match="got max_edges=0"):
-        attribution_graph(model, given, METRIC, max_edges=0)
+        attribution_graph(model, prompt, METRIC, max_edges=0)
 
 
 def test_blocks_change_nothing(monkeypatch):
@@ -407,11 +409,11 @@ def test_blocks_change_nothing(monkeypatch):
 
 def test_networkx_holds_nodes_edges_and_kinds():
     graph = graph_of("gelu", top=29)
-    found = graph.to_networkx()
-    assert (len(found), found.number_of_edges()) == (len(graph.nodes), len(graph.edges))
+    network = graph.to_networkx()
+    assert (len(network), network.number_of_edges()) == (len(graph.nodes), len(graph.edges))
     row = graph.edges.query("kind == 'q'").iloc[0]
-    assert found.edges[row["source"], row["target"], "q"]["weight"] == row["weight"]
-    assert nx.is_directed_acyclic_graph(found)
+    assert network.edges[row["source"], row["target"], "q"]["weight"] == row["weight"]
+    assert nx.is_directed_acyclic_graph(network)
 
 
 def test_nothing_is_left_on_the_model():
@@ -424,25 +426,25 @@ def test_nothing_is_left_on_the_model():
 
 
 def test_what_makes_no_sense_is_refused():
-    model, given = model_of("gelu"), tokens(0, 1, POS)
+    model, prompt = model_of("gelu"), tokens(0, 1, POS)
     with pytest.raises(InputError, match=r"got top=3, mass=0\.5"):
-        attribution_graph(model, given, METRIC, top=3, mass=0.5)
+        attribution_graph(model, prompt, METRIC, top=3, mass=0.5)
     for mass in (1.5, 0, "a", True):
         with pytest.raises(InputError, match=f"got mass={mass!r}; expected more than 0, up to 1"):
-            attribution_graph(model, given, METRIC, mass=mass)
+            attribution_graph(model, prompt, METRIC, mass=mass)
     for top in (0, -1):
         with pytest.raises(InputError, match=f"got top={top}; expected 1 or more"):
-            attribution_graph(model, given, METRIC, top=top)
+            attribution_graph(model, prompt, METRIC, top=top)
     with pytest.raises(InputError, match="another run"):
-        attribution_graph(model, given, p.kl())
+        attribution_graph(model, prompt, p.kl())
     with pytest.raises(InputError, match="no neuron-heads"):
-        attribution_graph(build("gelu"), given, METRIC)
+        attribution_graph(build("gelu"), prompt, METRIC)
     with pytest.raises(InputError, match="got float64"):
-        attribution_graph(model, given.double(), METRIC)
+        attribution_graph(model, prompt.double(), METRIC)
     with pytest.raises(UnsupportedModelError, match="not linear in their values"):
-        attribution_graph(model_of("clip_qkv"), given, METRIC)
+        attribution_graph(model_of("clip_qkv"), prompt, METRIC)
     with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
-        attribution_graph(model, given, METRIC)
+        attribution_graph(model, prompt, METRIC)
 
 
 def test_edges_of_no_kind_are_refused():

@@ -58,7 +58,7 @@ def parts(name, raw, layer):
     one = torch.eye(d, dtype=torch.float64)
     centre = one - torch.full_like(one, 1 / d)
     stem = {"gpt2": "transformer.h", "neox": "gpt_neox.layers"}.get(name.split("_")[0])
-    own = {
+    state = {
         key.removeprefix(f"{stem or 'model.layers'}.{layer}."): value for key, value in raw.items()
     }
 
@@ -66,42 +66,44 @@ def parts(name, raw, layer):
         return weight.reshape(-1, h, d).transpose(1, 2)
 
     def rms(key, plus=0.0):
-        return torch.diag(own[key + ".weight"] + plus)
+        return torch.diag(state[key + ".weight"] + plus)
 
     def ln(key):
-        return centre @ torch.diag(own[key + ".weight"])
+        return centre @ torch.diag(state[key + ".weight"])
 
     gate, parallel, after, qk = None, False, (one, one), None
     if name == "gpt2":
         q, k, v = (
-            w.T.reshape(-1, h, d).transpose(1, 2) for w in own["attn.c_attn.weight"].split(d, 1)
+            w.T.reshape(-1, h, d).transpose(1, 2) for w in state["attn.c_attn.weight"].split(d, 1)
         )
-        o = own["attn.c_proj.weight"].reshape(-1, h, d)
-        into, out = own["mlp.c_fc.weight"], own["mlp.c_proj.weight"]
+        o = state["attn.c_proj.weight"].reshape(-1, h, d)
+        into, out = state["mlp.c_fc.weight"], state["mlp.c_proj.weight"]
         before = ln("ln_1"), ln("ln_2")
     elif name.startswith("neox"):
         q, k, v = (
-            own["attention.query_key_value.weight"].reshape(-1, 3, h, d).transpose(2, 3).unbind(1)
+            state["attention.query_key_value.weight"].reshape(-1, 3, h, d).transpose(2, 3).unbind(1)
         )
-        o = own["attention.dense.weight"].T.reshape(-1, h, d)
-        into, out = own["mlp.dense_h_to_4h.weight"].T, own["mlp.dense_4h_to_h.weight"].T
+        o = state["attention.dense.weight"].T.reshape(-1, h, d)
+        into, out = state["mlp.dense_h_to_4h.weight"].T, state["mlp.dense_4h_to_h.weight"].T
         before = ln("input_layernorm"), ln("post_attention_layernorm")
         parallel = name == "neox"
     else:
-        at = "self_attn."
+        prefix = "self_attn."
         if name == "phi3":
-            q, k, v = (heads(w) for w in own[at + "qkv_proj.weight"].split([28, 14, 14]))
-            gate, into = (w.T for w in own["mlp.gate_up_proj.weight"].chunk(2))
+            q, k, v = (heads(w) for w in state[prefix + "qkv_proj.weight"].split([28, 14, 14]))
+            gate, into = (w.T for w in state["mlp.gate_up_proj.weight"].chunk(2))
         else:
-            q, k, v = (heads(own[f"{at}{x}_proj.weight"]) for x in "qkv")
-        o = own[at + ("dense.weight" if name == "phi" else "o_proj.weight")].T.reshape(-1, h, d)
+            q, k, v = (heads(state[f"{prefix}{x}_proj.weight"]) for x in "qkv")
+        o = state[prefix + ("dense.weight" if name == "phi" else "o_proj.weight")].T.reshape(
+            -1, h, d
+        )
         if name == "phi":
-            into, out = own["mlp.fc1.weight"].T, own["mlp.fc2.weight"].T
+            into, out = state["mlp.fc1.weight"].T, state["mlp.fc2.weight"].T
             before, parallel = (ln("input_layernorm"),) * 2, True
         else:
-            out = own["mlp.down_proj.weight"].T
+            out = state["mlp.down_proj.weight"].T
             if name != "phi3":
-                into, gate = own["mlp.up_proj.weight"].T, own["mlp.gate_proj.weight"].T
+                into, gate = state["mlp.up_proj.weight"].T, state["mlp.gate_proj.weight"].T
             plus = 1.0 if name.startswith("gemma") else 0.0
             if name.startswith("gemma"):
                 before = rms("input_layernorm", plus), rms("pre_feedforward_layernorm", plus)
@@ -115,7 +117,7 @@ def parts(name, raw, layer):
             if name == "olmo2":
                 before = one, one
             if name in ("qwen3", "gemma3", "olmo2"):
-                qk = (own[f"{at}{x}_norm.weight"] + plus for x in "qk")
+                qk = (state[f"{prefix}{x}_norm.weight"] + plus for x in "qk")
     if qk is not None:
         q, k = (w * n.reshape(-1, 1, h) for w, n in zip((q, k), qk, strict=True))
     repeat = len(q) // len(k)
@@ -183,9 +185,9 @@ def test_attention_of_a_bridge():
     frame = frame.set_index("name")
     for layer in range(LAYERS):
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][:, :, 1:]
-        own = pattern.diagonal(1, -2, -1).mean((0, 2))
+        to_self = pattern.diagonal(1, -2, -1).mean((0, 2))
         for head in range(HEADS):
-            assert abs(frame.to_self[f"L{layer}H{head}"] - own[head].item()) < 1e-12
+            assert abs(frame.to_self[f"L{layer}H{head}"] - to_self[head].item()) < 1e-12
             first = pattern[:, head, :, 0].mean().item()
             assert abs(frame.to_first[f"L{layer}H{head}"] - first) < 1e-12
 
@@ -221,10 +223,10 @@ def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(name):
             for part in (attn.o, mlp.out):
                 for parameter in part.original_component.parameters():
                     parameter.zero_()
-    found = host_of(expose_neuron_heads(bridge, copy=True).model).norms()
-    for here, there in zip(found, expected, strict=True):
+    norms = host_of(expose_neuron_heads(bridge, copy=True).model).norms()
+    for here, there in zip(norms, expected, strict=True):
         assert here.parallel == there.parallel
-        mine, theirs = ([*each.attention, *each.neuron] for each in (here, there))
-        assert [norm.centres for norm in mine] == [norm.centres for norm in theirs]
-        for one, other in zip(mine, theirs, strict=True):
-            assert one.weight is other.weight or torch.equal(one.weight, other.weight)
+        norms_here, norms_there = ([*layer.attention, *layer.neuron] for layer in (here, there))
+        assert [norm.centres for norm in norms_here] == [norm.centres for norm in norms_there]
+        for first, second in zip(norms_here, norms_there, strict=True):
+            assert first.weight is second.weight or torch.equal(first.weight, second.weight)

@@ -46,11 +46,11 @@ NAMES = [f"L{layer}{head}" for layer in range(N_LAYERS) for head in ("H0", "H1",
 def test_every_pair_is_that_of_dense_matrices(name, fold):
     source = build(name)
     dense = Dense(source, fold)
+    tables = {kind: dense.table(["embed", *NAMES], NAMES, kind) for kind in ("q", "k", "v")}
     for layout in ("convert", "expose"):
         model = of(source, layout)
-        for kind in ("q", "k", "v"):
+        for kind, expected in tables.items():
             got = circuits.composition(model, ["embed", *NAMES], NAMES, kind, fold_norms=fold)
-            expected = dense.table(["embed", *NAMES], NAMES, kind)
             assert list(got.columns) == [
                 "writer", "reader", "kind", "score", "ratio_to_baseline", "note",
             ]  # fmt: skip
@@ -63,10 +63,10 @@ def test_every_pair_is_that_of_dense_matrices(name, fold):
                 assert keys.note.str.contains("zero by construction").all()
                 assert (got[got.reader.str.contains("H")].note == "").all()
     # The controls: another kind, and the norms the other way, give other scores.
-    assert (expected - dense.table(["embed", *NAMES], NAMES, "q")).abs().max() > 1e-2
+    assert (tables["v"] - tables["q"]).abs().max() > 1e-2
     if name not in ("no_norm", "rms_pre"):
-        other = Dense(source, not fold).table(["embed", *NAMES], NAMES, "v")
-        assert (expected - other).abs().max() > 1e-2
+        control = Dense(source, not fold).table(["embed", *NAMES], NAMES, "v")
+        assert (tables["v"] - control).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("centres", [True, False])
@@ -84,14 +84,14 @@ def test_a_norm_is_a_matrix_from_either_side(centres):
 @pytest.mark.parametrize("kind", ["q", "k", "v"])
 def test_between_attention_heads_it_is_transformer_lens_own(name, kind):
     source = build(name)
-    theirs = source.all_composition_scores(kind.upper()).detach()
+    reference = source.all_composition_scores(kind.upper()).detach()
     model = convert(source)
     got = taken(circuits.composition(model, p.heads(), p.heads(), kind, fold_norms=False))
     n = source.cfg.n_heads
     assert len(got) == 3 * n * n
     for (writer, reader), score in got.items():
         (i, h), (j, g) = ([int(x) for x in head[1:].split("H")] for head in (writer, reader))
-        assert abs(score - theirs[i, h, j, g]) < 1e-10  # theirs is by way of an SVD
+        assert abs(score - reference[i, h, j, g]) < 1e-10  # theirs is by way of an SVD
     # What theirs drops: an attention head and the neurons of its own layer.
     assert len(circuits.composition(model, "L1H0", ["L1N5", "L0N5", "L1H1"], "q")) == 1
 
@@ -104,9 +104,9 @@ def test_folding_norms_is_loading_with_them_folded():
     got, twin = (
         taken(circuits.composition(convert(m), NAMES, NAMES, "q")) for m in (source, folded)
     )
-    theirs = folded.all_composition_scores("Q").detach()
+    reference = folded.all_composition_scores("Q").detach()
     # TransformerLens folds in float32.
-    assert abs(got["L0H1", "L2H0"] - theirs[0, 1, 2, 0]) < 1e-6
+    assert abs(got["L0H1", "L2H0"] - reference[0, 1, 2, 0]) < 1e-6
     assert (got - twin).abs().max() < 1e-6
     unfolded = taken(circuits.composition(convert(source), NAMES, NAMES, "q", fold_norms=False))
     assert (unfolded - twin).abs().max() > 1e-2
@@ -140,12 +140,12 @@ def test_more_than_there_are_is_all_there_are():
 
 
 def test_the_largest_keeps_the_largest_whatever_comes_first():
-    found = torch.rand(31, 17, generator=torch.Generator().manual_seed(0))
-    for rows in (found, found.flip(0)):
+    scores = torch.rand(31, 17, generator=torch.Generator().manual_seed(0))
+    for rows in (scores, scores.flip(0)):
         largest = LargestScores(13)
         for start in range(0, 31, 5):
             largest.add(rows[start : start + 5].clone(), (start, 0))
-        assert torch.equal(largest.values, found.flatten().topk(13).values)
+        assert torch.equal(largest.values, scores.flatten().topk(13).values)
         assert torch.equal(rows[largest.pairs[:, 0], largest.pairs[:, 1]], largest.values)
 
 
@@ -198,14 +198,14 @@ def test_random_heads_score_as_the_baseline_says():
     d_model = 101
     for rank in (1, 13):
         n = 200 if rank == 1 else 60
-        one, other = (
+        first, second = (
             writer_factors(_factored(n, d_model, rank, generator), tuple("x" * n)) for _ in "ab"
         )
-        ratio = scores(one, other) * math.sqrt(d_model)
+        ratio = scores(first, second) * math.sqrt(d_model)
         # cos² has variance 2 / d²: over n² pairs of n vectors a side, 5 deviations of the mean
         # are 5 √(2 / n²) = 0.04 for vectors, and less for matrices, whose scores vary less.
         assert abs(ratio.square().mean() - 1) < 0.04
-        aligned = scores(one, one).diagonal() * math.sqrt(d_model)
+        aligned = scores(first, first).diagonal() * math.sqrt(d_model)
         assert aligned.min() > 1.5
     model = convert(build("no_norm"))
     frame = circuits.composition(model, p.neuron_heads(0), p.neuron_heads([1, 2]))

@@ -111,7 +111,10 @@ def test_a_graph_by_role_is_the_mean_of_the_graphs_of_its_prompts(model):
         one = tasks.agreement(model.tokenizer, 5, seed=3)
         metric = p.logit_diff(one.metric.answers[0][i][0], one.metric.answers[1][i][0])
         n = int(model.to_tokens(one.clean[i]).shape[1])
-        places = {role: at[i] + n if at[i] < 0 else at[i] for role, at in one.roles.items()}
+        places = {
+            role: places_of[i] + n if places_of[i] < 0 else places_of[i]
+            for role, places_of in one.roles.items()
+        }
         sites = [f"{name.split('@')[0]}@{places[name.split('@')[1]]}" for name in ids]
         alone = circuits.attribution_graph(
             model, one.clean[i], metric, corrupted=one.corrupted[i], sites=sites

@@ -36,15 +36,17 @@ def model_of(family, layout=LAYOUTS[0]):
 
 
 @torch.no_grad()
-def metric_of(model, given, gone, ablation, other):
+def metric_of(model, prompt, gone, ablation, other_prompt):
     """The logit difference where sites are gone, by a hook for each, written anew."""
-    hooks, found = [], {}
+    hooks, replacements = [], {}
     for name, position in gone:
         head = HeadName.parse(name)
-        at = head.hook("z", model)
-        if at not in found:
-            found[at] = oracle.seen(model, other if ablation == "resample" else given, at)
-        seen = found[at]
+        hook_name = head.hook("z", model)
+        if hook_name not in replacements:
+            replacements[hook_name] = oracle.seen(
+                model, other_prompt if ablation == "resample" else prompt, hook_name
+            )
+        seen = replacements[hook_name]
         if ablation == "zero":
             put = torch.zeros_like(seen)
         elif ablation == "mean":
@@ -53,16 +55,16 @@ def metric_of(model, given, gone, ablation, other):
             put = seen.mean(dim=0, keepdim=True).expand_as(seen)
         else:
             put = seen
-        where = range(POS) if position == "all" else [position]
+        places = range(POS) if position == "all" else [position]
 
-        def hook(z, hook, put=put, index=head.index, where=where):
-            for pos in where:
+        def hook(z, hook, put=put, index=head.index, places=places):
+            for pos in places:
                 z[:, pos, index] = put[:, pos, index]
             return z
 
-        hooks.append((at, hook))
+        hooks.append((hook_name, hook))
     with model.hooks(fwd_hooks=hooks):
-        return oracle.difference(model(given))
+        return oracle.difference(model(prompt))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,7 +75,7 @@ def test_the_curve_is_what_plain_hooks_make_of_it(layout, ablation, positions):
     names = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N7", "L2N11", "L2H1"]
     ranking = p.attribution(model, clean, corrupted, METRIC, sites=names, positions=positions)
     shares = (0.0, 0.3, 0.6, 1.0)
-    found = faithfulness(
+    result = faithfulness(
         model, clean, corrupted, METRIC, ranking, ablation=ablation, shares=shares, n_random=0
     )
     rows = ranking.frame.assign(size=ranking.effect.abs())
@@ -85,8 +87,8 @@ def test_the_curve_is_what_plain_hooks_make_of_it(layout, ablation, positions):
 
     whole, nothing = value([]), value(sites)
     assert abs(whole - nothing) > 1e-3
-    assert (found.whole, found.nothing) == pytest.approx((whole, nothing), abs=ROUNDING)
-    for row in found.frame.itertuples():
+    assert (result.whole, result.nothing) == pytest.approx((whole, nothing), abs=ROUNDING)
+    for row in result.frame.itertuples():
         size = int(row.share * len(sites))
         assert row.n_sites == size
         for got, gone in (
@@ -95,27 +97,27 @@ def test_the_curve_is_what_plain_hooks_make_of_it(layout, ablation, positions):
         ):
             expected = (value(gone) - nothing) / (whole - nothing)
             assert got == pytest.approx(expected, abs=1e-8)  # of a difference of 1e-3 and more
-    assert found.frame["faithfulness"].iloc[[0, -1]].tolist() == pytest.approx([0, 1])
-    assert found.frame["completeness"].iloc[[0, -1]].tolist() == pytest.approx([1, 0])
+    assert result.frame["faithfulness"].iloc[[0, -1]].tolist() == pytest.approx([0, 1])
+    assert result.frame["completeness"].iloc[[0, -1]].tolist() == pytest.approx([1, 0])
 
 
 def test_areas_are_those_of_trapezoids():
     model, (clean, corrupted) = model_of("gelu"), prompts()
     ranking = p.attribution(model, clean, corrupted, METRIC)
     shares = (0.1, 0.4, 1.0)
-    found = faithfulness(model, clean, corrupted, METRIC, ranking, shares=shares, n_random=2)
-    a, b, c = found.frame["faithfulness"]
-    assert found.cpr == pytest.approx(0.3 * (a + b) / 2 + 0.6 * (b + c) / 2)
+    result = faithfulness(model, clean, corrupted, METRIC, ranking, shares=shares, n_random=2)
+    a, b, c = result.frame["faithfulness"]
+    assert result.cpr == pytest.approx(0.3 * (a + b) / 2 + 0.6 * (b + c) / 2)
     gaps = [abs(1 - f) for f in (a, b, c)]
-    assert found.cmd == pytest.approx(0.3 * sum(gaps[:2]) / 2 + 0.6 * sum(gaps[1:]) / 2)
+    assert result.cmd == pytest.approx(0.3 * sum(gaps[:2]) / 2 + 0.6 * sum(gaps[1:]) / 2)
     # control: no ranking is as good as a random one, and another seed draws others
-    assert found.cmd < found.random_cmd
-    other = faithfulness(
+    assert result.cmd < result.random_cmd
+    reseeded = faithfulness(
         model, clean, corrupted, METRIC, ranking, shares=shares, n_random=2, seed=1
     )
-    assert other.cmd == found.cmd
-    assert other.random_cmd != found.random_cmd
-    assert (found.frame["random_min"] <= found.frame["random_max"]).all()
+    assert reseeded.cmd == result.cmd
+    assert reseeded.random_cmd != result.random_cmd
+    assert (result.frame["random_min"] <= result.frame["random_max"]).all()
 
 
 def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(monkeypatch):
@@ -138,10 +140,10 @@ def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(monkeypatch):
         return np.array([curve.get(len(circuit), float("nan")) for circuit in circuits])
 
     monkeypatch.setattr("attn_only_lens.circuits.ablation.AblatedModel.faithfulness", made_up)
-    found = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)
-    assert found.frame["n_sites"].tolist() == [0, 1, 2, 5, 11, 27, 55, 111, 277, 555]
-    assert found.cpr == pytest.approx(0.8999995, abs=1e-12)
-    assert found.cmd == pytest.approx(0.4990005, abs=1e-12)
+    result = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)
+    assert result.frame["n_sites"].tolist() == [0, 1, 2, 5, 11, 27, 55, 111, 277, 555]
+    assert result.cpr == pytest.approx(0.8999995, abs=1e-12)
+    assert result.cmd == pytest.approx(0.4990005, abs=1e-12)
 
 
 def test_signed_order_puts_what_helps_first_in_either_direction():
@@ -185,21 +187,21 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(method, layo
     rest = [site for site in every if site not in kept]
     assert circuit.completeness == pytest.approx(share(rest), abs=1e-8)
     for site in kept:
-        assert abs(1 - share([each for each in kept if each != site])) > 0.2
+        assert abs(1 - share([name for name in kept if name != site])) > 0.2
     # on other prompts, likewise
     clean, corrupted = clean.flip(0) + 1, corrupted.flip(0) + 1
-    found = evaluate(model, circuit, clean, corrupted, METRIC)
+    result = evaluate(model, circuit, clean, corrupted, METRIC)
     whole, nothing = (metric_of(model, clean, g, "resample", corrupted) for g in ([], every))
-    assert (found.whole, found.nothing) == pytest.approx((whole, nothing), abs=ROUNDING)
-    assert found.faithfulness == pytest.approx(share(kept), abs=1e-8)
-    assert found.completeness == pytest.approx(share(rest), abs=1e-8)
+    assert (result.whole, result.nothing) == pytest.approx((whole, nothing), abs=ROUNDING)
+    assert result.faithfulness == pytest.approx(share(kept), abs=1e-8)
+    assert result.completeness == pytest.approx(share(rest), abs=1e-8)
 
 
 def sufficient_prefixes(model, clean, corrupted, wanted):
     """The shortest sufficient prefix of each order, every one measured; and the curves."""
     ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
-    given = model, clean, corrupted, METRIC, ranking.frame
-    ablated = AblatedModel(*given, ablation="resample", mask=None)
+    arguments = model, clean, corrupted, METRIC, ranking.frame
+    ablated = AblatedModel(*arguments, ablation="resample", mask=None)
     shortest, curves = {}, {}
     for order in ("magnitude", "signed"):
         sites = ablated.ranked(ranking, order)
@@ -216,8 +218,8 @@ def test_what_helps_faithfulness_is_first_in_the_signed_order():
         metric = p.logit_diff(oracle.CORRECT, wrong)
         how = {"direction": "zero", "sites": ["L0H1", "L1H0", "L2H1", "L2N3"], "progress": False}
         ranking = p.activation_patch(model, clean, None, metric, **how)
-        given = model, clean, corrupted, metric, ranking.frame
-        ablated = AblatedModel(*given, ablation="zero", mask=None)
+        arguments = model, clean, corrupted, metric, ranking.frame
+        ablated = AblatedModel(*arguments, ablation="zero", mask=None)
         every = np.arange(len(ranking.frame))
         without = ablated.faithfulness([np.delete(every, site) for site in every])
         first = ablated.ranked(ranking, "signed")[0]
@@ -232,16 +234,16 @@ def test_the_last_look_finds_the_shortest_prefix(wanted):
     model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
     shortest, _ = sufficient_prefixes(model, clean, corrupted, wanted)
     ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
-    given = model, clean, corrupted, METRIC, ranking.frame
-    ablated = AblatedModel(*given, ablation="resample", mask=None)
+    arguments = model, clean, corrupted, METRIC, ranking.frame
+    ablated = AblatedModel(*arguments, ablation="resample", mask=None)
     search = _Search(ablated, wanted)
     orders = [ablated.ranked(ranking, order) for order in ("magnitude", "signed")]
     size = min(shortest.values())
     longer = orders[0][: size + 5]
     assert len(search.shorter_prefix(orders, longer)) == size
     # the control: none is shorter than the shortest
-    own = orders[0][:size]
-    assert search.shorter_prefix(orders, own) is own
+    best = orders[0][:size]
+    assert search.shorter_prefix(orders, best) is best
 
 
 @pytest.mark.parametrize(("seed", "wanted"), [(5, 0.8), (10, 0.99)])
@@ -268,8 +270,8 @@ def test_what_a_site_is_worth_is_the_gradient_of_its_ablation():
     model, (clean, corrupted) = model_of("gelu", LAYOUTS[1]), prompts()
     names = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N7", "L2N11", "L2H1"]
     ranking = p.attribution(model, clean, corrupted, METRIC, sites=names)
-    given = model, clean, corrupted, METRIC, ranking.frame
-    ablated = AblatedModel(*given, ablation="resample", mask=None)
+    arguments = model, clean, corrupted, METRIC, ranking.frame
+    ablated = AblatedModel(*arguments, ablation="resample", mask=None)
     sites = list(zip(ranking.frame["name"], ranking.frame["position"], strict=True))
     kept = [0, 3, 7, 11, 19, 23, 31]
     worth = ablated.worth(np.array(kept))
@@ -280,15 +282,15 @@ def test_what_a_site_is_worth_is_the_gradient_of_its_ablation():
         hooks = []
         for row, (name, position) in enumerate(sites):
             head = HeadName.parse(name)
-            at = head.hook("z", model)
-            put = oracle.seen(model, corrupted, at)
+            hook_name = head.hook("z", model)
+            put = oracle.seen(model, corrupted, hook_name)
             gone = float(row not in kept) + moved.get(row, 0.0)
 
             def hook(z, hook, put=put, gone=gone, pos=position, i=head.index):
                 z[:, pos, i] = z[:, pos, i] + gone * (put[:, pos, i] - z[:, pos, i])
                 return z
 
-            hooks.append((at, hook))
+            hooks.append((hook_name, hook))
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
             value = oracle.difference(model(clean))
         return (value - ablated.nothing) / (ablated.whole - ablated.nothing)
@@ -325,15 +327,15 @@ def test_slopes_of_a_loss_are_those_of_plain_hooks():
         hooks = []
         for row, (name, position) in enumerate(sites):
             head = HeadName.parse(name)
-            at = head.hook("z", model)
-            put = oracle.seen(model, corrupted, at)
+            hook_name = head.hook("z", model)
+            put = oracle.seen(model, corrupted, hook_name)
             gone = float(row not in kept) + moved.get(row, 0.0)
 
             def hook(z, hook, put=put, gone=gone, pos=position, i=head.index):
                 z[:, pos, i] = z[:, pos, i] + gone * (put[:, pos, i] - z[:, pos, i])
                 return z
 
-            hooks.append((at, hook))
+            hooks.append((hook_name, hook))
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
             last = model(clean)[:, -1]
         rows = torch.arange(3)
@@ -373,19 +375,19 @@ def test_neurons_of_several_heads_are_ablated_whole():
     model = convert(build("gelu", scale=0.1), gate=Bilinear())
     clean, corrupted = prompts()
     ranking = p.attribution(model, clean, corrupted, METRIC, positions="all")
-    found = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)
-    assert found.frame["faithfulness"].iloc[-1] == pytest.approx(1)
-    assert np.isfinite(found.frame["completeness"]).all()
+    result = faithfulness(model, clean, corrupted, METRIC, ranking, n_random=0)
+    assert result.frame["faithfulness"].iloc[-1] == pytest.approx(1)
+    assert np.isfinite(result.frame["completeness"]).all()
 
 
 def test_what_makes_no_sense_is_refused():
     model, (clean, corrupted) = model_of("gelu"), prompts()
     ranking = p.attribution(model, clean, corrupted, METRIC, sites=["L0N3"])
-    given = model, clean, corrupted, METRIC
+    arguments = model, clean, corrupted, METRIC
 
     def refused(match, ranking=ranking, **how):
         with pytest.raises(InputError, match=match):
-            faithfulness(*given, ranking, **how)
+            faithfulness(*arguments, ranking, **how)
 
     refused("ablation='bias'", ablation="bias")
     refused("order='best'", order="best")
@@ -395,25 +397,25 @@ def test_what_makes_no_sense_is_refused():
     refused("n_random=-1", n_random=-1)
     refused("seed='x'", seed="x")
     refused("ranking: got a list", ["L0N3@1"])
-    after = p.attribution(*given, sites=["L2N3"], positions=[0])
+    after = p.attribution(*arguments, sites=["L2N3"], positions=[0])
     refused("tell the two apart", after)  # after the first position, nobody reads it
-    refused("from the end", p.attribution(*given, sites=["L2N3"], positions=-1))
-    refused("the role 'end'", p.attribution(*given, sites=["L2N3"], positions={"end": -1}))
-    refused("rows of each prompt", p.attribution(*given, sites=["L2N3"], per_prompt=True))
+    refused("from the end", p.attribution(*arguments, sites=["L2N3"], positions=-1))
+    refused("the role 'end'", p.attribution(*arguments, sites=["L2N3"], positions={"end": -1}))
+    refused("rows of each prompt", p.attribution(*arguments, sites=["L2N3"], per_prompt=True))
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)
     with pytest.raises(InputError, match=r"(?s)method='best'.*order='best'"):
-        discover(*given, method="best", order="best")
-    circuit = discover(*given, sites=["L0N3", "L1H0"], n_random=0)
+        discover(*arguments, method="best", order="best")
+    circuit = discover(*arguments, sites=["L0N3", "L1H0"], n_random=0)
     with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
         evaluate(model, circuit, *longer, METRIC)
     for wanted in (2, "x"):
         with pytest.raises(
             InputError, match=rf"(?s)faithfulness={wanted!r}.*n_random=-1.*seed=1.5"
         ):
-            discover(*given, faithfulness=wanted, n_random=-1, seed=1.5)
+            discover(*arguments, faithfulness=wanted, n_random=-1, seed=1.5)
     handle = model.hook_embed.register_forward_hook(lambda *args: None)
     with pytest.raises(InputError, match="hooks are attached"):
-        faithfulness(*given, ranking)
+        faithfulness(*arguments, ranking)
     handle.remove()

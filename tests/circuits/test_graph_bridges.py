@@ -21,9 +21,9 @@ def bridge_of(name):
 
 @pytest.mark.parametrize("name", ROUNDING)
 def test_sums_hold(name):
-    bridge, given = bridge_of(name), torch.tensor([[3, 17, 5, 29, 11]])
+    bridge, prompt = bridge_of(name), torch.tensor([[3, 17, 5, 29, 11]])
     for chosen in ({"mass": 1}, {"top": 17}):
-        graph = attribution_graph(bridge, given, p.logit_diff(7, 11), **chosen)
+        graph = attribution_graph(bridge, prompt, p.logit_diff(7, 11), **chosen)
         expected = graph.nodes.set_index("id")["attribution"]
         into = graph.inflow()
         scale = expected.abs().max()

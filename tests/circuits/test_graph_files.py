@@ -54,16 +54,20 @@ def graph():
 
 
 def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
-    for each in (graph, graph.prune(top=5), replace(graph, tokens=(("é", "\n", '"', " ", "日"),))):
-        to_json(each, tmp_path / "graph.json")
+    for original in (
+        graph,
+        graph.prune(top=5),
+        replace(graph, tokens=(("é", "\n", '"', " ", "日"),)),
+    ):
+        to_json(original, tmp_path / "graph.json")
         again = from_json(tmp_path / "graph.json")
-        for field in fields(each):
-            mine, theirs = getattr(each, field.name), getattr(again, field.name)
+        for field in fields(original):
+            written, read = getattr(original, field.name), getattr(again, field.name)
             if field.name in ("nodes", "edges"):
-                assert mine.equals(theirs)
-                assert (mine.dtypes == theirs.dtypes).all()
+                assert written.equals(read)
+                assert (written.dtypes == read.dtypes).all()
             else:
-                assert mine == theirs
+                assert written == read
     assert [path.name for path in tmp_path.iterdir()] == ["graph.json"]
 
 

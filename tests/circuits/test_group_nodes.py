@@ -57,14 +57,14 @@ def hooked(model, tokens, source, changed, metric):
     for node in changed:
         name, _, position = node.partition("@")
         head = HeadName.parse(name)
-        at = host_of(model).hook_name(head.layer, head.kind, "z")
+        hook_name = host_of(model).hook_name(head.layer, head.kind, "z")
 
-        def put(z, hook, at=at, i=head.index, pos=int(position)):
+        def put(z, hook, hook_name=hook_name, i=head.index, pos=int(position)):
             z = z.clone()
-            z[:, pos, i] = source[at][:, pos, i]
+            z[:, pos, i] = source[hook_name][:, pos, i]
             return z
 
-        hooks.append((at, put))
+        hooks.append((hook_name, put))
     with torch.no_grad():
         logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
     return metric(logits)
@@ -140,8 +140,8 @@ def test_groups_of_a_page_begin_folded(model, case):
         list(members) for members in groups.frame["members"]
     ]
     first = groups.frame["members"][0]
-    mine = {"groups": [{"name": "mine", "members": [first[0]]}]}
-    page = str(viz.circuit_view(graph, model, clean, groups=groups, state=mine))
+    state = {"groups": [{"name": "mine", "members": [first[0]]}]}
+    page = str(viz.circuit_view(graph, model, clean, groups=groups, state=state))
     state = json.loads(page.split('id="state">')[1].split("</script>")[0])
     assert state["groups"][0]["name"] == "mine"
     assert all(first[0] not in group["members"] for group in state["groups"][1:])

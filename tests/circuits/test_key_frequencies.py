@@ -87,12 +87,18 @@ def test_the_key_frequencies_are_those_of_the_embedding():
 @pytest.mark.parametrize("k", KEYS)
 def test_neurons_that_are_found_for_a_wave_are_of_its_frequency(k):
     equals = torch.full((len(SUMS), 1), P)
-    given = torch.cat([SUMS, equals], dim=1)
-    graph = attribution_graph(shipped(), given, wave(k), top=20, patterns=False)
+    prompts = torch.cat([SUMS, equals], dim=1)
+    graph = attribution_graph(shipped(), prompts, wave(k), top=20, patterns=False)
     neurons = graph.nodes[(graph.nodes["kind"] == "neuron") & (graph.nodes["position"] == 2)]
-    other = torch.cat([(SUMS + 31) % P, equals], dim=1)
+    others = torch.cat([(SUMS + 31) % P, equals], dim=1)
     circuit = discover(
-        shipped(), given, other, wave(k), sites=p.neuron_heads(), order="signed", faithfulness=0.9
+        shipped(),
+        prompts,
+        others,
+        wave(k),
+        sites=p.neuron_heads(),
+        order="signed",
+        faithfulness=0.9,
     )
     assert circuit.frame["position"].tolist() == [2] * len(circuit)
     for names in (neurons.nlargest(8, "attribution")["name"], circuit.frame["name"]):

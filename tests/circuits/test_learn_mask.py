@@ -11,7 +11,7 @@ from attn_only_lens.circuits.ablation import AblatedModel
 N_SITES = 45
 
 
-def given(task):
+def prompts_and_metric(task):
     return task.clean, task.corrupted, task.metric
 
 
@@ -29,21 +29,27 @@ def prompts(english):
 def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(english, prompts):
     task, others = prompts
     learned = circuits.learn_mask(
-        *(english, *given(task), N_SITES), steps=60, positions=task.roles, batch_size=7
+        *(english, *prompts_and_metric(task), N_SITES), steps=60, positions=task.roles, batch_size=7
     )
     assert len(learned) == N_SITES == learned.tried["n_sites"].iloc[-1]
     assert learned.tried["n_sites"].is_monotonic_decreasing
     assert learned.tried["n_sites"].iloc[0] > N_SITES
     ranking = p.attribution(
-        *(english, *given(task)), positions=task.roles, direction="noise", method="secant", budget=0
+        *(english, *prompts_and_metric(task)),
+        positions=task.roles,
+        direction="noise",
+        method="secant",
+        budget=0,
     )
     ablated = AblatedModel(
-        *(english, *given(others), ranking.frame),
+        *(english, *prompts_and_metric(others), ranking.frame),
         ablation="resample",
         mask=None,
         positions=others.roles,
     )
-    error = circuits.evaluate(english, learned, *given(others), positions=others.roles).error
+    error = circuits.evaluate(
+        english, learned, *prompts_and_metric(others), positions=others.roles
+    ).error
     spans = abs(ablated.whole_by_prompt - ablated.nothing_by_prompt)
     (left,) = ablated.by_prompt([ablated.ranked(ranking, "magnitude")[:N_SITES]])
     assert error < 0.9 * (abs(left - ablated.whole_by_prompt) / spans).mean()
@@ -52,13 +58,13 @@ def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(engl
 def test_the_same_seed_gives_the_same_circuit(english, prompts):
     task = prompts[0]
     settings = {"steps": 20, "positions": task.roles}
-    one, again, other = (
-        circuits.learn_mask(english, *given(task), N_SITES, seed=seed, **settings)
+    first, again, reseeded = (
+        circuits.learn_mask(english, *prompts_and_metric(task), N_SITES, seed=seed, **settings)
         for seed in (0, 0, 1)
     )
-    assert one.tried.equals(again.tried)
-    assert not one.tried.equals(other.tried)
-    assert set(one.frame["name"]) == set(again.frame["name"])
+    assert first.tried.equals(again.tried)
+    assert not first.tried.equals(reseeded.tried)
+    assert set(first.frame["name"]) == set(again.frame["name"])
 
 
 def test_no_group_is_in_training_and_in_validation():

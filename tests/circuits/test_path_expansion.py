@@ -36,8 +36,10 @@ class Frozen:
         self.model, self.gated, self.held, self.n_layers = model, gated, held, n_layers
         kinds = [(layer, kind) for layer in range(n_layers) for kind in "HN"]
         self.z = [Name.parse(f"L{layer}{kind}0").hook("z", model) for layer, kind in kinds]
-        self.patterns = [at.replace("hook_z", "hook_pattern") for at in self.z]
-        self.patterns = [at.replace("neuron_act", "neuron_probs") for at in self.patterns]
+        self.patterns = [hook_name.replace("hook_z", "hook_pattern") for hook_name in self.z]
+        self.patterns = [
+            hook_name.replace("neuron_act", "neuron_probs") for hook_name in self.patterns
+        ]
         self.scales = [name for name in model.hook_dict if name.endswith("hook_scale")]
         self.neurons = [Name.parse(f"L{layer}N0") for layer in range(n_layers)]
         names = [*self.patterns, *self.scales]
@@ -50,9 +52,9 @@ class Frozen:
             )
 
     @staticmethod
-    def keep(where, name):
+    def keep(values, name):
         def hook(value, hook):
-            where[name] = value.clone()
+            values[name] = value.clone()
 
         return hook
 
@@ -84,9 +86,9 @@ class Frozen:
     def by_hops(self):
         """[hops, batch, pos, d_vocab]"""
         n = len(self.z) + 1
-        at = np.cos(np.pi * (np.arange(n) + 0.5) / n)
-        runs = torch.stack([self.logits(lambda name, z, e=float(e): e) for e in at])
-        powers = torch.from_numpy(np.linalg.inv(np.vander(at, increasing=True)))
+        nodes = np.cos(np.pi * (np.arange(n) + 0.5) / n)
+        runs = torch.stack([self.logits(lambda name, z, e=float(e): e) for e in nodes])
+        powers = torch.from_numpy(np.linalg.inv(np.vander(nodes, increasing=True)))
         return torch.einsum("hn,nbpv->hbpv", powers.to(runs), runs)
 
     def only(self, *heads):
@@ -95,11 +97,11 @@ class Frozen:
         def scale(name, z):
             kept = torch.zeros_like(z)
             for head in heads:
-                own, _, pos = head.partition("@")
-                own = Name.parse(own)
-                if own.hook("z", self.model) == name:
-                    width = z.shape[2] // D_MLP if own.kind == "neuron" else 1
-                    kept[:, int(pos), own.index * width : (own.index + 1) * width] = 1.0
+                text, _, pos = head.partition("@")
+                parsed = Name.parse(text)
+                if parsed.hook("z", self.model) == name:
+                    width = z.shape[2] // D_MLP if parsed.kind == "neuron" else 1
+                    kept[:, int(pos), parsed.index * width : (parsed.index + 1) * width] = 1.0
             return kept
 
         logits = self.logits(scale)[0, -1]
@@ -110,10 +112,10 @@ def check(model, tolerance, n_layers=N_LAYERS, gated=False, held="gate", two=7):
     frozen = Frozen(model, n_layers, gated, held)
     expected = frozen.by_hops()
     n = len(expected) - 1
-    found = circuits.path_expansion(model, PROMPT, n, held=held)
+    expansion = circuits.path_expansion(model, PROMPT, n, held=held)
     size = expected.abs().max()
-    assert (found.logits[:-1] - expected).abs().max() < tolerance * size
-    assert found.logits[-1].abs().max() == 0
+    assert (expansion.logits[:-1] - expected).abs().max() < tolerance * size
+    assert expansion.logits[-1].abs().max() == 0
     short = circuits.path_expansion(model, PROMPT, held=held)
     assert short.logits.shape[0] == 4
     assert (short.logits[3] - expected[3:].sum(0)).abs().max() < tolerance * size
@@ -144,7 +146,7 @@ def check(model, tolerance, n_layers=N_LAYERS, gated=False, held="gate", two=7):
         assert abs(row.effect - effect) < 10 * tolerance * size, row
     few = short.paths(METRIC, 13, block=1024, progress=False)
     assert abs(few["effect"] - paths["effect"][:13]).max() < tolerance * size
-    return found
+    return expansion
 
 
 HOOKED = ["gelu", "llama", "parallel", "post_norm"]
@@ -181,13 +183,13 @@ def test_paths_of_bridges(name):
 
 def test_a_soft_cap_is_after_the_paths():
     model = bridges.exposed_copy(bridges.boot("gemma2"))
-    found, cap = circuits.path_expansion(model, PROMPT), 30.0
-    total = found.logits.sum(0)
+    expansion, cap = circuits.path_expansion(model, PROMPT), 30.0
+    total = expansion.logits.sum(0)
     with torch.no_grad():
         assert (cap * torch.tanh(total / cap) - model(PROMPT)).abs().max() < 1e-5
     slope = 1 - torch.tanh(total[0, -1] / cap) ** 2
-    expected = slope[7] * found.logits[:, 0, -1, 7] - slope[8] * found.logits[:, 0, -1, 8]
-    assert abs(found.effects(METRIC)["effect"].to_numpy() - expected.numpy()).max() < 1e-6
+    expected = slope[7] * expansion.logits[:, 0, -1, 7] - slope[8] * expansion.logits[:, 0, -1, 8]
+    assert abs(expansion.effects(METRIC)["effect"].to_numpy() - expected.numpy()).max() < 1e-6
 
 
 def test_the_other_factor_held():
@@ -205,11 +207,11 @@ def test_several_prompts_and_padding():
     metric = p.logit_diff(correct=[7, 5], wrong=8)
     effects = both.effects(metric)
     alone = [circuits.path_expansion(model, row[None]) for row in rows]
-    for i, (row, each) in enumerate(zip(rows, alone, strict=True)):
-        assert (both.logits[:, i, : len(row)] - each.logits[:, 0]).abs().max() < 1e-5
+    for i, (row, one) in enumerate(zip(rows, alone, strict=True)):
+        assert (both.logits[:, i, : len(row)] - one.logits[:, 0]).abs().max() < 1e-5
     mean = sum(
-        each.effects(p.logit_diff(correct=right, wrong=8))["effect"] / 2
-        for each, right in zip(alone, (7, 5), strict=True)
+        one.effects(p.logit_diff(correct=right, wrong=8))["effect"] / 2
+        for one, right in zip(alone, (7, 5), strict=True)
     )
     assert abs(effects["effect"] - mean).max() < 1e-5
     paths = both.paths(metric, 10**6, progress=False)
@@ -218,14 +220,14 @@ def test_several_prompts_and_padding():
 
 def test_refusals():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
-    found = circuits.path_expansion(model, PROMPT)
+    expansion = circuits.path_expansion(model, PROMPT)
     for match, call in (
         ("got hops=0", lambda: circuits.path_expansion(model, PROMPT, 0)),
         ("got held='both'", lambda: circuits.path_expansion(model, PROMPT, held="both")),
         ("value is a product", lambda: circuits.path_expansion(model, PROMPT, held="up")),
         ("has no neuron-heads", lambda: circuits.path_expansion(bridges.boot("gpt2"), PROMPT)),
-        ("got k=0", lambda: found.paths(METRIC, 0)),
-        ("compares with another run", lambda: found.effects(p.kl())),
+        ("got k=0", lambda: expansion.paths(METRIC, 0)),
+        ("compares with another run", lambda: expansion.effects(p.kl())),
     ):
         with pytest.raises(InputError, match=match):
             call()

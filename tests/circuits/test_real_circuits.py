@@ -21,10 +21,10 @@ POS = 9  # tokens of a prompt, at most
 @torch.no_grad()
 def task(model, tokens):
     """Two prompts after which the model says different things, and the difference of the two."""
-    given = tokens[:50, :POS]
-    said = model(given)[:, -1].argmax(-1)
-    other = int((said != said[0]).nonzero()[0])
-    return given[:1], given[other : other + 1], (int(said[0]), int(said[other]))
+    prompts = tokens[:50, :POS]
+    said = model(prompts)[:, -1].argmax(-1)
+    index = int((said != said[0]).nonzero()[0])
+    return prompts[:1], prompts[index : index + 1], (int(said[0]), int(said[index]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -62,15 +62,15 @@ def test_curves_beat_random_circuits_and_what_suffices_does(real):
     circuit = discover(converted, clean, corrupted, metric, faithfulness=0.8, n_random=2)
     assert abs(1 - circuit.faithfulness) <= 0.2
     assert len(circuit) < 0.5 * circuit.n_sites
-    assert all(abs(1 - each) > 0.2 for each in circuit.random)
-    found = measured(model, clean, corrupted, answers, circuit)
-    assert circuit.faithfulness == pytest.approx(found, abs=1e-8)
+    assert all(abs(1 - value) > 0.2 for value in circuit.random)
+    expected = measured(model, clean, corrupted, answers, circuit)
+    assert circuit.faithfulness == pytest.approx(expected, abs=1e-8)
 
 
 @torch.no_grad()
 def measured(model, clean, corrupted, answers, circuit):
     """Faithfulness by the source model itself, which knows of no neuron-heads."""
-    _, other = model.run_with_cache(corrupted)
+    _, cache = model.run_with_cache(corrupted)
     kept = {}
     for name, position in circuit.frame[["name", "position"]].to_numpy():
         head = HeadName.parse(name)
@@ -79,7 +79,7 @@ def measured(model, clean, corrupted, answers, circuit):
 
     def difference(keeping):
         def hook(value, hook):
-            put = other[hook.name].clone()
+            put = cache[hook.name].clone()
             for position, index in keeping.get(hook.name, ()):
                 put[:, position, index] = value[:, position, index]
             return put

@@ -32,8 +32,8 @@ def prompts(roles, seed=0):
     """Three pairs of unequal length, padded on the right, and the pairs themselves."""
     clean = tokens(seed, batch=3, pos=7)
     corrupted = clean.clone()
-    for row, at in enumerate(roles["subject"]):
-        corrupted[row, at] = (clean[row, at] + 7) % 41
+    for row, place in enumerate(roles["subject"]):
+        corrupted[row, place] = (clean[row, place] + 7) % 41
     mask = torch.zeros(3, 7, dtype=torch.long)
     for row, n in enumerate(LENGTHS):
         mask[row, :n] = 1
@@ -56,13 +56,13 @@ def with_gone(model, pairs, roles, gone, ablation):
             hook_name = f"blocks.{head.layer}.attn.hook_z"
             if head.kind == "neuron":
                 hook_name = mlp_hook("z", head.layer)
-            at = place(i, role)
+            pos = place(i, role)
 
-            def ablate(z, hook, index=head.index, at=at, source=source, role=role):
+            def ablate(z, hook, index=head.index, pos=pos, source=source, role=role):
                 z = z.clone()
-                z[:, at, index] = {
+                z[:, pos, index] = {
                     "zero": lambda: 0.0,
-                    "resample": lambda: source[hook.name][:, at, index],
+                    "resample": lambda: source[hook.name][:, pos, index],
                     "positional_mean": lambda: (
                         sum(c[hook.name][0, place(j, role), index] for j, c in enumerate(caches))
                         / len(pairs)
@@ -79,10 +79,10 @@ def with_gone(model, pairs, roles, gone, ablation):
 @pytest.mark.parametrize("ablation", ["zero", "positional_mean", "resample"])
 def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation):
     (clean, corrupted, mask), pairs = prompts(ROLES)
-    given = model, clean, corrupted, METRIC
-    ranking = p.attribution(*given, sites=SITES, positions=ROLES, mask=mask, progress=False)
+    arguments = model, clean, corrupted, METRIC
+    ranking = p.attribution(*arguments, sites=SITES, positions=ROLES, mask=mask, progress=False)
     curve = faithfulness(
-        *(*given, ranking),
+        *(*arguments, ranking),
         **{"ablation": ablation, "shares": (0.0, 0.3, 0.6, 1.0), "n_random": 0},
         positions=ROLES,
         mask=mask,
@@ -115,20 +115,20 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
     every = {(name, role) for name in SITES for role in ROLES}
 
     def faithful(pairs, roles):
-        found = (
+        values = (
             with_gone(model, pairs, roles, gone, "resample") for gone in ((), every - chosen, every)
         )
-        whole, kept, nothing = found
+        whole, kept, nothing = values
         return (kept - nothing) / (whole - nothing)
 
     assert circuit.faithfulness == pytest.approx(faithful(pairs, ROLES), abs=1e-6)
     (clean, corrupted, mask), pairs = prompts(OTHERS, seed=3)
-    found = evaluate(model, circuit, clean, corrupted, METRIC, positions=OTHERS, mask=mask)
-    assert found.faithfulness == pytest.approx(faithful(pairs, OTHERS), abs=1e-6)
+    result = evaluate(model, circuit, clean, corrupted, METRIC, positions=OTHERS, mask=mask)
+    assert result.faithfulness == pytest.approx(faithful(pairs, OTHERS), abs=1e-6)
     # Control: with the roles elsewhere it is another number.
     moved = OTHERS | {"verb": [3, 2, 2]}
-    other = evaluate(model, circuit, clean, corrupted, METRIC, positions=moved, mask=mask)
-    assert abs(other.faithfulness - found.faithfulness) > 1e-4
+    result_moved = evaluate(model, circuit, clean, corrupted, METRIC, positions=moved, mask=mask)
+    assert abs(result_moved.faithfulness - result.faithfulness) > 1e-4
     for positions in (None, {"subject": 1}):
         with pytest.raises(InputError, match=r"expected those of the circuit, \['end', 'subj"):
             evaluate(model, circuit, clean, corrupted, METRIC, positions=positions, mask=mask)
@@ -136,49 +136,49 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
 
 def test_a_role_that_is_a_position_is_that_position(model):
     clean, corrupted = (x[:, :5] for x in prompts(ROLES)[0][:2])
-    given = model, clean, corrupted, METRIC
+    arguments = model, clean, corrupted, METRIC
     ablated = []
     for positions in ({"a": 1, "b": 3}, [1, 3]):
-        ranking = p.attribution(*given, sites=SITES, positions=positions, progress=False)
+        ranking = p.attribution(*arguments, sites=SITES, positions=positions, progress=False)
         ablated.append(
-            AblatedModel(*given, ranking.frame, ablation="zero", mask=None, positions=positions)
+            AblatedModel(*arguments, ranking.frame, ablation="zero", mask=None, positions=positions)
         )
     circuits = [np.array([0, 3, 7]), np.arange(2)]
-    one, other = (each.faithfulness(circuits) for each in ablated)
-    np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
-    one, other = (each.worth(circuits[0]) for each in ablated)
-    np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
-    assert np.ptp(one) > 1e-4
+    first, second = (model_of.faithfulness(circuits) for model_of in ablated)
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-12)
+    first, second = (model_of.worth(circuits[0]) for model_of in ablated)
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-12)
+    assert np.ptp(first) > 1e-4
 
 
 def test_refusals(model):
     (clean, corrupted, mask), _ = prompts(ROLES)
-    given = model, clean, corrupted, METRIC
-    ranking = p.attribution(*given, sites=SITES, positions=ROLES, mask=mask, progress=False)
+    arguments = model, clean, corrupted, METRIC
+    ranking = p.attribution(*arguments, sites=SITES, positions=ROLES, mask=mask, progress=False)
     with pytest.raises(InputError, match="the role 'subject'"):
-        faithfulness(*given, ranking, mask=mask)
+        faithfulness(*arguments, ranking, mask=mask)
     same = {"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1}
     with pytest.raises(InputError, match="'subject' and 'verb', the same token of prompt 2"):
-        discover(*given, sites=SITES, positions=same, mask=mask)
-    everywhere = p.attribution(*given, sites=SITES, positions="all", mask=mask, progress=False)
+        discover(*arguments, sites=SITES, positions=same, mask=mask)
+    everywhere = p.attribution(*arguments, sites=SITES, positions="all", mask=mask, progress=False)
     with pytest.raises(InputError, match="sites without a role"):
-        faithfulness(*given, everywhere, mask=mask, positions=ROLES)
+        faithfulness(*arguments, everywhere, mask=mask, positions=ROLES)
 
 
 def test_names_say_their_role(model):
     """`L0N3@subject` is the row of L0N3 at the role, in sweeps, circuits and elsewhere."""
     (clean, corrupted, mask), _ = prompts(ROLES)
-    given, where = (model, clean, corrupted, METRIC), {"positions": ROLES, "mask": mask}
-    how = {"progress": False, **where}
-    every = p.activation_patch(*given, sites=["L0N3", "L0H1", "L1H0"], **how).frame
+    arguments, places = (model, clean, corrupted, METRIC), {"positions": ROLES, "mask": mask}
+    how = {"progress": False, **places}
+    every = p.activation_patch(*arguments, sites=["L0N3", "L0H1", "L1H0"], **how).frame
     names = ["L0N3@subject", "L1H0@end", "L0H1"]
-    some = p.activation_patch(*given, sites=names, **how).frame
+    some = p.activation_patch(*arguments, sites=names, **how).frame
     key = ["name", "position"]
     asked = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
     assert set(some[key].itertuples(index=False, name=None)) == asked
     both = some.merge(every, on=key, how="left")
     assert abs(both["score_x"] - both["score_y"]).max() < EXACT
-    circuit = discover(*given, sites=names, faithfulness=0.5, **where)
+    circuit = discover(*arguments, sites=names, faithfulness=0.5, **places)
     assert circuit.n_sites == len(asked)
     assert set(circuit.frame[key].itertuples(index=False, name=None)) <= asked
     for bad, match in {
@@ -187,11 +187,11 @@ def test_names_say_their_role(model):
         "L0N3@-": "or a role, such as",
     }.items():
         with pytest.raises(InputError, match=match):
-            p.activation_patch(*given, sites=[bad], **how)
+            p.activation_patch(*arguments, sites=[bad], **how)
     with pytest.raises(InputError, match="L0N3@end more than once"):
-        p.activation_patch(*given, sites=["L0N3", "L0N3@end"], **how)
+        p.activation_patch(*arguments, sites=["L0N3", "L0N3@end"], **how)
     with pytest.raises(InputError, match="at the role 'end'; expected its position in each prompt"):
-        p.activation_patch(*given, sites=["L0N3@end"], mask=mask, progress=False)
+        p.activation_patch(*arguments, sites=["L0N3@end"], mask=mask, progress=False)
     with pytest.raises(InputError, match="has no roles"), p.ablated(model, ["L0N3@end"]):
         pass
 
@@ -203,12 +203,14 @@ def test_chunks_of_prompts_give_what_all_give_at_once(model, metric, at_once):
     (clean, corrupted, mask), _ = prompts(ROLES)
     if metric is not METRIC:  # these compare with the clean run
         clean, corrupted = corrupted, clean
-    given, where = (model, clean, corrupted, metric), {"positions": ROLES, "mask": mask}
+    arguments, places = (model, clean, corrupted, metric), {"positions": ROLES, "mask": mask}
     sites = p.attribution(
-        *given, sites=SITES, method="integrated", budget=0, progress=False, **where
+        *arguments, sites=SITES, method="integrated", budget=0, progress=False, **places
     ).frame
-    whole = AblatedModel(*given, sites, ablation="resample", **where)
-    chunks = ablated_model(*given, sites, ablation="resample", prompts_at_once=at_once, **where)
+    whole = AblatedModel(*arguments, sites, ablation="resample", **places)
+    chunks = ablated_model(
+        *arguments, sites, ablation="resample", prompts_at_once=at_once, **places
+    )
     assert not isinstance(whole, type(chunks))
     assert (chunks.whole, chunks.nothing) == pytest.approx((whole.whole, whole.nothing), rel=EXACT)
     some = [np.array([0, 3, 7]), np.array([], dtype=int), np.arange(len(sites))]
@@ -216,18 +218,21 @@ def test_chunks_of_prompts_give_what_all_give_at_once(model, metric, at_once):
     np.testing.assert_allclose(chunks.faithfulness(some), whole.faithfulness(some), atol=EXACT)
     np.testing.assert_allclose(chunks.worth(some[0]), whole.worth(some[0]), atol=EXACT)
     assert abs(whole.worth(some[0])).max() > 1e-3
-    held = ablated_model(*given, sites, ablation="mean", prompts_at_once=at_once, **where)
+    held = ablated_model(*arguments, sites, ablation="mean", prompts_at_once=at_once, **places)
     assert type(held) is AblatedModel  # a mean is over all prompts
 
 
 def test_circuits_of_chunks_are_those_of_all_prompts(model):
     (clean, corrupted, mask), _ = prompts(ROLES)
-    given = model, clean, corrupted, METRIC
+    arguments = model, clean, corrupted, METRIC
     how = {"sites": SITES, "positions": ROLES, "mask": mask, "faithfulness": 0.5}
-    one, other = (discover(*given, **how, prompts_at_once=n) for n in (None, 1))
-    pd.testing.assert_frame_equal(one.frame, other.frame, rtol=1e-6)
-    assert one.faithfulness == pytest.approx(other.faithfulness, rel=1e-6)
-    where = {"positions": ROLES, "mask": mask}
-    results = [evaluate(*given[:1], one, *given[1:], **where, prompts_at_once=n) for n in (None, 2)]
+    whole, by_prompt = (discover(*arguments, **how, prompts_at_once=n) for n in (None, 1))
+    pd.testing.assert_frame_equal(whole.frame, by_prompt.frame, rtol=1e-6)
+    assert whole.faithfulness == pytest.approx(by_prompt.faithfulness, rel=1e-6)
+    places = {"positions": ROLES, "mask": mask}
+    results = [
+        evaluate(*arguments[:1], whole, *arguments[1:], **places, prompts_at_once=n)
+        for n in (None, 2)
+    ]
     for name in ("faithfulness", "completeness", "error", "standard_error"):
         assert getattr(results[0], name) == pytest.approx(getattr(results[1], name), rel=1e-6)

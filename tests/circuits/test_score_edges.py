@@ -34,7 +34,7 @@ class Plain:
         return layer.self_attn.o_proj, slice(i * self.width, (i + 1) * self.width)
 
     @torch.no_grad()
-    def run(self, given, edits=None, seen=None):
+    def run(self, prompt, edits=None, seen=None):
         """Logits; `edits` by module: what is done to its output, or its input if a pair."""
         with ExitStack() as stack:
             for module, edit in (edits or {}).items():
@@ -46,53 +46,53 @@ class Plain:
             for module, kept in (seen or {}).items():
                 look = module.register_forward_pre_hook(lambda m, x, k=kept: k.append(x[0].clone()))
                 stack.callback(look.remove)
-            return self.model(given).logits
+            return self.model(prompt).logits
 
-    def inputs(self, given, modules, edits=None):
+    def inputs(self, prompt, modules, edits=None):
         seen = {module: [] for module in modules}
-        self.run(given, edits, seen)
+        self.run(prompt, edits, seen)
         return [kept[0] for kept in seen.values()]
 
-    def z(self, given, name, edits=None):
-        module, own = self.out(name)
-        return self.inputs(given, [module], edits)[0][..., own]
+    def z(self, prompt, name, edits=None):
+        module, columns = self.out(name)
+        return self.inputs(prompt, [module], edits)[0][..., columns]
 
-    def put(self, given, name, z):
+    def put(self, prompt, name, z):
         """Logits when a part puts out another z."""
-        module, own = self.out(name)
+        module, columns = self.out(name)
 
         def edit(x):
             x = x.clone()
-            x[..., own] = z
+            x[..., columns] = z
             return x
 
-        return self.run(given, {module: (edit,)})
+        return self.run(prompt, {module: (edit,)})
 
     def written(self, name, z):
-        module, own = self.out(name)
-        return z @ module.weight[:, own].T
+        module, columns = self.out(name)
+        return z @ module.weight[:, columns].T
 
-    def through(self, norm, given, change):
+    def through(self, norm, prompt, change):
         """A change of what a norm reads, its scale held."""
-        (x,) = self.inputs(given, [norm])
+        (x,) = self.inputs(prompt, [norm])
         scale = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
         return change * norm.weight / scale
 
-    def edits(self, given, name, kind, change):
+    def edits(self, prompt, name, kind, change):
         """Edits of what a reader projects, when what it reads changes by this."""
         layer, i = self.layers[int(name[1])], int(name[3:])
         if kind == "in":
-            more = self.through(layer.post_attention_layernorm, given, change)
-            modules, own = (layer.mlp.gate_proj, layer.mlp.up_proj), slice(i, i + 1)
+            more = self.through(layer.post_attention_layernorm, prompt, change)
+            modules, columns = (layer.mlp.gate_proj, layer.mlp.up_proj), slice(i, i + 1)
         else:
-            more = self.through(layer.input_layernorm, given, change)
+            more = self.through(layer.input_layernorm, prompt, change)
             modules = (getattr(layer.self_attn, f"{kind[0]}_proj"),)
-            at = i if kind == "q" else i // self.group
-            own = slice(at * self.width, (at + 1) * self.width)
+            group = i if kind == "q" else i // self.group
+            columns = slice(group * self.width, (group + 1) * self.width)
 
         def edit(y, module):
             y = y.clone()
-            y[..., own] += (more @ module.weight.T)[..., own]
+            y[..., columns] += (more @ module.weight.T)[..., columns]
             return y
 
         return {m: lambda y, m=m: edit(y, m) for m in modules}
@@ -109,42 +109,44 @@ def by_hooks(prompts, to):
     plain, n_tokens = Plain(), sum(map(len, prompts))
     rows = [row[None] for row in prompts]
 
-    def written(given, writer, z=None):
+    def written(prompt, writer, z=None):
         if writer == "embed":
-            return plain.model.model.embed_tokens(given) if z is None else z
-        return plain.written(writer, plain.z(given, writer) if z is None else z)
+            return plain.model.model.embed_tokens(prompt) if z is None else z
+        return plain.written(writer, plain.z(prompt, writer) if z is None else z)
 
-    def z_of(given, name):
-        return written(given, "embed") if name == "embed" else plain.z(given, name)
+    def z_of(prompt, name):
+        return written(prompt, "embed") if name == "embed" else plain.z(prompt, name)
 
     parts = ["embed", *NODES]
     means = {n: torch.cat([z_of(x, n)[0] for x in rows]).mean(0) for n in parts}
     put = {n: torch.zeros_like(mean) if to == "zero" else mean for n, mean in means.items()}
     size = {n: max(float(written(x, n).norm(dim=-1).max()) for x in rows) for n in NODES}
     local, node, exact = {}, dict.fromkeys(NODES, 0.0), {}
-    for given in rows:
-        whole = plain.run(given)
+    for prompt in rows:
+        whole = plain.run(prompt)
         for reader in NODES:
-            moved = plain.put(given, reader, put[reader].expand_as(plain.z(given, reader))) - whole
+            moved = (
+                plain.put(prompt, reader, put[reader].expand_as(plain.z(prompt, reader))) - whole
+            )
             node[reader] += largest(moved) / n_tokens
         for number, reader in enumerate([*NODES, "output"]):
             for writer in parts[: number + 1]:
-                own = written(given, writer)
-                z = put[writer].expand_as(z_of(given, writer))
-                change = written(given, writer, z) - own
+                plain_write = written(prompt, writer)
+                z = put[writer].expand_as(z_of(prompt, writer))
+                change = written(prompt, writer, z) - plain_write
                 if reader == "output":
-                    moved = plain.through(plain.model.model.norm, given, change)
+                    moved = plain.through(plain.model.model.norm, prompt, change)
                     cut = largest(moved @ plain.model.lm_head.weight.T) / n_tokens
                     edge = writer, reader, "in"
                     local[edge] = exact[edge] = local.get(edge, 0.0) + cut
                     continue
                 for kind in ("q", "k", "value") if "H" in reader else ("in",):
-                    edits, edge = plain.edits(given, reader, kind, change), (writer, reader, kind)
-                    z = plain.z(given, reader, edits)
-                    first = written(given, reader, z) - written(given, reader)
+                    edits, edge = plain.edits(prompt, reader, kind, change), (writer, reader, kind)
+                    z = plain.z(prompt, reader, edits)
+                    first = written(prompt, reader, z) - written(prompt, reader)
                     share = float(first.norm(dim=-1).sum()) / n_tokens
                     local[edge] = local.get(edge, 0.0) + share
-                    cut = largest(plain.put(given, reader, z) - whole) / n_tokens
+                    cut = largest(plain.put(prompt, reader, z) - whole) / n_tokens
                     exact[edge] = exact.get(edge, 0.0) + cut
     return local, node, exact, size
 
@@ -163,15 +165,15 @@ def test_scores_and_cuts_are_those_of_hooks(exposed, prompts):
     """Each reference, and both: keys that heads share, gated neurons, prompts of two lengths."""
     expected = {to: by_hooks(prompts, to) for to in ("zero", "mean")}
     for to in (["zero"], ["mean"], ["zero", "mean"]):
-        found = score_edges(exposed, prompts, NODES, to=to, exact=N_EDGES, progress=False)
-        assert len(found) == N_EDGES
-        assert found["score"].is_monotonic_decreasing
+        edges = score_edges(exposed, prompts, NODES, to=to, exact=N_EDGES, progress=False)
+        assert len(edges) == N_EDGES
+        assert edges["score"].is_monotonic_decreasing
         local, node, exact = (
-            {key: sum(expected[each][i][key] for each in to) for key in expected[to[0]][i]}
+            {key: sum(expected[target][i][key] for target in to) for key in expected[to[0]][i]}
             for i in range(3)
         )
         size = expected["zero"][3]
-        for row in found.itertuples():
+        for row in edges.itertuples():
             edge = row.writer, row.reader, row.kind
             assert row.local == pytest.approx(local[edge], rel=ROUNDING, abs=1e-12)
             assert row.exact == pytest.approx(exact[edge], rel=ROUNDING, abs=1e-12)
@@ -181,47 +183,47 @@ def test_scores_and_cuts_are_those_of_hooks(exposed, prompts):
             assert row.node == pytest.approx(node[row.reader], rel=ROUNDING, abs=1e-12)
             score = local[edge] * node[row.reader] / size[row.reader]
             assert row.score == pytest.approx(score, rel=ROUNDING, abs=1e-12)
-        assert (found["exact"] > 1e-4).sum() > 20
+        assert (edges["exact"] > 1e-4).sum() > 20
         # the control: a score is no cut
-        assert (found["score"] - found["exact"]).abs().max() > 1e-3
+        assert (edges["score"] - edges["exact"]).abs().max() > 1e-3
 
 
 def test_prompts_are_cut_out_of_padding_and_as_many_cuts_are_made_as_asked(exposed, prompts):
     how = {"nodes": NODES, "progress": False}
-    found = score_edges(exposed, prompts, exact=7, **how)
-    assert found["exact"].notna().tolist() == [True] * 7 + [False] * (N_EDGES - 7)
+    edges = score_edges(exposed, prompts, exact=7, **how)
+    assert edges["exact"].notna().tolist() == [True] * 7 + [False] * (N_EDGES - 7)
     for left in (True, False):
         padded, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
         for i, row in enumerate(prompts):
-            where = slice(7 - len(row), None) if left else slice(len(row))
-            padded[i, where], mask[i, where] = row, 1
+            places = slice(7 - len(row), None) if left else slice(len(row))
+            padded[i, places], mask[i, places] = row, 1
         again = score_edges(exposed, padded, mask=mask, exact=7, **how)
-        assert again.equals(found)
+        assert again.equals(edges)
 
 
 def test_the_bar_ends_where_the_passes_do(exposed, prompts, capsys):
     """Cuts from the logits take no forward pass, and there are fewer edges than asked for."""
-    found = score_edges(exposed, prompts, NODES, exact=10 * N_EDGES)
-    cuts = 2 * 2 * (found["reader"] != "output").sum()  # lengths and references
+    edges = score_edges(exposed, prompts, NODES, exact=10 * N_EDGES)
+    cuts = 2 * 2 * (edges["reader"] != "output").sum()  # lengths and references
     total = 2 * 2 * len(NODES) + cuts
     assert f"{total}/{total} [" in capsys.readouterr().err
 
 
 def test_the_nodes_are_those_of_largest_attribution(exposed, prompts):
     metric = p.custom(lambda logits: logits[:, -1, 7].mean(), name="a logit")
-    given = torch.stack([prompts[0], prompts[2]])
-    found = score_edges(exposed, given, metric=metric, top=5, to=["zero"], progress=False)
-    chosen = set(found["reader"]) - {"output"}
+    chosen_prompts = torch.stack([prompts[0], prompts[2]])
+    edges = score_edges(exposed, chosen_prompts, metric=metric, top=5, to=["zero"], progress=False)
+    chosen = set(edges["reader"]) - {"output"}
     sizes = {}
     for layer in range(2):
         for kind, count in (("H", 2), ("N", bridges.D_MLP)):
             for i in range(count):
                 name = f"L{layer}{kind}{i}"
-                sizes[name] = slope(exposed, given, name)
+                sizes[name] = slope(exposed, chosen_prompts, name)
     assert chosen == set(sorted(sizes, key=sizes.get)[-5:])
 
 
-def slope(model, given, name):
+def slope(model, prompt, name):
     """Σ |gradient · z| of a logit over tokens, the gradient by the z of all heads at once."""
     head, kept = HeadName.parse(name), []
 
@@ -231,7 +233,7 @@ def slope(model, given, name):
         return z
 
     with torch.enable_grad(), model.hooks(fwd_hooks=[(head.hook("z", model), keep)]):
-        value = model(given)[:, -1, 7].mean()
+        value = model(prompt)[:, -1, 7].mean()
     (gradient,) = torch.autograd.grad(value, kept)
     return float((gradient * kept[0]).detach().sum(-1)[..., head.index].abs().sum())
 
@@ -251,8 +253,8 @@ def test_neurons_of_several_heads_are_nodes_whole(prompts):
         for gate in ({}, {"gate": Bilinear(2)})
     )
     for column in ("local", "node", "exact"):
-        one, other = (torch.tensor(x[column][exact.index].to_numpy()) for x in (exact, bilinear))
-        assert relative(other, one) < 0.1
+        first, second = (torch.tensor(x[column][exact.index].to_numpy()) for x in (exact, bilinear))
+        assert relative(second, first) < 0.1
 
 
 def test_what_makes_no_sense_is_refused(exposed, prompts):

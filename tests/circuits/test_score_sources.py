@@ -42,32 +42,35 @@ class ScoreOracle(PathOracle):
     def side(self, writer, side, pos):
         """The query or key of a writer at a position, normed and rotated."""
         head = HeadName.parse(HEAD)
-        (norm, at), _ = self.around(head)
-        x = self.normed(norm, self.target, at, self.stream(writer))
+        (norm, block), _ = self.around(head)
+        x = self.normed(norm, self.target, block, self.stream(writer))
         W = getattr(self.attn, f"W_{side.upper()}")
-        own = head.index * len(W) // self.cfg.n_heads
-        vector = x @ W[own]
+        rows = head.index * len(W) // self.cfg.n_heads
+        vector = x @ W[rows]
         name = f"blocks.1.attn.{side}_norm"
         if f"{name}.hook_scale" in self.target:
             scale, w = self.target[f"{name}.hook_scale"], getattr(self.attn, f"{side}_norm").w
             if len(w) > vector.shape[-1]:  # of all heads together
-                vector = vector / scale * w.view(-1, vector.shape[-1])[own]
+                vector = vector / scale * w.view(-1, vector.shape[-1])[rows]
             else:
-                vector = vector / scale.view(*vector.shape[:2], -1, 1)[:, :, own] * w
+                vector = vector / scale.view(*vector.shape[:2], -1, 1)[:, :, rows] * w
         if self.cfg.positional_embedding_type == "rotary":
             vector = self.attn.apply_rotary(vector[:, :, None])[:, :, 0]
         return vector[0, pos]
 
     @torch.no_grad()
-    def share(self, one, other):
-        return float(self.side(one, "q", QUERY) @ self.side(other, "k", KEY)) / self.attn.attn_scale
+    def share(self, query_writer, key_writer):
+        return (
+            float(self.side(query_writer, "q", QUERY) @ self.side(key_writer, "k", KEY))
+            / self.attn.attn_scale
+        )
 
     @torch.no_grad()
     def neuron_share(self, writer):
-        (norm, at), _ = self.around(HeadName.parse(NEURON))
+        (norm, block), _ = self.around(HeadName.parse(NEURON))
         mlp = self.block.mlp
         W = (mlp.W_gate if self.cfg.gated_mlp else mlp.W_in)[:, 5]
-        return float(self.normed(norm, self.target, at, self.stream(writer))[0, QUERY] @ W)
+        return float(self.normed(norm, self.target, block, self.stream(writer))[0, QUERY] @ W)
 
 
 @needs_hooked_transformer
@@ -85,10 +88,10 @@ def test_shares_of_a_score(family):
         assert abs(frame.attrs["score"] - score) < 1e-12 * frame["share"].abs().sum()
         shares = frame.set_index(["writer_q", "writer_k"])["share"]
         assert shares.index.is_unique
-        for one in WRITERS:
-            for other in WRITERS:
-                expected = oracle.share(one, other)
-                assert abs(shares[one, other] - expected) < 1e-11 * shares.abs().max()
+        for query_writer in WRITERS:
+            for key_writer in WRITERS:
+                expected = oracle.share(query_writer, key_writer)
+                assert abs(shares[query_writer, key_writer] - expected) < 1e-11 * shares.abs().max()
         assert abs(shares["L0H0", "L0N3"] - oracle.share("L0N3", "L0H0")) > 1e-9  # control
         top = circuits.score_sources(model, PROMPT, HEAD, QUERY, KEY, top=5)
         assert top["share"][:5].tolist() == frame["share"][:5].tolist()
@@ -133,21 +136,21 @@ def test_where_the_hook_of_scores_shows_the_pattern(name):
     assert (totals.softmax(0) - pattern).abs().max() < 1e-6
     assert totals.std() > 1e-3
     if name == "native":  # by hand: 1/√d_head, no rotation
-        q, k = (seen(model, PROMPT, f"blocks.1.attn.hook_{at}")[0, :, 1] for at in "qk")
+        q, k = (seen(model, PROMPT, f"blocks.1.attn.hook_{side}")[0, :, 1] for side in "qk")
         expected = (k[: QUERY + 1] @ q[QUERY]) / q.shape[-1] ** 0.5
         assert (totals - expected).abs().max() < 1e-6
 
 
 def test_refusals():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
-    for match, *at in (
+    for match, *places in (
         ("its score is masked", HEAD, KEY, QUERY),
         ("expected a position from -7 to 6", HEAD, QUERY, 7),
         ("expected a position", HEAD, QUERY),
         ("do not depend on tokens", NEURON, QUERY, KEY),
     ):
         with pytest.raises(InputError, match=match):
-            circuits.score_sources(model, PROMPT, *at)
+            circuits.score_sources(model, PROMPT, *places)
     with pytest.raises(InputError, match="got 2 prompts; expected one"):
         circuits.score_sources(model, tokens(), HEAD, QUERY, KEY)
     with pytest.raises(UnknownHeadError, match="layers 0 to 1"):

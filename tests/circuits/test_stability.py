@@ -28,8 +28,8 @@ def task(model):
 
 @pytest.fixture(scope="module")
 def circuit(model, task):
-    given = model, task.clean, task.corrupted, task.metric
-    return circuits.discover(*given, positions=task.roles, resamples=6)
+    arguments = model, task.clean, task.corrupted, task.metric
+    return circuits.discover(*arguments, positions=task.roles, resamples=6)
 
 
 def test_halves_are_disjoint_and_all_of_a_size():
@@ -44,8 +44,8 @@ def test_halves_are_disjoint_and_all_of_a_size():
 
 
 def test_the_circuit_itself_does_not_change(model, task, circuit):
-    given = model, task.clean, task.corrupted, task.metric
-    alone = circuits.discover(*given, positions=task.roles)
+    arguments = model, task.clean, task.corrupted, task.metric
+    alone = circuits.discover(*arguments, positions=task.roles)
     pd.testing.assert_frame_equal(alone.frame, circuit.frame[[*alone.frame]], rtol=1e-4)
     shares = circuit.stability.sites.set_index(["name", "position"])["inclusion"]
     for _, row in circuit.frame.iterrows():
@@ -83,10 +83,10 @@ def test_a_core_is_measured_on_all_prompts(model, task, circuit):
 
 def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
     """Of a search that always returns one circuit; the oracle evaluates it on texts alone."""
-    given = model, task.clean, task.corrupted, task.metric
-    one = circuits.discover(*given, positions=task.roles, order="magnitude")
+    arguments = model, task.clean, task.corrupted, task.metric
+    one = circuits.discover(*arguments, positions=task.roles, order="magnitude")
     whole_sites = p.attribution(
-        *given, positions=task.roles, direction="noise", progress=False
+        *arguments, positions=task.roles, direction="noise", progress=False
     ).frame[["layer", "kind", "index", "name", "position"]]
     key = ["name", "position"]
     rows = np.flatnonzero(
@@ -95,14 +95,14 @@ def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
 
     def ablate(some=None):
         how = {"ablation": "resample", "mask": None, "positions": task.roles, "some": some}
-        return AblatedModel(*given, whole_sites, **how)
+        return AblatedModel(*arguments, whole_sites, **how)
 
     halves = list(random_halves(N, 4, seed=3))
     effects = np.zeros((len(whole_sites), N))
-    found = resampled(
+    stability = resampled(
         lambda ablated, some: (rows, None), ablate, ablate(), whole_sites, effects, iter(halves)
     )
-    assert found.jaccard == pytest.approx(1)
+    assert stability.jaccard == pytest.approx(1)
     for number, (half, rest) in enumerate(halves):
         for some, columns in ((half, ""), (rest, "held_out_")):
             part = tasks.PairedPrompts(
@@ -111,12 +111,12 @@ def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
                     tuple(column[i] for i in some)
                     for column in (task.clean, task.corrupted, task.answers, task.wrong)
                 ),
-                {role: tuple(at[i] for i in some) for role, at in task.roles.items()},
+                {role: tuple(places[i] for i in some) for role, places in task.roles.items()},
             )
             measured = circuits.evaluate(
                 model, one, part.clean, part.corrupted, part.metric, positions=part.roles
             )
-            row = found.resamples.iloc[number]
+            row = stability.resamples.iloc[number]
             for what in ("faithfulness", "completeness"):
                 assert row[columns + what] == pytest.approx(getattr(measured, what), abs=1e-5)
     whole = ablate()
@@ -124,7 +124,9 @@ def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
     by_prompt = left - whole.nothing_by_prompt, whole.whole_by_prompt - whole.nothing_by_prompt
     # Every prompt is held out in as many halves as any other here, always by the same circuit.
     share, error = share_of_sums(*by_prompt)
-    assert found.held_out.loc["faithfulness"].tolist() == pytest.approx([share, error], rel=1e-4)
+    assert stability.held_out.loc["faithfulness"].tolist() == pytest.approx(
+        [share, error], rel=1e-4
+    )
 
 
 def test_a_standard_error_is_that_of_fresh_prompts():
@@ -146,13 +148,13 @@ def test_intervals_of_whole_numbers_are_wilsons(count, n):
 
 
 def test_circuits_transfer_as_evaluate_says(model, task, circuit):
-    other = tasks.agreement(model.tokenizer, 5, structure="relative", seed=7)
-    matrix = circuits.transfer(model, {"relative": circuit}, {"same": task, "other": other})
+    relative = tasks.agreement(model.tokenizer, 5, structure="relative", seed=7)
+    matrix = circuits.transfer(model, {"relative": circuit}, {"same": task, "other": relative})
     expected = [
         circuits.evaluate(
             model, circuit, one.clean, one.corrupted, one.metric, positions=one.roles
         ).faithfulness
-        for one in (task, other)
+        for one in (task, relative)
     ]
     assert matrix.loc["relative"].tolist() == pytest.approx(expected)
     lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
@@ -175,12 +177,12 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
 
 
 def test_an_evaluation_tells_prompts_apart(model, task, circuit):
-    given = model, circuit, task.clean, task.corrupted, task.metric
-    measured = circuits.evaluate(*given, positions=task.roles)
+    arguments = model, circuit, task.clean, task.corrupted, task.metric
+    measured = circuits.evaluate(*arguments, positions=task.roles)
     by_prompt = []
     for i in range(N):
         metric = p.logit_diff(task.answers[i], task.wrong[i])
-        roles = {role: (at[i],) for role, at in task.roles.items()}
+        roles = {role: (places[i],) for role, places in task.roles.items()}
         one = circuits.evaluate(
             model, circuit, task.clean[i], task.corrupted[i], metric, positions=roles
         )
@@ -192,13 +194,13 @@ def test_an_evaluation_tells_prompts_apart(model, task, circuit):
 
 
 def test_what_cannot_be_resampled_is_refused(model, task):
-    given = model, task.clean, task.corrupted
+    arguments = model, task.clean, task.corrupted
     for metric, how, reason in (
         (task.metric, {"resamples": 1}, "got resamples=1"),
         (p.custom(lambda logits: logits.mean()), {"resamples": 4}, "one number of all prompts"),
     ):
         with pytest.raises(InputError, match=reason):
-            circuits.discover(*given, metric, positions=task.roles, **how)
+            circuits.discover(*arguments, metric, positions=task.roles, **how)
     three = model, task.clean[:3], task.corrupted[:3]
     metric = p.logit_diff(list(task.answers[:3]), list(task.wrong[:3]))
     with pytest.raises(InputError, match="got 3 pairs of prompts"):

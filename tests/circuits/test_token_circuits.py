@@ -36,7 +36,7 @@ def source(name):
 
 
 def near(got, expected):
-    got, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (got, expected))
+    got, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (got, expected))
     assert (got - expected).abs().max() <= EXACT * expected.abs().max()
 
 
@@ -104,13 +104,13 @@ def test_circuits_are_those_of_dense_matrices(name):
         assert abs(frame.copying - values.sum().real / abs(values).sum()) < 1e-9
         M = tables.ov(head)
         assert abs(frame.cosine - float(M.trace() / M.norm())) < 1e-9
-        own = circuits.copying_scores(model, [head], tokens=SOME).iloc[0]
+        scores = circuits.copying_scores(model, [head], tokens=SOME).iloc[0]
         M = part.ov(head)
-        assert abs(own.cosine - float(M.trace() / M.norm())) < 1e-9
+        assert abs(scores.cosine - float(M.trace() / M.norm())) < 1e-9
         # The control: with weights as they stand they are others, where there are norms.
-        other = circuits.ov_circuit(model, head, fold_norms=False).matrix.AB
-        near(other, Tables(raw, fold=False).ov(head))
-        assert name == "no_norm" or (other - tables.ov(head)).abs().max() > 1e-2
+        unfolded = circuits.ov_circuit(model, head, fold_norms=False).matrix.AB
+        near(unfolded, Tables(raw, fold=False).ov(head))
+        assert name == "no_norm" or (unfolded - tables.ov(head)).abs().max() > 1e-2
     assert list(circuits.copying_scores(model, p.heads(1))["name"]) == [
         f"L1H{i}" for i in range(raw.cfg.n_heads)
     ]
@@ -182,8 +182,8 @@ def test_generalized_silus_in_the_limit_of_a_large_stream(name, a_1, a_2):
     for block in raw.blocks:
         block.mlp.act_fn = gate
     model = convert(raw, gate=gate)
-    found = circuits.token_paths(model, p.neuron_heads(1), 100, progress=False)
-    best = found.groupby("name")["score"].max()
+    paths = circuits.token_paths(model, p.neuron_heads(1), 100, progress=False)
+    best = paths.groupby("name")["score"].max()
     for key in (f"L1N{neuron}" for neuron in range(0, D_MLP, 9)):
         q = tables.qk(key)[:, 0]
         assert torch.equal(circuits.qk_circuit(model, key).matrix.AB[:, 0] > 0, a_2 * q > 0)
@@ -350,10 +350,10 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
     drive, write = (E @ W_in[:, 5]).clamp(min=0), W_out[5] @ U
     near(paths["score"], [drive.max() * write.max()])
     assert int(paths["reads"][0][0]) == read[int(drive.argmax())]
-    assert [int(each) for each in paths["writes"][0]] == [
+    assert [int(write) for write in paths["writes"][0]] == [
         written[i] for i in write.argsort(descending=True)
     ]
-    both = [each for each in read if each in written]
+    both = [neuron for neuron in read if neuron in written]
     M = circuits.ov_circuit(model, "L1H1", tokens=both, fold_norms=False)
     scores = circuits.copying_scores(model, ["L1H1"], tokens=both, fold_norms=False)
     assert abs(scores.eigenvalue_sum[0] - M.matrix.AB.trace()) < EXACT * M.matrix.AB.norm()

@@ -178,8 +178,8 @@ def test_bilinear_gates_of_a_gated_model(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | FAMILIES["llama"]))
     save_file(dict(model.state_dict()), folder / "model.safetensors")
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
-    given = ("--tokens", tmp_path / "tokens.safetensors")
-    result = run("convert", folder, tmp_path / "out", "--gate", "bilinear", *given)
+    options = ("--tokens", tmp_path / "tokens.safetensors")
+    result = run("convert", folder, tmp_path / "out", "--gate", "bilinear", *options)
     assert result.exit_code == 0, result.output
-    result = run("verify", folder, tmp_path / "out", *given)
+    result = run("verify", folder, tmp_path / "out", *options)
     assert result.exit_code == 0, result.output

@@ -9,7 +9,7 @@ from attn_only_lens.cli import app
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, [str(each) for each in arguments])
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
     assert "index.html" in result.output
     whole = (out / "index.html").read_text("utf-8")
     assert "74 neurons" in whole
-    assert {each.name for each in out.iterdir()} == {"index.html", "statistics"}
+    assert {path.name for path in out.iterdir()} == {"index.html", "statistics"}
     monkeypatch.setattr(
         "attn_only_lens.viz.neurons.MOST_NEURONS", 73
     )  # and it goes on where it was

@@ -26,12 +26,12 @@ def run(*arguments):
 def test_each_command_is_in_a_group_with_an_example_that_it_takes():
     command = typer.main.get_command(app)
     listed = run("--help").output
-    for name, each in command.commands.items():
-        assert each.rich_help_panel in listed
-        example = each.help.split("Example:")[1].replace("\\\n", " ")
+    for name, subcommand in command.commands.items():
+        assert subcommand.rich_help_panel in listed
+        example = subcommand.help.split("Example:")[1].replace("\\\n", " ")
         program, verb, *arguments = shlex.split(example)
         assert (program, verb) == ("attn-only-lens", name)
-        each.make_context(name, arguments)  # or it raises: no such option
+        subcommand.make_context(name, arguments)  # or it raises: no such option
 
 
 def test_an_explanation_and_its_page_with_examples(folder, tmp_path):
@@ -72,14 +72,14 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
         assert result.exit_code == 0, result.output
         strongest = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
         strongest = strongest.loc[strongest["attribution"].abs().nlargest(20).index]
-        assert all(each in result.output for each in strongest["name"])
+        assert all(name in result.output for name in strongest["name"])
         assert "logit_diff('w13', 'w17')" in result.output
-    found = circuits.from_json(tmp_path / "circuit.json")
-    assert found.nodes["id"].tolist() == graph.nodes["id"].tolist()
-    np.testing.assert_allclose(found.nodes["attribution"], graph.nodes["attribution"], atol=1e-4)
+    read = circuits.from_json(tmp_path / "circuit.json")
+    assert read.nodes["id"].tolist() == graph.nodes["id"].tolist()
+    np.testing.assert_allclose(read.nodes["attribution"], graph.nodes["attribution"], atol=1e-4)
     data = read_back((tmp_path / "circuit.html").read_text("utf-8"))
     assert data["nodes"]["id"] == graph.nodes["id"].tolist()
-    tops = [each["writes"] for each in data["details"].values() if "writes" in each]
+    tops = [detail["writes"] for detail in data["details"].values() if "writes" in detail]
     assert len(tops) == 19
     assert all(text.startswith(("·w", "·<", "<")) for top in tops for text, _ in top)
     # A page of the file is that of the graph alone.

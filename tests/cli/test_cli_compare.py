@@ -50,23 +50,23 @@ def test_texts(folders, tmp_path):
     assert neurons["divergence"].max() < 1e-6
     assert len(pd.read_csv(out / "new.csv")) == 2 * 4 + (2 + 41)
     assert json.loads((out / "comparison.json").read_text())["about"]["n_prompts"] == 4
-    found = Comparison.load(out)
-    assert found.neurons["name"].tolist() == neurons["name"].tolist()
-    assert found.summary()["components"].sum() == 2 * (2 + 37)
+    comparison = Comparison.load(out)
+    assert comparison.neurons["name"].tolist() == neurons["name"].tolist()
+    assert comparison.summary()["components"].sum() == 2 * (2 + 37)
     for page in ("report.html", "circuit.html"):
         assert (out / page).read_text().startswith("<!DOCTYPE html>")
     assert (out / "report.html").stat().st_size < 6_000_000
 
 
 def test_tokens_a_null_and_a_metric(folders, tmp_path):
-    path, other = tmp_path / "prompts.safetensors", tmp_path / "other.txt"
+    path, other_path = tmp_path / "prompts.safetensors", tmp_path / "other.txt"
     save_file({"tokens": tokens(batch=3)}, path)
     corrupted = tokens(seed=5, batch=3)
-    other.write_text("\n".join(",".join(map(str, row)) for row in corrupted.tolist()))
+    other_path.write_text("\n".join(",".join(map(str, row)) for row in corrupted.tolist()))
     out = tmp_path / "report"
-    given = ("--corrupted", other, "--null", folders[1], "--metric", "logit_diff")
-    given += ("--answer", 7, "--wrong", 11, "--dtype", "float64", "--device", "cpu")
-    result = run("compare", *folders, "--tokens", path, "--out", out, *given, *FEW)
+    options = ("--corrupted", other_path, "--null", folders[1], "--metric", "logit_diff")
+    options += ("--answer", 7, "--wrong", 11, "--dtype", "float64", "--device", "cpu")
+    result = run("compare", *folders, "--tokens", path, "--out", out, *options, *FEW)
     assert result.exit_code == 0, result.output
     models = [load(folder, dtype="float64") for folder in folders]
     expected = compare(
@@ -98,8 +98,8 @@ def test_hooked_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr("attn_only_lens.tl.HookedTransformer.from_pretrained", from_pretrained)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
-    given = ("--tokens", prompts, "--out", tmp_path / "report", *FEW)
-    result = run("compare", "gpt2", grown, *given)
+    options = ("--tokens", prompts, "--out", tmp_path / "report", *FEW)
+    result = run("compare", "gpt2", grown, *options)
     assert result.exit_code == 0, result.output
     assert "gpt2: HookedTransformer, 3 layers" in result.stderr
     assert asked == ["gpt2"]
@@ -112,11 +112,11 @@ def test_a_model_that_was_trained_and_saved_by_transformers(folders, tmp_path):
     (trained / "provenance.json").unlink()
     prompts, out = tmp_path / "prompts.txt", tmp_path / "report"
     prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
-    given = ("--tokens", prompts, "--out", out, *FEW)
-    refused = run("compare", source, trained, *given)
+    options = ("--tokens", prompts, "--out", out, *FEW)
+    refused = run("compare", source, trained, *options)
     assert refused.exit_code == 2
     assert "this model has no provenance" in " ".join(refused.output.split())
-    result = run("compare", source, trained, *given, "--provenance", grown)
+    result = run("compare", source, trained, *options, "--provenance", grown)
     assert result.exit_code == 0, result.output
     assert (out / "report.html").exists()
 

@@ -36,10 +36,10 @@ def test_a_sweep_of_texts(folder, tmp_path):
     result = run(folder, *TEXTS, "--out", out, "--top", 3)
     assert result.exit_code == 0, result.output
     frame = p.Sweep.load(out).frame
-    other = expected(folder, CLEAN, CORRUPTED)
+    reference = expected(folder, CLEAN, CORRUPTED)
     assert len(frame) == 2 * (2 + 37) * 5
-    assert frame["name"].tolist() == other["name"].tolist()
-    np.testing.assert_allclose(frame["value"], other["value"], rtol=0, atol=1e-4)
+    assert frame["name"].tolist() == reference["name"].tolist()
+    np.testing.assert_allclose(frame["value"], reference["value"], rtol=0, atol=1e-4)
     for name in p.Sweep.load(out).top(3)["name"]:
         assert name in result.output
     assert "logit_diff('w13', 'w17')" in result.output
@@ -57,18 +57,18 @@ def test_a_sweep_of_texts(folder, tmp_path):
 def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
     """Keys are of attention heads alone; an ablation needs no corrupted prompt."""
     out = tmp_path / "sweep.csv"
-    given = ("--tokens", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
-    result = run(folder, *given, "--out", out, *options)
+    prompt = ("--tokens", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
+    result = run(folder, *prompt, "--out", out, *options)
     assert result.exit_code == 0, result.output
     frame = p.Sweep.load(out).frame
     if "part" in how:
-        other = torch.tensor([0, 8, 9, 11])
+        resample = torch.tensor([0, 8, 9, 11])
         assert set(frame["kind"]) == {"attention"}
     else:
-        other, how = None, how | {"sites": ["L0N5@1", "L1H1@-1"]}
+        resample, how = None, how | {"sites": ["L0N5@1", "L1H1@-1"]}
         assert frame["position"].tolist() == [1, -1]
     wanted = expected(
-        folder, torch.tensor([0, 7, 9, 11]), other, metric=p.logit_diff(17, 21), **how
+        folder, torch.tensor([0, 7, 9, 11]), resample, metric=p.logit_diff(17, 21), **how
     )
     np.testing.assert_allclose(frame["value"], wanted["value"], rtol=0, atol=1e-4)
 
@@ -84,7 +84,7 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
     sweep = p.Sweep.load(out)
     assert (sweep.part, sweep.direction) == ("pattern", "noise")
     assert len(list(parts.glob("*.safetensors"))) == 1
-    other = expected(
+    reference = expected(
         folder,
         torch.tensor([0, 7, 9, 11]),
         torch.tensor([0, 8, 9, 11]),
@@ -94,10 +94,10 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
         positions=[1, -1],
         direction="noise",
     )
-    assert sweep.frame["name"].tolist() == other["name"].tolist()
-    assert sweep.frame["position"].tolist() == other["position"].tolist()
-    np.testing.assert_allclose(sweep.frame["value"], other["value"], rtol=0, atol=1e-5)
-    assert other["value"].std() > 2e-4
+    assert sweep.frame["name"].tolist() == reference["name"].tolist()
+    assert sweep.frame["position"].tolist() == reference["position"].tolist()
+    np.testing.assert_allclose(sweep.frame["value"], reference["value"], rtol=0, atol=1e-5)
+    assert reference["value"].std() > 2e-4
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,17 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
 def test_metrics_and_several_prompts(folder, tmp_path, metric, answers):
     out = tmp_path / "sweep.csv"
     second = ("--clean", "0,5,6,7", "--corrupted", "0,5,6,8", "--sites", "L0H1,L1N5")
-    given = ("--answer", *answers) if answers else ()
-    result = run(folder, *TOKENS, *second, *given, "--metric", metric, "--out", out)
+    options = ("--answer", *answers) if answers else ()
+    result = run(folder, *TOKENS, *second, *options, "--metric", metric, "--out", out)
     assert result.exit_code == 0, result.output
-    other = expected(
+    reference = expected(
         folder,
         torch.tensor([[0, 7, 9, 11], [0, 5, 6, 7]]),
         torch.tensor([[0, 8, 9, 11], [0, 5, 6, 8]]),
         metric=getattr(p, metric)(*answers),
         sites=["L0H1", "L1N5"],
     )
-    np.testing.assert_allclose(p.Sweep.load(out).frame["value"], other["value"], atol=1e-5)
+    np.testing.assert_allclose(p.Sweep.load(out).frame["value"], reference["value"], atol=1e-5)
 
 
 def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):

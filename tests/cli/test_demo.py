@@ -21,7 +21,7 @@ def test_the_strongest_parts_and_their_pages(tmp_path):
     assert len(shown) == 8
     model = expose_neuron_heads(pretrained.small_english()).model
     are, is_ = map(model.to_single_token, (" are", " is"))
-    words = [each.strip() for each in model.to_str_tokens(CLEAN)]
+    words = [word.strip() for word in model.to_str_tokens(CLEAN)]
 
     def difference(logits):
         return (logits[0, -1, are] - logits[0, -1, is_]).item()
@@ -29,11 +29,11 @@ def test_the_strongest_parts_and_their_pages(tmp_path):
     logits, cache = model.run_with_cache(CLEAN)
     low, high = difference(model(CORRUPTED)), difference(logits)
     for name, word, score in shown:
-        head, at = HeadName.parse(name), words.index(word)
+        head, position = HeadName.parse(name), words.index(word)
         hook = head.hook("z", model)
 
-        def patch(z, hook, head=head, at=at, clean=cache[hook]):
-            z[:, at, head.index] = clean[:, at, head.index]
+        def patch(z, hook, head=head, position=position, clean=cache[hook]):
+            z[:, position, head.index] = clean[:, position, head.index]
             return z
 
         patched = model.run_with_hooks(CORRUPTED, fwd_hooks=[(hook, patch)])
@@ -45,8 +45,17 @@ def test_the_strongest_parts_and_their_pages(tmp_path):
 
 def test_the_command_line_has_a_name_for_the_shipped_model(tmp_path):
     page = tmp_path / "pattern.html"
-    given = ("pattern", "small-english", "--prompt", CLEAN, "--names", "L0N259", "--out", str(page))
-    result = CliRunner().invoke(app, given)
+    arguments = (
+        "pattern",
+        "small-english",
+        "--prompt",
+        CLEAN,
+        "--names",
+        "L0N259",
+        "--out",
+        str(page),
+    )
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "small-english: TransformerBridge (LlamaForCausalLM), 4 layers" in result.stderr
     assert "L0N259" in page.read_text("utf-8")

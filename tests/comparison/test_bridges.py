@@ -21,8 +21,8 @@ def test_a_native_bridge(name):
     grown, provenance = larger.model, larger.provenance
     prompts = tokens(batch=3)
     torch.testing.assert_close(grown(prompts), bridge(prompts), rtol=1e-11, atol=1e-12)
-    found = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **FEW)
-    every = pd.concat([found.heads, found.neurons])
+    comparison = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **FEW)
+    every = pd.concat([comparison.heads, comparison.neurons])
     largest = every["attribution"].abs().max()
     assert largest > 1e-3
     # Norms of bridges compute in float64 here; sums of some hundred terms.
@@ -30,28 +30,30 @@ def test_a_native_bridge(name):
     for column in ("cosine", "norm_ratio"):
         assert (every[column] - 1).abs().max() < 1e-11
     assert every["attribution_change"].abs().max() < 1e-11 * largest
-    assert found.new["grown_name"].tolist() == [f"L{k}N{37 + i}" for k in (0, 1) for i in range(4)]
-    assert (found.new[["attribution", "share", "norm"]] == 0).all(axis=None)
+    assert comparison.new["grown_name"].tolist() == [
+        f"L{k}N{37 + i}" for k in (0, 1) for i in range(4)
+    ]
+    assert (comparison.new[["attribution", "share", "norm"]] == 0).all(axis=None)
     patched = every["patching"].abs().max()
-    assert (found.new["patching"].dropna().abs() < 1e-11 * patched).all()
-    assert (found.circuits["jaccard"] == 1).all()
-    assert found.circuits["what"].tolist() == ["nodes"]
+    assert (comparison.new["patching"].dropna().abs() < 1e-11 * patched).all()
+    assert (comparison.circuits["jaccard"] == 1).all()
+    assert comparison.circuits["what"].tolist() == ["nodes"]
     assert mlp_hook("z", 0) not in bridge.hook_dict
-    other = bridges.boot(name)
+    trained = bridges.boot(name)
     with torch.no_grad():
-        named = other.original_model.named_parameters()
+        named = trained.original_model.named_parameters()
         weight = next(w for key, w in named if "layers.1." in key and "mlp" in key)
         weight[3] *= 1.001
     with pytest.raises(ComparisonError, match="is not the model that grew"):
-        compare(other, grown, prompts, p.loss(), provenance=provenance, **FEW)
+        compare(trained, grown, prompts, p.loss(), provenance=provenance, **FEW)
     edges = {**FEW, "n_nodes": 5}
-    found = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **edges)
-    assert len(found.edges) > 5
-    assert (found.circuits["jaccard"] == 1).all()
+    comparison = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **edges)
+    assert len(comparison.edges) > 5
+    assert (comparison.circuits["jaccard"] == 1).all()
     with torch.no_grad():
         for parameter in grown.original_model.parameters():
             parameter.mul_(1.05)
-    found = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **FEW)
-    every = pd.concat([found.heads, found.neurons])
+    comparison = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **FEW)
+    every = pd.concat([comparison.heads, comparison.neurons])
     assert np.all(every["divergence"].groupby(every["kind"]).max() > 1e-5)
     assert every["attribution_change"].abs().max() > 1e-3 * largest

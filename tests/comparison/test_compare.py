@@ -53,8 +53,8 @@ def trained(grown, seed=0, steps=3):
     return grown
 
 
-def components(found):
-    return pd.concat([found.heads, found.neurons], ignore_index=True).set_index("name")
+def components(comparison):
+    return pd.concat([comparison.heads, comparison.neurons], ignore_index=True).set_index("name")
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def components(found):
 def test_right_after_growth_nothing_differs(name, groups):
     model = build(name, d_vocab_out=41)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = compare(model, grown_from(model, groups=groups), tokens(batch=3), p.loss(), **FAST)
-    every = components(found)
+    comparison = compare(model, grown_from(model, groups=groups), tokens(batch=3), p.loss(), **FAST)
+    every = components(comparison)
     largest = every["attribution"].abs().max()
     assert largest > 1e-2
     assert every["divergence"].max() < SAME
@@ -76,11 +76,13 @@ def test_right_after_growth_nothing_differs(name, groups):
     assert every["patching"].notna().sum() == FAST["n_patched"]
     assert len(every) == 3 * (model.cfg.n_heads + model.cfg.d_mlp)
     for column in ("attribution", "share", "norm"):
-        assert (found.new[column] == 0).all()
-    assert len(found.new) == 3 * (5 + groups) + model.cfg.n_heads + groups + model.cfg.d_mlp + 5
-    assert (found.circuits[["jaccard", "jaccard_low", "jaccard_high"]] == 1).all(axis=None)
-    assert (found.circuits["rank_correlation"].dropna() > 1 - SAME).all()
-    assert (found.nodes["status"] == "kept").all()
+        assert (comparison.new[column] == 0).all()
+    assert (
+        len(comparison.new) == 3 * (5 + groups) + model.cfg.n_heads + groups + model.cfg.d_mlp + 5
+    )
+    assert (comparison.circuits[["jaccard", "jaccard_low", "jaccard_high"]] == 1).all(axis=None)
+    assert (comparison.circuits["rank_correlation"].dropna() > 1 - SAME).all()
+    assert (comparison.nodes["status"] == "kept").all()
     # The models are what they were.
     assert mlp_hook("z", 0) not in model.hook_dict
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -93,36 +95,36 @@ def after_training():
     grown = trained(grown_from(model))
     prompts = tokens(batch=5)
     null = trained(grown_from(model), seed=1)
-    found = compare(model, grown, prompts, p.loss(), null=null, **FAST)
-    return model, grown, null, prompts, found
+    comparison = compare(model, grown, prompts, p.loss(), null=null, **FAST)
+    return model, grown, null, prompts, comparison
 
 
-def js(one, other):
+def js(first, second):
     """In bits, of two lists."""
     total = 0.0
-    for a, b in zip(one, other, strict=True):
+    for a, b in zip(first, second, strict=True):
         middle = (a + b) / 2
-        for each in (a, b):
-            if each > 0:
-                total += each * math.log2(each / middle) / 2
+        for probability in (a, b):
+            if probability > 0:
+                total += probability * math.log2(probability / middle) / 2
     return total
 
 
-def cosine_and_ratio(one, other):
-    dot, first, second = (
-        (a * b).sum().item() for a, b in ((one, other), (one, one), (other, other))
+def cosine_and_ratio(first, second):
+    dot, square, square_2 = (
+        (a * b).sum().item() for a, b in ((first, second), (first, first), (second, second))
     )
-    return dot / math.sqrt(first * second), math.sqrt(second / first)
+    return dot / math.sqrt(square * square_2), math.sqrt(square_2 / square)
 
 
 def test_patterns_and_outputs_after_training(after_training):
     """Against run_with_cache and explicit loops."""
-    model, grown, _, prompts, found = after_training
-    every = components(found)
+    model, grown, _, prompts, comparison = after_training
+    every = components(comparison)
     with torch.no_grad():
         (_, old), (_, new) = (m.run_with_cache(prompts) for m in (model, grown.model))
-    where = list(grown.provenance.coordinates)
-    assert where == list(range(26))
+    coordinates = list(grown.provenance.coordinates)
+    assert coordinates == list(range(26))
     for name in ("L0H0", "L1H1", "L2H0", "L0N3", "L1N17", "L2N36"):
         head, there = HeadName.parse(name), HeadName.parse(grown.provenance[name])
         said, sums, vectors = every.loc[name], [], []
@@ -130,23 +132,24 @@ def test_patterns_and_outputs_after_training(after_training):
         for b in range(5):
             rows = []
             for q in range(11):
-                each = []
-                for cache, at in ((old, head), (new, there)):
+                pair = []
+                for cache, place in ((old, head), (new, there)):
                     if head.kind == "attention":
-                        row = cache["pattern", at.layer][b, at.index, q].tolist()
+                        row = cache["pattern", place.layer][b, place.index, q].tolist()
                     else:
-                        x = cache["pre", at.layer][b, q, at.index].item()
+                        x = cache["pre", place.layer][b, q, place.index].item()
                         weight = (1 + math.erf(x / math.sqrt(2))) / 2  # gelu(x) / x
                         row = [weight, 1 - weight]
-                    each.append(row)
-                rows.append(js(*each))
+                    pair.append(row)
+                rows.append(js(*pair))
             sums.append(sum(rows) / 11)
-        for source, cache, at in ((model, old, head), (grown.model, new, there)):
-            block = source.blocks[at.layer]
+        for source, cache, place in ((model, old, head), (grown.model, new, there)):
+            block = source.blocks[place.layer]
             if head.kind == "attention":
-                wrote = cache["z", at.layer][:, :, at.index] @ block.attn.W_O[at.index]
+                wrote = cache["z", place.layer][:, :, place.index] @ block.attn.W_O[place.index]
             else:
-                wrote = cache["post", at.layer][:, :, at.index, None] * block.mlp.W_out[at.index]
+                post = cache["post", place.layer][:, :, place.index, None]
+                wrote = post * block.mlp.W_out[place.index]
             wrote = wrote - wrote.mean(-1, keepdim=True)  # LayerNorm does not see it
             vectors.append(torch.nn.functional.pad(wrote, (0, 32 - wrote.shape[-1])).flatten())
         # JS is a difference of entropies of order 1.
@@ -188,10 +191,10 @@ def z_of(cache, name):
 @torch.no_grad()
 def test_attribution_and_patching_after_training(after_training):
     """Against finite differences and whole forward passes, with hooks of TransformerLens."""
-    model, grown, _, prompts, found = after_training
-    every, new = components(found), found.new.set_index("grown_name")
+    model, grown, _, prompts, comparison = after_training
+    every, new = components(comparison), comparison.new.set_index("grown_name")
     targets = prompts, prompts
-    other = prompts.roll(-1, 0)
+    rolled = prompts.roll(-1, 0)
     patched = every.index[every["patching"].notna()][0]
     gained = new["attribution"].abs().sort_values().index[-3:]
     assert (new.loc[gained, "attribution"].abs() > 1e-5).all()
@@ -203,18 +206,18 @@ def test_attribution_and_patching_after_training(after_training):
     checks += [(grown.model, name, new.loc[name, "attribution"]) for name in gained]
     for source, name, said in checks:
         _, cache = source.run_with_cache(prompts)
-        _, corrupted = source.run_with_cache(other)
+        _, corrupted = source.run_with_cache(rolled)
         z, change = z_of(cache, name), z_of(corrupted, name) - z_of(cache, name)
         step = 1e-4  # errors of its square, and of roundings over it
         up, down = (loss_of(source, targets, name, z + s * change) for s in (step, -step))
         assert said == pytest.approx(-(up - down) / (2 * step), rel=1e-5, abs=1e-9)
-    span = loss_of(grown.model, targets) - loss_of(grown.model, (other, prompts))
+    span = loss_of(grown.model, targets) - loss_of(grown.model, (rolled, prompts))
     np.testing.assert_allclose(new["share"], new["attribution"] / span, rtol=1e-9)
     for source, name, column in (
         (model, patched, "patching"),
         (grown.model, grown.provenance[patched], "grown_patching"),
     ):
-        _, corrupted = source.run_with_cache(other)
+        _, corrupted = source.run_with_cache(rolled)
         lost = loss_of(source, targets) - loss_of(source, targets, name, z_of(corrupted, name))
         assert every.loc[patched, column] == pytest.approx(lost, rel=1e-10)
     assert every.loc[patched, "patching_change"] != 0
@@ -222,7 +225,7 @@ def test_attribution_and_patching_after_training(after_training):
 
 def test_circuits_after_training(after_training):
     """Against `discover`, whole attribution graphs and sets."""
-    model, grown, null, prompts, found = after_training
+    model, grown, null, prompts, comparison = after_training
     drawn, names = [], []
     pair = p.prompt_pair(model, prompts, prompts.roll(-1, 0))
     for source in (model, grown.model, null.model):
@@ -239,32 +242,32 @@ def test_circuits_after_training(after_training):
         ids = zip(circuit.frame["name"], circuit.frame["position"], strict=True)
         names.append({f"{went(str(name))}@{position}" for name, position in ids})
     first, second, third = names
-    rows = found.circuits.set_index(["pair", "what"])
-    for label, one, other in (("grown", first, second), ("null model", second, third)):
+    rows = comparison.circuits.set_index(["pair", "what"])
+    for label, before, after in (("grown", first, second), ("null model", second, third)):
         row = rows.loc[(label, "nodes")]
-        assert row["original"] == len(one)
-        assert row["kept"] == len(one & other)
-        assert row["lost"] == len(one - other)
-        assert row["gained"] == len(other - one)
-        assert row["jaccard"] == len(one & other) / len(one | other)
+        assert row["original"] == len(before)
+        assert row["kept"] == len(before & after)
+        assert row["lost"] == len(before - after)
+        assert row["gained"] == len(after - before)
+        assert row["jaccard"] == len(before & after) / len(before | after)
         assert row["jaccard_low"] <= row["jaccard_high"]
     assert rows.loc[("grown", "nodes"), "jaccard"] < 1
-    status = found.nodes.set_index("id")["status"]
+    status = comparison.nodes.set_index("id")["status"]
     assert set(status.index[status == "kept"]) == first & second
     assert set(status.index[status == "gained"]) == second - first
-    back = {grown.provenance[name]: name for name in components(found).index}
+    back = {grown.provenance[name]: name for name in components(comparison).index}
 
-    def own(node):
+    def original_node(node):
         name, mark, position = node.partition("@")
         return f"{back.get(name, name)}{mark}{position}"
 
-    assert len(found.edges) > 20
-    for row in found.edges.itertuples():
+    assert len(comparison.edges) > 20
+    for row in comparison.edges.itertuples():
         key = row.source, row.target, row.kind
         assert row.grown_weight == pytest.approx(drawn[1][key], rel=1e-9)
         if not np.isnan(row.weight):
             assert row.weight == pytest.approx(
-                drawn[0][(own(row.source), own(row.target), row.kind)], rel=1e-9
+                drawn[0][(original_node(row.source), original_node(row.target), row.kind)], rel=1e-9
             )
         inside = {(True, True): "kept", (True, False): "lost", (False, True): "gained"}
         ends = [e for e in (row.source, row.target) if "L" in e]
@@ -274,19 +277,21 @@ def test_circuits_after_training(after_training):
 
 
 def test_a_null_is_between_the_grown_model_and_it(after_training):
-    _, grown, null, prompts, found = after_training
+    _, grown, null, prompts, comparison = after_training
     again = compare(grown.model, grown.model, prompts, p.loss(), provenance=same(grown), **FAST)
     assert components(again)["divergence"].max() == 0
     apart = compare(grown.model, null.model, prompts, p.loss(), provenance=same(grown), **FAST)
-    every, other = components(found), components(apart)
-    other = other.loc[every["grown_name"]]
+    every, apart_rows = components(comparison), components(apart)
+    apart_rows = apart_rows.loc[every["grown_name"]]
     for column in ("divergence", "divergence_se", "cosine", "norm_ratio", "attribution_change"):
-        np.testing.assert_allclose(every[f"null_{column}"], other[column], rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(
+            every[f"null_{column}"], apart_rows[column], rtol=1e-9, atol=1e-13
+        )
         assert not np.allclose(every[f"null_{column}"], every[column], atol=1e-6)
-    assert found.new["null_share"].abs().max() > 1e-5
-    summary = found.summary()
+    assert comparison.new["null_share"].abs().max() > 1e-5
+    summary = comparison.summary()
     assert summary["components"].tolist() == [2, 37] * 3
-    by_hand = found.neurons.query("layer == 1")["null_divergence"].mean()
+    by_hand = comparison.neurons.query("layer == 1")["null_divergence"].mean()
     assert summary["null_divergence"].iloc[3] == pytest.approx(by_hand)
 
 
@@ -311,16 +316,16 @@ def test_a_misaligned_provenance_shows():
     model = build("gelu", d_vocab_out=41)
     grown = grown_from(model)
     wrong = swapped(grown.provenance, ex.Axis("d_mlp", 2))
-    found = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
-    every = components(found)
+    comparison = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
+    every = components(comparison)
     odd = every.index[(every["cosine"] - 1).abs() > 1e-3]
     assert list(odd) == ["L2N0", "L2N1"]
     assert list(every.index[every["divergence"] > 1e-3]) == ["L2N0", "L2N1"]
     assert list(every.index[every["attribution_change"].abs() > 1e-6]) == ["L2N0", "L2N1"]
     wrong = swapped(grown.provenance, ex.Axis("d_model"))
-    found = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
-    assert components(found)["cosine"].median() < 0.99
-    assert components(found)["divergence"].max() < SAME
+    comparison = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
+    assert components(comparison)["cosine"].median() < 0.99
+    assert components(comparison)["divergence"].max() < SAME
 
 
 def test_converted_models_are_compared_alike():
@@ -328,28 +333,28 @@ def test_converted_models_are_compared_alike():
     model = build("gelu", d_vocab_out=41)
     grown = trained(grown_from(model))
     expected = compare(model, grown, tokens(), p.loss(), **FAST)
-    found = compare(
+    comparison = compare(
         *(convert(model), convert(grown.model), tokens(), p.loss()),
         provenance=grown.provenance,
         **FAST,
     )
-    one, other = components(found), components(expected)
-    numbers = [c for c in one if one[c].dtype == float]
-    np.testing.assert_allclose(one[numbers], other[numbers], rtol=1e-7, atol=1e-11)
-    assert found.nodes["id"].tolist() == expected.nodes["id"].tolist()
+    rows, expected_rows = components(comparison), components(expected)
+    numbers = [c for c in rows if rows[c].dtype == float]
+    np.testing.assert_allclose(rows[numbers], expected_rows[numbers], rtol=1e-7, atol=1e-11)
+    assert comparison.nodes["id"].tolist() == expected.nodes["id"].tolist()
 
 
 def test_values_and_keys_of_a_converted_model_grown_apart():
     model = convert(build("llama", d_vocab_out=41))
     apart = ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(5, layers=[0]))
-    found = compare(model, grow(model, apart), tokens(batch=3), p.loss(), **FAST)
-    every = components(found)
+    comparison = compare(model, grow(model, apart), tokens(batch=3), p.loss(), **FAST)
+    every = components(comparison)
     assert every["attribution"].abs().max() > 1e-2
     assert every["divergence"].max() < SAME
     assert (every["cosine"] - 1).abs().max() < SAME
     assert every["patching_change"].abs().max() < SAME * every["patching"].abs().max()
-    assert not len(found.new)
-    assert (found.nodes["status"] == "kept").all()
+    assert not len(comparison.new)
+    assert (comparison.nodes["status"] == "kept").all()
 
 
 @pytest.fixture(scope="module")
@@ -363,14 +368,14 @@ QUICK = {"n_patched": 0, "n_nodes": 0, "n_resamples": 2, "progress": False}
 
 def moved(model, name, change):
     """A copy of a model, one of its parameters changed in place."""
-    other = deepcopy(model)
+    copy = deepcopy(model)
     with torch.no_grad():
-        change(other.get_parameter(name))
-    return other
+        change(copy.get_parameter(name))
+    return copy
 
 
 @pytest.mark.parametrize(
-    "other",
+    "change_model",
     [
         lambda model: build("gelu", d_vocab_out=41, n_layers=2, scale=0.41),
         lambda model: moved(model, "embed.W_E", lambda W: W.neg_()),
@@ -379,16 +384,16 @@ def moved(model, name, change):
         lambda model: moved(model, "blocks.1.mlp.W_in", lambda W: W[:, :2].copy_(W[:, :2].flip(1))),
     ],
 )
-def test_another_model_of_the_same_shape_is_refused(grown_and_not, other):
+def test_another_model_of_the_same_shape_is_refused(grown_and_not, change_model):
     model, grown = grown_and_not
-    model = other(model)
+    model = change_model(model)
     with pytest.raises(ComparisonError, match="is not the model that grew") as error:
         compare(model, grown, tokens(), p.loss(), **QUICK)
     assert "replace(provenance, source=" in str(error.value)
     # As the error says, it can be asked for.
     provenance = replace(grown.provenance, source=identity(model))
-    found = compare(model, grown, tokens(), p.loss(), provenance=provenance, **QUICK)
-    assert len(found.neurons) == 2 * 37
+    comparison = compare(model, grown, tokens(), p.loss(), provenance=provenance, **QUICK)
+    assert len(comparison.neurons) == 2 * 37
 
 
 @pytest.mark.parametrize(
@@ -423,8 +428,8 @@ def test_a_provenance_of_no_model_is_refused(grown_and_not):
     nobody = replace(grown.provenance, source=None)
     with pytest.raises(ComparisonError, match="does not say which model"):
         compare(model, grown.model, tokens(), p.loss(), provenance=nobody, **QUICK)
-    other = moved(model, "embed.W_E", lambda W: W.neg_())
-    null = grow(other, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
+    negated = moved(model, "embed.W_E", lambda W: W.neg_())
+    null = grow(negated, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
     with pytest.raises(ComparisonError, match="the null grew from another model"):
         compare(model, grown, tokens(), p.loss(), null=null, **QUICK)
 
@@ -445,27 +450,27 @@ def test_silent_neurons_are_counted_and_not_ranked():
             model.blocks[1].mlp.W_in[:, neuron] *= size
             model.blocks[1].mlp.b_in[neuron] *= size
     grown = grow(model, d_model=32, seed=0)
-    found = compare(model, grown, prompts, p.loss(), **QUICK)
+    comparison = compare(model, grown, prompts, p.loss(), **QUICK)
     expected = []
     for k in (0, 1):  # sixteen units in the last place of float32
-        old, new = (largest_activations(each, prompts, k)[:37] for each in (model, grown.model))
+        old, new = (largest_activations(side, prompts, k)[:37] for side in (model, grown.model))
         quiet = (old <= 16 * 2**-23) & (new <= 16 * 2**-23)
         expected += [f"L{k}N{i}" for i in quiet.nonzero().flatten().tolist()]
     assert {"L1N3", "L1N5", "L1N7", "L1N13"} <= set(expected)
     assert "L1N11" not in expected
-    assert found.silent["name"].tolist() == expected
-    assert found.silent["grown_name"].tolist() == expected
-    assert list(found.neurons["name"]) == [
+    assert comparison.silent["name"].tolist() == expected
+    assert comparison.silent["grown_name"].tolist() == expected
+    assert list(comparison.neurons["name"]) == [
         name for k in (0, 1) for i in range(37) if (name := f"L{k}N{i}") not in expected
     ]
-    assert found.neurons["divergence"].max() < 1e-6
-    summary = found.summary().set_index(["layer", "kind"])
+    assert comparison.neurons["divergence"].max() < 1e-6
+    summary = comparison.summary().set_index(["layer", "kind"])
     n_silent = sum(name.startswith("L1") for name in expected)
     assert summary.loc[(1, "neuron"), "silent"] == n_silent
     assert summary.loc[(1, "neuron"), "components"] == 37 - n_silent
     assert summary.loc[(0, "attention"), "silent"] == 0
     # The control: their gates alone would seem to have changed most.
-    caches = [each.run_with_cache(prompts)[1] for each in (model, grown.model)]
+    caches = [side.run_with_cache(prompts)[1] for side in (model, grown.model)]
     gates = [cache["pre", 1][..., [3, 5, 7]] > 0 for cache in caches]
     assert (gates[0] != gates[1]).double().mean() > 0.1
     # One that training wakes is ranked again, and first; in a null it says nothing of the pair.
@@ -482,8 +487,8 @@ def test_a_layer_may_be_silent_throughout():
     with torch.no_grad():
         model.blocks[0].mlp.W_in.zero_()
         model.blocks[0].mlp.b_in.fill_(-1.0)
-    found = compare(model, grow(model, d_mlp=41), tokens(), p.loss(), **QUICK)
-    assert len(found.silent.query("layer == 0")) == 37
-    row = found.summary().set_index(["layer", "kind"]).loc[(0, "neuron")]
+    comparison = compare(model, grow(model, d_mlp=41), tokens(), p.loss(), **QUICK)
+    assert len(comparison.silent.query("layer == 0")) == 37
+    row = comparison.summary().set_index(["layer", "kind"]).loc[(0, "neuron")]
     assert (row["components"], row["silent"]) == (0, 37)
     assert np.isnan(row["divergence"])

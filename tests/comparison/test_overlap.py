@@ -23,10 +23,10 @@ def test_divergences_are_scipys():
     p, q = (torch.rand(5, 7, 11, generator=generator, dtype=torch.float64) ** 3 for _ in range(2))
     p, q = (x / x.sum(-1, keepdim=True) for x in (p, q))
     p[0, 0], q[0, 0] = torch.eye(11, dtype=torch.float64)[:2]
-    found = pattern_divergence(p, q)
+    divergences = pattern_divergence(p, q)
     expected = jensenshannon(p.numpy(), q.numpy(), base=2, axis=-1) ** 2
-    np.testing.assert_allclose(found, expected, atol=1e-14)
-    assert found[0, 0] == 1
+    np.testing.assert_allclose(divergences, expected, atol=1e-14)
+    assert divergences[0, 0] == 1
     assert pattern_divergence(p, p).max() == 0
     gates = jensenshannon(
         np.stack([p[0], 1 - p[0]], -1), np.stack([q[0], 1 - q[0]], -1), base=2, axis=-1
@@ -63,11 +63,11 @@ def test_overlap_of_two_circuits():
         both = [x.repeat(len(weights), axis=0) for x in (first, second)]
         return {"nodes": Overlap(*(largest(x, 3) for x in both), *both)}
 
-    found = overlap_measures(overlaps, Resampling(3, 5, 0.9, 0), 7)["nodes"]
-    assert [found[key] for key in ("kept", "lost", "gained")] == [2, 1, 1]
-    assert found["jaccard"] == found["jaccard_low"] == found["jaccard_high"] == 0.5
+    nodes = overlap_measures(overlaps, Resampling(3, 5, 0.9, 0), 7)["nodes"]
+    assert [nodes[key] for key in ("kept", "lost", "gained")] == [2, 1, 1]
+    assert nodes["jaccard"] == nodes["jaccard_low"] == nodes["jaccard_high"] == 0.5
     expected = spearmanr(first[0, :3], second[0, :3]).statistic
-    assert found["rank_correlation"] == pytest.approx(expected)
+    assert nodes["rank_correlation"] == pytest.approx(expected)
 
 
 def test_intervals_are_of_resampled_prompts():
@@ -76,9 +76,9 @@ def test_intervals_are_of_resampled_prompts():
 
     def choose(weights):
         means = weights @ scores.T
-        other = np.zeros(means.shape, dtype=bool)
-        other[:, 2] = True
-        return {"nodes": Overlap(largest(means, 1), other, means, np.ones(means.shape))}
+        second_mask = np.zeros(means.shape, dtype=bool)
+        second_mask[:, 2] = True
+        return {"nodes": Overlap(largest(means, 1), second_mask, means, np.ones(means.shape))}
 
     n = 4000
     weights = Resampling(3, n, 0.5, seed=0).weights()
@@ -90,10 +90,10 @@ def test_intervals_are_of_resampled_prompts():
     # Four standard errors of a share.
     assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
     assert 0 < np.mean(every) < 1
-    found = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 3)["nodes"]
-    assert (found["jaccard_low"], found["jaccard_high"]) == (0, 1)
+    nodes = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 3)["nodes"]
+    assert (nodes["jaccard_low"], nodes["jaccard_high"]) == (0, 1)
     again = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 10**9)["nodes"]
-    assert found == pytest.approx(again, nan_ok=True)  # however many resamples at once
+    assert nodes == pytest.approx(again, nan_ok=True)  # however many resamples at once
 
 
 def test_all_resamples_at_once_are_each_by_itself():
@@ -108,19 +108,19 @@ def test_all_resamples_at_once_are_each_by_itself():
         return {"nodes": Overlap(largest(means[0], 7), largest(means[1], 13), *means)}
 
     done = []
-    found = overlap_measures(overlaps, resampling, 29, done.append)["nodes"]
+    nodes = overlap_measures(overlaps, resampling, 29, done.append)["nodes"]
     assert sum(done) == 37
     jaccard, correlation = [], []
     for weights in resampling.weights():
         means = scores @ weights, others @ weights
         by_size = (np.argsort(-np.nan_to_num(abs(x), nan=-1), kind="stable") for x in means)
-        one, other = (set(rows[:n].tolist()) for rows, n in zip(by_size, (7, 13), strict=True))
-        jaccard.append(len(one & other) / len(one | other))
-        union = [row for row in one | other if np.isfinite(means[0][row] + means[1][row])]
+        first, second = (set(rows[:n].tolist()) for rows, n in zip(by_size, (7, 13), strict=True))
+        jaccard.append(len(first & second) / len(first | second))
+        union = [row for row in first | second if np.isfinite(means[0][row] + means[1][row])]
         correlation.append(spearmanr(means[0][union], means[1][union]).statistic)
     for name, values in (("jaccard", jaccard), ("rank_correlation", correlation)):
         expected = np.quantile(values, [0.05, 0.95])
-        assert [found[f"{name}_{end}"] for end in ("low", "high")] == pytest.approx(expected)
+        assert [nodes[f"{name}_{end}"] for end in ("low", "high")] == pytest.approx(expected)
         assert expected[0] < expected[1]
 
 

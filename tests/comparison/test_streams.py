@@ -35,8 +35,8 @@ def pair(tmp_path_factory):
     return model, grown
 
 
-def numbers(found, columns=NUMBERS):
-    every = pd.concat([found.heads, found.neurons])
+def numbers(comparison, columns=NUMBERS):
+    every = pd.concat([comparison.heads, comparison.neurons])
     return every[columns].to_numpy(dtype=float)
 
 
@@ -51,17 +51,17 @@ def test_sums_do_not_depend_on_how_prompts_are_cut(pair):
     )
     streamed = compare(*pair, stream, **FEW)
     # Sums of the same terms in another order.
-    for other in (cut, streamed):
-        np.testing.assert_allclose(numbers(other), numbers(whole), rtol=1e-9, atol=1e-13)
-        errors = numbers(other, ["divergence_se", "attribution_change_se"])
+    for comparison in (cut, streamed):
+        np.testing.assert_allclose(numbers(comparison), numbers(whole), rtol=1e-9, atol=1e-13)
+        errors = numbers(comparison, ["divergence_se", "attribution_change_se"])
         np.testing.assert_allclose(
             errors,
             numbers(whole, ["divergence_se", "attribution_change_se"]),
             rtol=1e-6,
             atol=1e-13,
         )
-        np.testing.assert_allclose(other.new["share"], whole.new["share"], rtol=1e-9)
-        assert other.about["n_prompts"] == 7
+        np.testing.assert_allclose(comparison.new["share"], whole.new["share"], rtol=1e-9)
+        assert comparison.about["n_prompts"] == 7
     assert whole.new["share"].abs().max() > 1e-4
     rolled = compare(*pair, clean, p.loss(), **FEW)
     by_hand = compare(*pair, clean, p.loss(), corrupted=clean.roll(-1, 0), **FEW)
@@ -83,26 +83,26 @@ def test_padding_is_no_token(pair):
 
 
 def test_texts_without_pairs_go_by_length(pair):
-    found = compare(*pair, ["w1 w2 w3", "w4 w5", "w6 w7 w8", "w9 w10"], p.loss(), **FEW)
-    assert (found.about["n_prompts"], found.about["n_tokens"]) == (4, 10)
+    comparison = compare(*pair, ["w1 w2 w3", "w4 w5", "w6 w7 w8", "w9 w10"], p.loss(), **FEW)
+    assert (comparison.about["n_prompts"], comparison.about["n_tokens"]) == (4, 10)
 
 
 def live_bytes():
     gc.collect()
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    storages = [each.untyped_storage() for each in found]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_nothing_grows_with_the_number_of_batches(pair):
     """What is alive whenever a batch is asked for, and that batches themselves are let go."""
-    seen, given = [], []
+    seen, batches_given = [], []
 
     def stream():
         for i in range(6):
             seen.append(live_bytes())
             batch = tokens(seed=i, batch=3)
-            given.append(weakref.ref(batch))
+            batches_given.append(weakref.ref(batch))
             yield batch
             del batch
 
@@ -110,7 +110,7 @@ def test_nothing_grows_with_the_number_of_batches(pair):
     # The first batch's runs are kept, for patching; of another, 3 × 11 tokens and their pairs.
     assert max(seen) <= seen[1] + 8 * (3 * 11 * 8)
     assert max(seen[2:]) == seen[2]
-    assert sum(each() is not None for each in given) <= 1
+    assert sum(reference() is not None for reference in batches_given) <= 1
 
 
 def test_bfloat16(pair):
@@ -122,12 +122,12 @@ def test_bfloat16(pair):
     logits = pair[0](prompts)[:, -1]
     apart = logits - logits.roll(-1, 0)
     metric = p.logit_diff(apart.argmax(-1).tolist(), apart.argmin(-1).tolist())
-    found = compare(low, grown, prompts, metric, **FEW)
-    every = numbers(found)
+    comparison = compare(low, grown, prompts, metric, **FEW)
+    every = numbers(comparison)
     assert np.isfinite(every).all()
     expected = numbers(compare(*pair, prompts, metric, **FEW), ["attribution"])
-    at = NUMBERS.index("attribution")
-    assert np.corrcoef(every[:, at], expected[:, 0])[0, 1] > 0.98
+    column = NUMBERS.index("attribution")
+    assert np.corrcoef(every[:, column], expected[:, 0])[0, 1] > 0.98
     np.testing.assert_allclose(
         every[:, :3], np.array([[0.0, 1.0, 1.0]]).repeat(len(every), 0), atol=1e-3
     )
@@ -136,12 +136,16 @@ def test_bfloat16(pair):
 def test_what_is_refused(pair):
     model, grown = pair
     good, loss = tokens(), p.loss()
-    other = build("gelu", d_vocab_out=41, n_layers=3)
+    deeper = build("gelu", d_vocab_out=41, n_layers=3)
     null = grow(model, d_mlp=43, seed=0)
     for arguments, options, message in (
         ((model, grown.model, good, loss), {}, "got provenance NoneType"),
-        ((other, grown, good, loss), {}, "the original has L2H0, unknown to the provenance"),
-        ((model, other, good, loss), {"provenance": grown.provenance}, "are new in the provenance"),
+        ((deeper, grown, good, loss), {}, "the original has L2H0, unknown to the provenance"),
+        (
+            (model, deeper, good, loss),
+            {"provenance": grown.provenance},
+            "are new in the provenance",
+        ),
         ((grown.model, grown, good, loss), {}, "the original has L0N37"),
         ((model, grown, good, None), {}, "got no metric"),
         ((model, grown, [good], None), {}, "without a metric"),
@@ -195,9 +199,9 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
 
     with pytest.raises(KeyboardInterrupt):
         compare(model, grown, stream(), p.loss(), **FEW)
-    for each in (model, grown.model):
-        assert mlp_hook("z", 0) not in each.hook_dict
-        assert not any(point._forward_hooks for point in each.hook_dict.values())
+    for side in (model, grown.model):
+        assert mlp_hook("z", 0) not in side.hook_dict
+        assert not any(point._forward_hooks for point in side.hook_dict.values())
 
 
 def test_batches_of_any_size(pair):
@@ -208,14 +212,14 @@ def test_batches_of_any_size(pair):
         ((1, 1, 3), (1, 0, 3, 4, 2)),
         ((1, 1, 1, 1, 1), (1, 0, 0, 0, 0)),
     ):
-        found = compare(*pair, iter(prompts.split(sizes)), p.loss(), **FEW)
+        comparison = compare(*pair, iter(prompts.split(sizes)), p.loss(), **FEW)
         expected = (
             p.prompt_pair(pair[0], *both)
             for both in zip(prompts.split(sizes), prompts[list(others)].split(sizes), strict=True)
         )
         expected = compare(*pair, expected, p.loss(), **FEW)
-        np.testing.assert_allclose(numbers(found), numbers(expected), rtol=1e-9, atol=1e-13)
-        assert found.about["n_prompts"] == 5
+        np.testing.assert_allclose(numbers(comparison), numbers(expected), rtol=1e-9, atol=1e-13)
+        assert comparison.about["n_prompts"] == 5
 
 
 def test_how_prompts_are_cut_does_not_matter(pair):
@@ -229,8 +233,8 @@ def test_how_prompts_are_cut_does_not_matter(pair):
 def test_prompts_may_repeat_in_a_later_batch(pair):
     same = tokens(seed=4, batch=1).repeat(2, 1)
     for stream in ([tokens(batch=3), same], [same, tokens(batch=3)]):
-        found = compare(*pair, iter(stream), p.loss(), **FEW)
-        assert found.about["n_prompts"] == 5
+        comparison = compare(*pair, iter(stream), p.loss(), **FEW)
+        assert comparison.about["n_prompts"] == 5
     with pytest.raises(ComparisonError, match="2 or more different prompts"):
         compare(*pair, iter([same]), p.loss(), **FEW)
 
@@ -240,10 +244,10 @@ def test_no_prompt_is_held_against_itself(pair):
     a, b, c = tokens(batch=3).split(1)
     for stream in ([a, b, a, a], [torch.cat([a, b]), a], [torch.cat([a, b, b, b, c])], [c, a, a]):
         made = list(batches(pair[0], iter(stream), p.loss(), None, 2))
-        assert sum(len(each.pair.clean) for each in made) == sum(map(len, stream))
-        assert all((each.pair.clean != each.pair.corrupted).any(1).all() for each in made)
+        assert sum(len(chunk.pair.clean) for chunk in made) == sum(map(len, stream))
+        assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in made)
     whole = batches(pair[0], torch.cat([a, b, b, b, c]), p.loss(), None, 2)
-    assert all((each.pair.clean != each.pair.corrupted).any(1).all() for each in whole)
+    assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in whole)
 
 
 @pytest.mark.parametrize(

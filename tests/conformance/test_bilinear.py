@@ -45,8 +45,8 @@ def test_attribution_patching_scores_every_head(model):
     for node, score in scores.items():
         if node.kind == "attn_head_out" and node.layer % 2:
             hook = names[node.layer // 2]
-            at = (0, node.position, node.head, 0)
-            expected = ((clean[hook] - live[hook].detach())[at] * live[hook].grad[at]).item()
+            index = (0, node.position, node.head, 0)
+            expected = ((clean[hook] - live[hook].detach())[index] * live[hook].grad[index]).item()
             assert score == pytest.approx(expected, rel=1e-8, abs=1e-10)
             checked += 1
     assert checked == 3 * 37 * M * CLEAN.shape[1]
@@ -56,10 +56,10 @@ def test_attribution_patching_scores_every_head(model):
 def test_patching_the_heads_of_a_neuron_patches_the_neuron(model):
     _, cache = model.run_with_cache(CLEAN)
     head = HeadName.parse("L1N29")
-    own = head.heads(M)
+    heads = head.heads(M)
 
     def patch(z, hook):
-        z[:, 4, own] = cache[hook.name][:, 4, own]
+        z[:, 4, heads] = cache[hook.name][:, 4, heads]
 
     got = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z", model), patch)])
     _, corrupted = model.run_with_cache(CORRUPTED)
@@ -74,7 +74,7 @@ def test_patching_the_heads_of_a_neuron_patches_the_neuron(model):
     assert relative(got, expected) <= 1e-11
     assert relative(got, model(CORRUPTED)) > 1e-6
 
-    frame = pd.DataFrame([(3, 4, own.start + j) for j in range(M)])
+    frame = pd.DataFrame([(3, 4, heads.start + j) for j in range(M)])
     frame.columns = ["layer", "pos", "head_index"]
     setter = patching.layer_pos_head_vector_patch_setter
     one_by_one = patching.generic_activation_patch(
@@ -82,8 +82,8 @@ def test_patching_the_heads_of_a_neuron_patches_the_neuron(model):
     )
     for j, value in enumerate(one_by_one.tolist()):
 
-        def single(z, hook, at=own.start + j):
-            z[:, 4, at] = cache[hook.name][:, 4, at]
+        def single(z, hook, head_index=heads.start + j):
+            z[:, 4, head_index] = cache[hook.name][:, 4, head_index]
 
         logits = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z", model), single)])
         assert value == pytest.approx(metric(logits).item(), rel=1e-5)

@@ -49,10 +49,10 @@ if HAS_HOOKED_TRANSFORMER:
 def models(request, tmp_path_factory):
     """A bridge, and the same exposed with live hooks on its neuron-heads."""
     pair = [boot(request.param.split()[0], torch.float32) for _ in range(2)]
-    for each in pair:
-        each.tokenizer = tiny_tokenizer(41, tmp_path_factory.mktemp("words"))
+    for model in pair:
+        model.tokenizer = tiny_tokenizer(41, tmp_path_factory.mktemp("words"))
         if request.param == PROCESSED:
-            each.enable_compatibility_mode(disable_warnings=True)
+            model.enable_compatibility_mode(disable_warnings=True)
     expose_neuron_heads(pair[1])
     seen = []
     for point in ("q", "z"):
@@ -101,8 +101,8 @@ def test_patching_of_neuron_heads(name):
     Not by way of `generic_activation_patch`: it takes every name of a z for that of attention.
     """
     bridge, twin = boot(name), boot(name)
-    for each in (bridge, twin):
-        each.enable_compatibility_mode(disable_warnings=True)
+    for model in (bridge, twin):
+        model.enable_compatibility_mode(disable_warnings=True)
     expose_neuron_heads(bridge)
 
     def patched(model, point, layer, head):

@@ -1,6 +1,7 @@
 """ActivationCache on a converted model: every component right, and under its right name."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -19,8 +20,9 @@ NORMED = ("post_norm", "norms_before_and_after")  # what a block writes is norme
 READS_STREAM = [name for name in CORE if name not in ("post_norm", "no_norm")]
 
 
+@functools.cache
 def caches(name):
-    """(name, source cache, converted cache) of the same input."""
+    """(name, source cache, converted cache) of the same input; tests share them."""
     model = build(name)
     with torch.no_grad():
         _, source = model.run_with_cache(tokens())
@@ -45,16 +47,16 @@ def normed(request):
     return caches(request.param)
 
 
-def agree(ours, theirs, labels=None):
-    (a, mine), (b, names) = ours, theirs
-    assert mine == (names if labels is None else labels)
-    assert len(a) == len(mine)
+def agree(ours, reference, labels=None):
+    (a, labels_of_ours), (b, names) = ours, reference
+    assert labels_of_ours == (names if labels is None else labels)
+    assert len(a) == len(labels_of_ours)
     torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT * b.abs().max().item())
 
 
 def sum_is_stream(stack, cache, block):
     end = cache["resid_post", block - 1] if block else cache["resid_pre", 0]
-    assert relative(stack.sum(0), end) <= EXACT
+    assert relative(stack.sum(0), end) <= EXACT, block
 
 
 def test_accumulated_resid(pair):
@@ -147,14 +149,15 @@ def test_stack_head_results(plain):
     assert relative(with_rest.sum(0), cache["resid_post", 2][:, 4]) <= EXACT
 
 
-def test_head_results_are_the_same_from_the_hook(pair):
-    _, _, cache = pair
+@pytest.mark.parametrize("name", CORE)
+def test_head_results_are_the_same_from_the_hook(name):
+    _, _, cache = caches.__wrapped__(name)  # its own: the test changes it
     converted = cache.model
     converted.set_use_attn_result(True)
     with torch.no_grad():
         _, hooked = converted.run_with_cache(tokens())
     assert "blocks.1.attn.hook_result" in hooked.cache_dict
-    expected, got = (each.stack_head_results(neurons=True) for each in (cache, hooked))
+    expected, got = (stacker.stack_head_results(neurons=True) for stacker in (cache, hooked))
     torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
     cache.compute_head_results()
     torch.testing.assert_close(cache["result", 3], hooked["result", 3], rtol=EXACT, atol=EXACT)
@@ -203,10 +206,10 @@ BY_LAYER = "(layer head) ... -> layer head ..."
 def test_a_stack_splits_by_source_layers_alone(stacked):
     """As ARENA's notebooks split it, `layer=cfg.n_layers` would mix layers without an error."""
     source = build("gelu", d_mlp=34)
-    _, theirs = source.run_with_cache(tokens())
+    _, source_cache = source.run_with_cache(tokens())
     _, cache = convert(source).run_with_cache(tokens())
     n_layers, n_blocks = source.cfg.n_layers, cache.model.cfg.n_layers
-    expected = rearrange(getattr(theirs, stacked)(-1, pos_slice=-1), BY_LAYER, layer=n_layers)
+    expected = rearrange(getattr(source_cache, stacked)(-1, pos_slice=-1), BY_LAYER, layer=n_layers)
     stack = getattr(cache, stacked)(-1, pos_slice=-1)
     torch.testing.assert_close(rearrange(stack, BY_LAYER, layer=n_layers), expected)
     assert len(stack) % n_blocks == 0  # so nothing but HeadRows sees the wrong split
@@ -246,13 +249,13 @@ def test_one_neuron_keeps_its_axis(pair):
     assert stack.shape[0] == 2
 
 
-@pytest.mark.parametrize(("layer", "layers"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 3)])
-def test_neurons_before_a_block(pair, layer, layers):
+def test_neurons_before_a_block(pair):
     """Before block 3, the neurons of layer 1, only those of layer 0 have written."""
     _, _, cache = pair
-    stack, labels = cache.stack_neuron_results(layer=layer, return_labels=True)
-    assert labels == [f"L{i}N{n}" for i in range(layers) for n in range(37)]
-    assert len(stack) == len(labels)
+    for layer, layers in [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 3)]:
+        stack, labels = cache.stack_neuron_results(layer=layer, return_labels=True)
+        assert labels == [f"L{i}N{n}" for i in range(layers) for n in range(37)], layer
+        assert len(stack) == len(labels)
 
 
 def test_get_neuron_results(plain):
@@ -281,32 +284,32 @@ def test_get_full_resid_decomposition(plain, expand, options):
     name, source, cache = plain
     if name == "no_norm":
         options = {k: v for k, v in options.items() if k != "apply_ln"}
-    ours, mine = cache.get_full_resid_decomposition(
+    ours, our_labels = cache.get_full_resid_decomposition(
         expand_neurons=expand, return_labels=True, **options
     )
     torch.set_default_dtype(torch.float64)  # TransformerLens sums biases in the default dtype
     try:
-        theirs, labels = source.get_full_resid_decomposition(
+        reference, labels = source.get_full_resid_decomposition(
             expand_neurons=expand, return_labels=True, **options
         )
     finally:
         torch.set_default_dtype(torch.float32)
     if source.model.cfg.gated_mlp and expand:
         # Ours counts a gated MLP's b_in @ W_out as bias, theirs spreads it over the neurons.
-        assert mine == labels
+        assert our_labels == labels
         rest = [i for i, label in enumerate(labels) if "N" not in label and label != "bias"]
-        agree((ours[rest], [labels[i] for i in rest]), (theirs[rest], [labels[i] for i in rest]))
-        torch.testing.assert_close(ours.sum(0), theirs.sum(0), rtol=EXACT, atol=1e-9)
+        agree((ours[rest], [labels[i] for i in rest]), (reference[rest], [labels[i] for i in rest]))
+        torch.testing.assert_close(ours.sum(0), reference.sum(0), rtol=EXACT, atol=1e-9)
     else:
-        agree((ours, mine), (theirs, labels))
+        agree((ours, our_labels), (reference, labels))
 
 
-@pytest.mark.parametrize("block", range(2 * N_LAYERS + 1))
 @pytest.mark.parametrize("expand", [True, False])
-def test_a_decomposition_sums_to_the_stream(pair, block, expand):
+def test_a_decomposition_sums_to_the_stream(pair, expand):
     _, _, cache = pair
-    stack = cache.get_full_resid_decomposition(layer=block, expand_neurons=expand)
-    sum_is_stream(stack, cache, block)
+    for block in range(2 * N_LAYERS + 1):
+        stack = cache.get_full_resid_decomposition(layer=block, expand_neurons=expand)
+        sum_is_stream(stack, cache, block)
 
 
 @torch.no_grad()
@@ -359,8 +362,8 @@ def test_logit_attrs(pair):
     if name == "no_norm":
         return
     ours = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
-    theirs = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
-    torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=1e-9)
+    reference = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
+    torch.testing.assert_close(ours, reference, rtol=EXACT, atol=1e-9)
 
 
 def test_stack_activation(pair):
@@ -431,8 +434,8 @@ def test_mlp_input_is_refused_by_name(pair):
         (7, "expected 'L5H3'"),
     ],
 )
-def test_unknown_names(pair, name, message):
-    _, _, cache = pair
+def test_unknown_names(name, message):
+    _, _, cache = caches("gelu")
     with pytest.raises(UnknownHeadError, match=message):
         cache.model.neuron_pattern(cache, name)
 

@@ -266,18 +266,18 @@ def test_threads_share_a_model(name, hooks):
     with converted.hooks(fwd_hooks=hooks):
         expected = [converted(x) for x in inputs]
         handle = converted.blocks[2].register_forward_hook(meeting(inputs))
-        found = in_threads(torch.no_grad()(converted), inputs)
+        results_of_all = in_threads(torch.no_grad()(converted), inputs)
         handle.remove()
-    for results, one in zip(found, expected, strict=True):
+    for results, one in zip(results_of_all, expected, strict=True):
         assert all(torch.equal(result, one) for result in results)
 
 
 def replica(model):
     """What torch.nn.DataParallel makes of a model for each device, on this one."""
     made = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, mine in made.items():
-        mine._parameters = dict(module._parameters)
-        mine._modules = {name: made.get(child, child) for name, child in module._modules.items()}
+    for module, replica in made.items():
+        replica._parameters = dict(module._parameters)
+        replica._modules = {name: made.get(child, child) for name, child in module._modules.items()}
     return made[model]
 
 
@@ -286,8 +286,8 @@ def replica(model):
 def test_replicas_of_a_model(name):
     converted, inputs = convert(build(name)), [tokens(1), tokens(2)]
     replicas = {x: replica(converted) for x in inputs}
-    found = in_threads(torch.no_grad()(lambda x: replicas[x](x)), inputs)
-    for x, results in zip(inputs, found, strict=True):
+    results_of_all = in_threads(torch.no_grad()(lambda x: replicas[x](x)), inputs)
+    for x, results in zip(inputs, results_of_all, strict=True):
         assert all(torch.equal(result, converted(x)) for result in results)
 
 

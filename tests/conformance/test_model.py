@@ -162,8 +162,8 @@ def test_cached_gradients(name):
     _, got = converted.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
     for layer in range(3):
         ours = got[f"blocks.{2 * layer + 1}.attn.hook_z_grad"].squeeze(-1)
-        theirs = expected[f"blocks.{layer}.mlp.hook_post_grad"]
-        assert relative(ours, theirs) <= 1e-11
+        reference = expected[f"blocks.{layer}.mlp.hook_post_grad"]
+        assert relative(ours, reference) <= 1e-11
         ours = got[f"blocks.{2 * layer + 1}.hook_attn_out_grad"]
         assert relative(ours, expected[f"blocks.{layer}.hook_mlp_out_grad"]) <= 1e-11
         assert got[f"blocks.{2 * layer + 1}.attn.hook_pattern_grad"].abs().max() > 0
@@ -336,8 +336,8 @@ def test_weights(name):
     source = build(name)
     converted = convert(source)
     for weight in (*NEURON_WEIGHTS, "W_E", "W_U", "b_U"):
-        ours, theirs = getattr(converted, weight), getattr(source, weight)
-        assert ours is theirs is None or torch.equal(ours, theirs)
+        ours, reference = getattr(converted, weight), getattr(source, weight)
+        assert ours is reference is None or torch.equal(ours, reference)
     for weight in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V"):
         heads = getattr(converted.attention_heads, weight)
         assert torch.equal(heads, getattr(source, weight))

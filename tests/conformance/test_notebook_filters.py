@@ -47,10 +47,10 @@ def words(names):
 def test_no_word_of_another_hook_selects_a_neuron_head(family):
     """Whatever filter is made of the words in the names that a bridge has."""
     bridge = boot(family, state="names")
-    theirs = list(bridge.hook_dict)
-    ours = set(expose_neuron_heads(bridge).model.hook_dict) - set(theirs)
+    hook_names = list(bridge.hook_dict)
+    ours = set(expose_neuron_heads(bridge).model.hook_dict) - set(hook_names)
     assert ours == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(2)}
-    for word in words(theirs) - {"blocks", "mlp", "hook"}:
+    for word in words(hook_names) - {"blocks", "mlp", "hook"}:
         assert not any(name.endswith(word) for name in ours), word
         if len(word) > 1 or word == "z":
             assert not any(word in name for name in ours), word
@@ -162,9 +162,9 @@ def padding_masks(model, point):
     def mask(x, hook):
         return x.masked_fill(hidden, -1e4 if point == "attn_scores" else 0.0)
 
-    for name, each in model.hook_dict.items():
+    for name, hook_point in model.hook_dict.items():
         if name.endswith(point):
-            each.add_hook(mask)
+            hook_point.add_hook(mask)
     logits = model(CLEAN)
     model.reset_hooks()
     return logits
@@ -181,7 +181,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 # A bridge that is not compatible caches under one name what its hooks have by another.
-@pytest.mark.parametrize("make", [each for each in EACH if each.id != "bridge"])
+@pytest.mark.parametrize("make", [case for case in EACH if case.id != "bridge"])
 @torch.no_grad()
 def test_functions_of_notebooks_do_what_they_do_on_the_plain_model(make, function):
     plain, exposed = make(), expose_neuron_heads(make()).model

@@ -113,11 +113,13 @@ def outcomes(tmp_path_factory):
     cases = [f"{name}[{case}]" for name in names for case in (0, 1) if name == "test_class"]
     wanted = [f"tests/unit/test_made_up.py::{name}" for name in [*names, *cases]]
     one_pass(sys.executable, folder, folder / "exposed.jsonl", "exposed", wanted)
-    return {each["test"].split("::")[1]: each for each in finished(folder / "exposed.jsonl")}
+    return {
+        outcome["test"].split("::")[1]: outcome for outcome in finished(folder / "exposed.jsonl")
+    }
 
 
 def test_each_test_is_told_from_the_others(outcomes):
-    kinds = {name: judge(each, "exposed", INHERENT).kind for name, each in outcomes.items()}
+    kinds = {name: judge(outcome, "exposed", INHERENT).kind for name, outcome in outcomes.items()}
     assert kinds == {
         "test_names": "passed",
         "test_runs": "passed",
@@ -152,7 +154,7 @@ def test_each_test_is_told_from_the_others(outcomes):
 
 
 def test_a_reason_that_nothing_needs(outcomes):
-    verdicts = [judge(each, "exposed", INHERENT) for each in outcomes.values()]
+    verdicts = [judge(outcome, "exposed", INHERENT) for outcome in outcomes.values()]
     assert unneeded({"exposed": verdicts}, INHERENT) == []
     passes = Inherent("no more", {"exposed": ("tests/unit/test_made_up.py::test_runs",)})
     assert unneeded({"exposed": verdicts}, (*INHERENT, passes)) == [
@@ -161,9 +163,9 @@ def test_a_reason_that_nothing_needs(outcomes):
 
 
 def test_the_page_says_what_is_not_passed(outcomes):
-    with_models = [each for each in outcomes.values() if each["models"]]
-    verdicts = [judge(each, "exposed", INHERENT) for each in with_models]
-    stock = [each | {"outcome": "passed"} for each in outcomes.values()]
+    with_models = [outcome for outcome in outcomes.values() if outcome["models"]]
+    verdicts = [judge(outcome, "exposed", INHERENT) for outcome in with_models]
+    stock = [outcome | {"outcome": "passed"} for outcome in outcomes.values()]
     text = page([Run("4.3.0", stock, {"exposed": verdicts}, date(2026, 11, 23))])
     # Five made a model that is ours and passed, and one of these (`test_names`) did not use it.
     assert "| 4.3.0 | exposed | 8 | 3 | 4 | 5 | 4 | 1 | 2 |" in text
@@ -176,7 +178,7 @@ def test_the_page_says_what_is_not_passed(outcomes):
 
 
 def test_a_version_that_is_not_run_stays_as_it_was(outcomes):
-    verdicts = {"exposed": [judge(each, "exposed", INHERENT) for each in outcomes.values()]}
+    verdicts = {"exposed": [judge(outcome, "exposed", INHERENT) for outcome in outcomes.values()]}
     both = [Run(version, [], verdicts, date(2026, 11, 23)) for version in ("4.3.0", "3.9.0")]
     before = page(both)
     assert page(both[::-1]) == before
@@ -187,7 +189,7 @@ def test_a_version_that_is_not_run_stays_as_it_was(outcomes):
 
 
 def test_a_failure_that_nobody_explained_writes_nothing(outcomes, tmp_path, monkeypatch):
-    verdicts = [judge(each, "exposed", ()) for each in outcomes.values()]
+    verdicts = [judge(outcome, "exposed", ()) for outcome in outcomes.values()]
     made = Run("4.3.0", list(outcomes.values()), {"exposed": verdicts})
     monkeypatch.setattr(conformance, "run", lambda *args, **how: made)
     with pytest.raises(Broken, match="test_class"):
@@ -225,11 +227,11 @@ def test_what_is_replaced_is_counted(tmp_path):
     (tmp_path / "tests" / "test_made_up.py").write_text(CONVERTED)
     names = [f"tests/test_made_up.py::{name}" for name in ("test_initial_weights", "test_runs")]
     one_pass(sys.executable, tmp_path, tmp_path / "converted.jsonl", "converted", names)
-    found = finished(tmp_path / "converted.jsonl")
-    assert [each["replaced"] for each in found] == [["init_weights"], []]
-    assert [each["ran"] for each in found] == [0, 1]
-    verdicts = [judge(each, "converted") for each in found]
-    text = page([Run("3.9.0", found, {"converted": verdicts})])
+    outcomes = finished(tmp_path / "converted.jsonl")
+    assert [outcome["replaced"] for outcome in outcomes] == [["init_weights"], []]
+    assert [outcome["ran"] for outcome in outcomes] == [0, 1]
+    verdicts = [judge(outcome, "converted") for outcome in outcomes]
+    text = page([Run("3.9.0", outcomes, {"converted": verdicts})])
     assert "| 3.9.0 | converted | 2 | 1 | 1 | 2 | 1 | 0 | 0 |" in text
     assert (
         "1 of the tests called a method that is replaced, 1 of those that passed among them" in text

@@ -33,11 +33,12 @@ SWEEPS = [name for name in dir(patching) if name.startswith("get_act_patch_")]
 @torch.no_grad()
 def test_sweeps_by_head_or_layer_are_refused_with_the_call_to_make(name):
     converted = convert(build("gelu"))
-    _, cache = converted.run_with_cache(CLEAN)
+    clean, corrupted = CLEAN[:, :3], CORRUPTED[:, :3]
+    _, cache = converted.run_with_cache(clean)
     with pytest.raises(UnsupportedCallError, match="index_df") as caught:
-        getattr(patching, name)(converted, CORRUPTED, cache, metric)
+        getattr(patching, name)(converted, corrupted, cache, metric)
     call = re.search(r"patching\.activation_patch\([^)]*\)", str(caught.value)).group()
-    names = {"model": converted, "clean": CLEAN, "corrupted": CORRUPTED, "metric": metric}
+    names = {"model": converted, "clean": clean, "corrupted": corrupted, "metric": metric}
     names |= {"patching": attn_only_lens.patching}
     assert set(eval(call, names).frame["name"]) >= {"L0H0", "L2H1"}
 
@@ -95,7 +96,7 @@ def test_patching_of_named_neuron_heads(name):
     source = build(name)
     converted = convert(source)
     _, cache = converted.run_with_cache(CLEAN)
-    _, theirs = source.run_with_cache(CLEAN)
+    _, source_cache = source.run_with_cache(CLEAN)
     heads = [HeadName.parse(text) for text in ("L0N3", "L1N29", "L2N36")]
     frame = pd.DataFrame(
         [(head.block(converted), pos, head.index) for head in heads for pos in (4, 10)],
@@ -115,7 +116,7 @@ def test_patching_of_named_neuron_heads(name):
         hook = f"blocks.{block // 2}.mlp.hook_post"
 
         def patch(post, hook, pos=pos, neuron=neuron):
-            post[:, pos, neuron] = theirs[hook.name][:, pos, neuron]
+            post[:, pos, neuron] = source_cache[hook.name][:, pos, neuron]
             return post
 
         logits = source.run_with_hooks(CORRUPTED, fwd_hooks=[(hook, patch)])
@@ -217,7 +218,7 @@ def test_direct_logit_attribution_by_name():
         ("head", [*converted.all_head_labels(), "remainder"]),
         ("component", cache.decompose_resid(return_labels=True)[1]),
     ):
-        found = direct_logit_attribution(converted, CLEAN, 7, unit=unit, pos=None)
-        assert found.labels == names
-        got = found.attribution.sum(0) + converted.b_U[7]
+        result = direct_logit_attribution(converted, CLEAN, 7, unit=unit, pos=None)
+        assert result.labels == names
+        got = result.attribution.sum(0) + converted.b_U[7]
         assert relative(got, logits[..., 7]) <= 1e-11

@@ -63,14 +63,14 @@ def sentencepiece(folder):
 
 def wordpiece(folder):
     entries = ["[UNK]", "are", "##are", "is", "##is", "the"]
-    core = Tokenizer(models.WordPiece({each: i for i, each in enumerate(entries)}))
+    core = Tokenizer(models.WordPiece({entry: i for i, entry in enumerate(entries)}))
     return fast(core, pre_tokenizers.BertPreTokenizer(), unk_token="[UNK]")
 
 
 def letters(folder):
     """It has no token for what it does not know, and leaves it out."""
     entries = [*"aceirs", "Ġ", "ar", "are"]
-    vocabulary = {each: i for i, each in enumerate(entries)}
+    vocabulary = {entry: i for i, entry in enumerate(entries)}
     core = Tokenizer(models.BPE(vocabulary, [("a", "r"), ("ar", "e")]))
     return fast(core, pre_tokenizers.Whitespace())
 
@@ -151,7 +151,7 @@ OTHERS = [[20, 21], [22], [23]]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_metrics_take_the_same_forms(form, model):
-    given, tokens = FORMS[form]
+    answers, tokens = FORMS[form]
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(3, POS, VOCAB, generator=generator, dtype=torch.float64)
     rows = logits[:, -1].tolist()
@@ -160,8 +160,8 @@ def test_all_metrics_take_the_same_forms(form, model):
     def mean(of_prompt):
         return sum(of_prompt(i) for i in range(3)) / 3
 
-    several = p.probability_diff(given, OTHERS)
-    single = [p.probability(given), p.log_probability(given), p.logit_diff(given, 23)]
+    several = p.probability_diff(answers, OTHERS)
+    single = [p.probability(answers), p.log_probability(answers), p.logit_diff(answers, 23)]
     pair = pair_of(3)
     if tokens is None:
         for metric in (several, *single):
@@ -172,7 +172,7 @@ def test_all_metrics_take_the_same_forms(form, model):
         lambda i: sum(odds[i][c] for c in tokens[i]) - sum(odds[i][w] for w in OTHERS[i])
     )
     assert bind(several, model, pair).of(logits) == pytest.approx(expected, abs=EXACT)
-    flipped = p.probability_diff(OTHERS, given)
+    flipped = p.probability_diff(OTHERS, answers)
     assert bind(flipped, model, pair).of(logits) == pytest.approx(-expected, abs=EXACT)
     by_hand = [
         lambda i: odds[i][tokens[i][0]],
@@ -271,7 +271,7 @@ def test_the_piece_that_is_unknown(text, english):
         p.prompt_pair(english, text, torch.zeros_like(english.to_tokens(text)))
     named = "".join(f"{', ' * (i > 0)}{piece!r}" for i, piece in enumerate(unknown))
     assert len(caught) == bool(unknown)
-    assert all(f"- {named} in clean prompt {text!r}" in str(each.message) for each in caught)
+    assert all(f"- {named} in clean prompt {text!r}" in str(warning.message) for warning in caught)
 
 
 def test_a_part_of_a_word_is_named_with_it(tokenizers):
@@ -303,26 +303,26 @@ def test_a_space_more_or_less(name, right, tokenizers):
     tokenizer = tokenizers[name]
     model, pair = stub(tokenizer), pair_of(3)
     ids = [tokenizer.convert_tokens_to_ids(piece) for piece, _ in ARE[name]]
-    other = tokenizer.convert_tokens_to_ids("i")  # it has no twin
+    untwinned = tokenizer.convert_tokens_to_ids("i")  # it has no twin
     metrics = {
-        "correct": lambda a: p.logit_diff(a, other),
-        "wrong": lambda a: p.logit_diff(other, a),
+        "correct": lambda a: p.logit_diff(a, untwinned),
+        "wrong": lambda a: p.logit_diff(untwinned, a),
         "answer": p.log_probability,
         "answer ": p.probability,
-        "correct ": lambda a: p.probability_diff([[a, other]], "s"),
+        "correct ": lambda a: p.probability_diff([[a, untwinned]], "s"),
     }
     if name == "sentencepiece":
-        metrics["correct "] = lambda a: p.probability_diff([[a, other]], 10)
+        metrics["correct "] = lambda a: p.probability_diff([[a, untwinned]], 10)
     for times, is_far in ((9.9, False), (10.1, True)):
         logits = torch.zeros(3, POS, len(tokenizer), dtype=torch.float64)
         # Of three prompts the geometric mean is so many times.
         logits[0, -1, ids[right]] = math.log(times) * 3
-        for given, is_right in ((ids[right], True), (ids[1 - right], False)):
+        for answers, is_right in ((ids[right], True), (ids[1 - right], False)):
             for role, metric in metrics.items():
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    bind(metric(given), model, pair, logits)
-                    bind(metric(given), model, pair)  # without a clean run
+                    bind(metric(answers), model, pair, logits)
+                    bind(metric(answers), model, pair)  # without a clean run
                 assert len(caught) == (is_far and not is_right), (role, times)
                 if caught:
                     text = ARE[name][right][1]
@@ -348,10 +348,10 @@ def test_one_wrong_answer_among_many(tokenizers):
     """Answers are told apart by their own prompts, and those after the third are counted."""
     tokenizer = tokenizers["words"]
     names = ["Mary", "John", "Paul", "Mark", "Sarah"]
-    ids = [tokenizer.convert_tokens_to_ids(f" {each}") for each in names]
+    ids = [tokenizer.convert_tokens_to_ids(f" {name}") for name in names]
     logits = torch.zeros(5, POS, len(tokenizer))
     logits[range(5), -1, ids] = 8.0
-    spaced = [f" {each}" for each in names]
+    spaced = [f" {name}" for name in names]
     with pytest.warns(InputWarning) as caught:
         bind(p.probability([*spaced[:3], "Mark", spaced[4]]), stub(tokenizer), pair_of(5), logits)
     assert re.findall("if you mean it, give '(.*)'", str(caught[0].message)) == [" Mark"]
@@ -363,7 +363,9 @@ def test_one_wrong_answer_among_many(tokenizers):
 
 CLEAN = "When Mary and John went to the store, John gave a {} to"
 CORRUPTED = "When Mary and John went to the store, Mary gave a {} to"
-KNOWN, ODD = ([each.format(word) for each in (CLEAN, CORRUPTED)] for word in ("drink", "kezs"))
+KNOWN, ODD = (
+    [template.format(word) for template in (CLEAN, CORRUPTED)] for word in ("drink", "kezs")
+)
 SITES = ["L0H1", "L1N7"]
 
 
@@ -431,11 +433,11 @@ def test_every_entry_point_warns_once(entry, english):
     right, odd = p.logit_diff(" Mary", " John"), p.logit_diff("Mary", "John")
 
     def caught(prompts, metric):
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call(english, prompts, metric)
-        assert {each.filename for each in found} <= {__file__}
-        return [str(each.message) for each in found if each.category is InputWarning]
+        assert {warning.filename for warning in caught} <= {__file__}
+        return [str(warning.message) for warning in caught if warning.category is InputWarning]
 
     assert caught(KNOWN, right) == []
     messages = caught(ODD, odd)
@@ -473,9 +475,9 @@ def test_the_command_line_prints_warnings(command, tmp_path):
     out = tmp_path / ("sweep.csv" if command == "patch" else "graph.json")
     clean, corrupted = ODD
     more = ["--corrupted", corrupted, "--sites", "heads", "--positions", "-1"]
-    given = ["--clean", clean, "--answer", "Mary", "--wrong", "John", "--out", str(out)]
+    options = ["--clean", clean, "--answer", "Mary", "--wrong", "John", "--out", str(out)]
     result = CliRunner().invoke(
-        app, [command, "small-english", *given, *(more if command == "patch" else [])]
+        app, [command, "small-english", *options, *(more if command == "patch" else [])]
     )
     assert result.exit_code == 0, result.output
     shown = result.stderr
@@ -486,9 +488,9 @@ def test_the_command_line_prints_warnings(command, tmp_path):
 
 
 def test_the_command_line_refuses_an_unknown_answer(tmp_path):
-    given = ["--clean", KNOWN[0], "--answer", "xyz", "--wrong", " John", "--direction", "zero"]
+    options = ["--clean", KNOWN[0], "--answer", "xyz", "--wrong", " John", "--direction", "zero"]
     out = ["--out", str(tmp_path / "sweep.csv")]
-    result = CliRunner().invoke(app, ["patch", "small-english", *given, *out])
+    result = CliRunner().invoke(app, ["patch", "small-english", *options, *out])
     assert result.exit_code == 2
     assert "the tokenizer does not know 'xyz'" in result.stderr
 

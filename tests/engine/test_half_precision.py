@@ -40,29 +40,33 @@ def prompts():
 
 def paths(model):
     options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N5", "logits"], "part": "z"}
-    found = p.path_patch(model, *prompts(), METRIC, progress=False, **options)
-    return found.frame[["value"]]
+    sweep = p.path_patch(model, *prompts(), METRIC, progress=False, **options)
+    return sweep.frame[["value"]]
 
 
 def expansion(model):
-    found = circuits.path_expansion(model, prompts()[0])
-    singles = found.paths(METRIC, k=7, progress=False)[["effect"]]
-    return pd.concat([found.effects(METRIC)[["effect"]], singles])
+    expansion = circuits.path_expansion(model, prompts()[0])
+    singles = expansion.paths(METRIC, k=7, progress=False)[["effect"]]
+    return pd.concat([expansion.effects(METRIC)[["effect"]], singles])
 
 
 def graph(model):
-    found = circuits.attribution_graph(model, prompts()[0], METRIC, top=20)
-    return found.edges.sort_values(["source", "target", "kind"])[["weight"]]
+    graph = circuits.attribution_graph(model, prompts()[0], METRIC, top=20)
+    return graph.edges.sort_values(["source", "target", "kind"])[["weight"]]
 
 
 def sources(model):
-    found = circuits.score_sources(model, prompts()[0], "L1H1", query=4, key=2)
-    return found[["contribution"]] if "contribution" in found else found.select_dtypes("floating")
+    sources = circuits.score_sources(model, prompts()[0], "L1H1", query=4, key=2)
+    return (
+        sources[["contribution"]]
+        if "contribution" in sources
+        else sources.select_dtypes("floating")
+    )
 
 
 def edges(model):
-    found = circuits.score_edges(model, prompts()[0], ["L0H1", "L0N3", "L1H0"], progress=False)
-    return found.select_dtypes("floating")
+    edges = circuits.score_edges(model, prompts()[0], ["L0H1", "L0N3", "L1H0"], progress=False)
+    return edges.select_dtypes("floating")
 
 
 @pytest.mark.parametrize("analysis", [paths, expansion, graph, sources, edges])
@@ -72,13 +76,13 @@ def test_is_that_of_the_same_weights_in_float32(kind, analysis):
     narrow, wide = made(kind, dtype), made(kind, dtype).to(torch.float32)
     before = {name: x.clone() for name, x in narrow.state_dict().items()}
     logits = narrow(prompts()[0])
-    found, expected = analysis(narrow), analysis(wide)
-    assert len(found) == len(expected) > 2
-    assert found.isna().equals(expected.isna())
+    got, expected = analysis(narrow), analysis(wide)
+    assert len(got) == len(expected) > 2
+    assert got.isna().equals(expected.isna())
     largest = np.nanmax(np.abs(expected.to_numpy()))
     # Contributions to a sum, each to the rounding of float32.
     allowed = LOGIT_TOLERANCE[torch.float32] * largest
-    assert np.nanmax(np.abs(found.to_numpy() - expected.to_numpy())) <= allowed
+    assert np.nanmax(np.abs(got.to_numpy() - expected.to_numpy())) <= allowed
     # The model is as it was, to the bit.
     after = narrow.state_dict()
     assert all(
@@ -105,5 +109,5 @@ def test_an_error_and_threads_leave_the_model_as_it_was():
             return model(x)
 
     several = in_threads(run, [prompts()[0], prompts()[1]], times=5)
-    assert all(each.dtype == torch.float32 for of_one in several for each in of_one)
+    assert all(tensor.dtype == torch.float32 for of_one in several for tensor in of_one)
     assert torch.equal(model(prompts()[0]), logits)

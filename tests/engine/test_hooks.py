@@ -124,10 +124,10 @@ def test_hooks_of_libraries_are_not_refused(name):
 @needs_transformer_lens_4
 def test_what_shows_parts_without_a_module_is_transformer_lens_own():
     model = exposed("bert")
-    found = find_hooks(model)
-    assert not found.users
-    assert not found.own
-    assert sorted(found.placeholders) == [
+    hooks = find_hooks(model)
+    assert not hooks.users
+    assert not hooks.own
+    assert sorted(hooks.placeholders) == [
         f"blocks.{layer}.mlp.{point}"
         for layer in (0, 1)
         for point in ("in.hook_in", "out.hook_out")

@@ -55,9 +55,9 @@ def in_converted(model, point, change, in_place):
     return converted.run_with_hooks(tokens(), fwd_hooks=[(name, hook_fn)])
 
 
-def weights(own, bias):
+def weights(neuron_weight, bias):
     return lambda x: torch.stack(
-        [torch.full_like(x[..., 0], own), torch.full_like(x[..., 0], bias)], dim=-1
+        [torch.full_like(x[..., 0], neuron_weight), torch.full_like(x[..., 0], bias)], dim=-1
     )
 
 

@@ -129,15 +129,15 @@ def test_loss_is_transformer_lens(model, pair):
         logits = model(run, attention_mask=pair.mask)
         got = bound.of(logits)
         logs = logits.log_softmax(-1)
-        each = [
+        by_prompt = [
             -logs[i, t, pair.clean[i, t + 1]].item() for i in range(BATCH) for t in range(LAST[i])
         ]
-        assert got == pytest.approx(mean(each), rel=EXACT)
+        assert got == pytest.approx(mean(by_prompt), rel=EXACT)
     # Without padding it is their mean; the control: with padding it is another.
     whole = p.prompt_pair(model, pair.clean, pair.corrupted)
-    theirs = model(pair.clean, return_type="loss").item()
-    assert bind(p.loss(), model, whole).of(model(pair.clean)) == pytest.approx(theirs, rel=EXACT)
-    assert abs(theirs - bound.of(model(pair.clean))) > 1e-3
+    reference = model(pair.clean, return_type="loss").item()
+    assert bind(p.loss(), model, whole).of(model(pair.clean)) == pytest.approx(reference, rel=EXACT)
+    assert abs(reference - bound.of(model(pair.clean))) > 1e-3
 
 
 def test_what_is_read(model, pair):
@@ -151,14 +151,14 @@ def test_what_is_read(model, pair):
 
 def test_kl_is_zero_on_the_clean_run_alone_and_has_a_direction(model, pair):
     bound = bind(p.kl(), model, pair, reference=CLEAN)
-    other = logits_of(1, sites=1)[0]
+    shifted = logits_of(1, sites=1)[0]
     assert abs(bound.of(CLEAN)) < EXACT
-    assert bound.of(other) > 0.1
-    swapped = bind(p.kl(), model, pair, reference=other).of(CLEAN)
-    assert abs(swapped - bound.of(other)) > 1e-3
+    assert bound.of(shifted) > 0.1
+    swapped = bind(p.kl(), model, pair, reference=shifted).of(CLEAN)
+    assert abs(swapped - bound.of(shifted)) > 1e-3
     barred = CLEAN.clone()
     barred[..., 5] = -torch.inf
-    assert math.isfinite(bind(p.kl(), model, pair, reference=barred).of(other))
+    assert math.isfinite(bind(p.kl(), model, pair, reference=barred).of(shifted))
 
 
 @pytest.mark.parametrize("case", [c for c in BY_HAND if c != "custom number"])

@@ -43,8 +43,8 @@ class Counted:
         corrupted = clean.clone()
         corrupted[:, 3:] = (clean[:, 3:] + 5) % 37
         sites = ["L0N5", "L1N3", "L1H0"]
-        given = clean, corrupted, p.logit_diff(7, 8)
-        result = p.activation_patch(self.model, *given, sites=sites, mask=mask, progress=False)
+        arguments = clean, corrupted, p.logit_diff(7, 8)
+        result = p.activation_patch(self.model, *arguments, sites=sites, mask=mask, progress=False)
         return result.effect.to_numpy(), self.n_runs
 
 

@@ -59,24 +59,24 @@ def secant(model):
 
 
 def graph(model):
-    found = circuits.attribution_graph(model, CLEAN, GIVEN[2], top=10)
-    assert len(viz.circuit_view(found, model, CLEAN)) > 10_000
-    return found
+    graph = circuits.attribution_graph(model, CLEAN, GIVEN[2], top=10)
+    assert len(viz.circuit_view(graph, model, CLEAN)) > 10_000
+    return graph
 
 
 def paths(model):
-    given = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29"], "part": "z"}
-    found = p.path_patch(model, *GIVEN, positions=-1, progress=False, **given)
+    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29"], "part": "z"}
+    sweep = p.path_patch(model, *GIVEN, positions=-1, progress=False, **options)
     shares = circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)["share"]
-    return [*found.frame["value"], shares.sum()]
+    return [*sweep.frame["value"], shares.sum()]
 
 
-def numbers(found):
-    if isinstance(found, list):
-        return torch.tensor(found)
-    if isinstance(found, circuits.CircuitGraph):
-        return torch.tensor(found.inflow()["metric"])
-    return torch.tensor(found.to_frame().sort_values(["name", "position"])["value"].to_numpy())
+def numbers(result):
+    if isinstance(result, list):
+        return torch.tensor(result)
+    if isinstance(result, circuits.CircuitGraph):
+        return torch.tensor(result.inflow()["metric"])
+    return torch.tensor(result.to_frame().sort_values(["name", "position"])["value"].to_numpy())
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,10 @@ def test_a_comparison_is_made_by_the_users_setting():
     how = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}
     with tf32(least=5):
         larger = grow(model, d_mlp=41, seed=0)
-        found = compare(model, larger, torch.cat([CLEAN, CORRUPTED]), p.loss(), batch_size=2, **how)
-    assert len(found.heads)
+        comparison = compare(
+            model, larger, torch.cat([CLEAN, CORRUPTED]), p.loss(), batch_size=2, **how
+        )
+    assert len(comparison.heads)
 
 
 def test_verify_measures_the_models_and_not_the_setting():

@@ -24,9 +24,9 @@ def model(request, tmp_path_factory):
     return model
 
 
-def changed(clean, at):
+def changed(clean, positions):
     corrupted = clean.clone()
-    corrupted[:, at] = (corrupted[:, at] + 1) % 41
+    corrupted[:, positions] = (corrupted[:, positions] + 1) % 41
     return corrupted
 
 

@@ -33,44 +33,44 @@ def shared(request):
 
 
 def names(resolved):
-    return [name for each in resolved for name in each.names]
+    return [name for group in resolved for name in group.names]
 
 
 def test_all_heads_are_those_of_the_model(model):
-    found = resolve_sites(model, p.all_heads())
-    assert [(each.layer, each.kind) for each in found] == [
+    groups = resolve_sites(model, p.all_heads())
+    assert [(group.layer, group.kind) for group in groups] == [
         (layer, kind) for layer in range(N_LAYERS) for kind in ("attention", "neuron")
     ]
     # An oracle of another make: the labels of the converted model.
-    assert names(found) == convert(build("llama")).all_head_labels(neurons=True)
+    assert names(groups) == convert(build("llama")).all_head_labels(neurons=True)
     assert names(resolve_sites(model, p.heads())) == [
         f"L{i}H{j}" for i in range(3) for j in range(6)
     ]
-    for each in found:
-        assert each.index.tolist() == list(range(len(each.names)))
-        assert each.member.tolist() == [-1] * len(each.names)
+    for group in groups:
+        assert group.index.tolist() == list(range(len(group.names)))
+        assert group.member.tolist() == [-1] * len(group.names)
 
 
 def test_layers(model):
-    found = resolve_sites(model, p.neuron_heads(layers=[2, 0]))
-    assert [(each.layer, each.names[-1]) for each in found] == [(0, "L0N36"), (2, "L2N36")]
-    assert len(found[0].index) == D_MLP
+    groups = resolve_sites(model, p.neuron_heads(layers=[2, 0]))
+    assert [(group.layer, group.names[-1]) for group in groups] == [(0, "L0N36"), (2, "L2N36")]
+    assert len(groups[0].index) == D_MLP
     assert names(resolve_sites(model, p.heads(layers=1)))[0] == "L1H0"
     assert p.neuron_heads(range(2)) == p.neuron_heads([0, 1])
 
 
 def test_names_come_in_order_with_their_indices(model):
-    found = resolve_sites(model, ["L2N31", "L0N7", "L2H5", "L2N29"])
-    assert names(found) == ["L0N7", "L2H5", "L2N29", "L2N31"]
-    assert [each.index.tolist() for each in found] == [[7], [5], [29, 31]]
+    groups = resolve_sites(model, ["L2N31", "L0N7", "L2H5", "L2N29"])
+    assert names(groups) == ["L0N7", "L2H5", "L2N29", "L2N31"]
+    assert [group.index.tolist() for group in groups] == [[7], [5], [29, 31]]
     assert names(resolve_sites(model, "L1N3")) == ["L1N3"]
 
 
 def test_heads_that_share_a_neuron(shared):
     assert names(resolve_sites(shared, p.neuron_heads(0))) == [f"L0N{i}" for i in range(D_MLP)]
-    (found,) = resolve_sites(shared, ["L1N5.2", "L1N5", "L1N3.0"])
-    assert found.names == ("L1N3.0", "L1N5", "L1N5.2")
-    assert (found.index.tolist(), found.member.tolist()) == ([3, 5, 5], [0, -1, 2])
+    (group,) = resolve_sites(shared, ["L1N5.2", "L1N5", "L1N3.0"])
+    assert group.names == ("L1N3.0", "L1N5", "L1N5.2")
+    assert (group.index.tolist(), group.member.tolist()) == ([3, 5, 5], [0, -1, 2])
     with pytest.raises(InputError, match=r"'L1N5\.4'"):
         resolve_sites(shared, ["L1N5.4"])
 
@@ -120,7 +120,7 @@ def pair_of(lengths, side="right"):
 
 
 def shown(sets):
-    return {each.label: each.chosen.nonzero().tolist() for each in sets}
+    return {position_set.label: position_set.chosen.nonzero().tolist() for position_set in sets}
 
 
 def test_each_and_all_leave_padding_out():
@@ -159,9 +159,9 @@ def test_numbers():
     for position in (2, -3):
         with pytest.raises(InputError, match=r"in prompts \[1\]"):
             resolve_positions(pair, position)
-    for other in ("last", [], 1.5, None):
+    for bad in ("last", [], 1.5, None):
         with pytest.raises(InputError, match="expected 'each', 'all'"):
-            resolve_positions(pair, other)
+            resolve_positions(pair, bad)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -172,13 +172,13 @@ def test_by_role(side):
     assert shown(resolve_positions(pair, roles)) == {
         "subject": [[0, start[0] + 3], [1, start[1]], [2, start[2]]],
         "end": [[0, start[0] + 4], [1, start[1] + 1], [2, start[2] + 2]],
-        "second": [[i, each + 1] for i, each in enumerate(start)],
+        "second": [[i, index + 1] for i, index in enumerate(start)],
     }
     bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "e": [4, 1, 2]}
     with pytest.raises(InputError) as caught:
         resolve_positions(pair, bad)
-    found = str(caught.value)
+    text = str(caught.value)
     assert len(caught.value.reasons) == 6
-    assert "a: got 2 in prompt 1; expected a number from -2 to 1" in found
+    assert "a: got 2 in prompt 1; expected a number from -2 to 1" in text
     with pytest.raises(InputError, match="got no roles"):
         resolve_positions(pair, {})

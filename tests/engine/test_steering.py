@@ -55,14 +55,14 @@ def prompts():
 @torch.no_grad()
 def z_of(model, name, text, mask=None):
     """What the hook point of a head's z shows, of that head."""
-    found = []
+    seen = []
 
     def keep(value, hook):
-        found.append(value[:, :, heads_of(name)[0]].clone())
+        seen.append(value[:, :, heads_of(name)[0]].clone())
 
     with model.hooks(fwd_hooks=[(hook_point(model, name, "z"), keep)]):
         model(text, attention_mask=mask)
-    return found[0]
+    return seen[0]
 
 
 def edits(model, change, positions=None):
@@ -120,21 +120,23 @@ def test_ablated(model, close, to, positions):
     means = {name: z_of(model, name, text, mask)[mask.bool()].mean(dim=0) for name in NAMES}
     here = [positions] if isinstance(positions, int) else positions
     hooks = edits(model, lambda name, z: means[name] if to == "mean" else z * 0, here)
-    other = tokens(8, pos=5)
-    plain = model(other)
-    expected = model.run_with_hooks(other, fwd_hooks=hooks)
+    batch = tokens(8, pos=5)
+    plain = model(batch)
+    expected = model.run_with_hooks(batch, fwd_hooks=hooks)
     sources = {"prompts": text, "mask": mask} if to == "mean" else {}
     with p.ablated(model, NAMES, to=to, positions=positions, **sources):
-        assert close(model(other), expected)
-        logits, cache = model.run_with_cache(other)
+        assert close(model(batch), expected)
+        logits, cache = model.run_with_cache(batch)
         assert close(logits, expected)
-        assert close(model(other), expected)  # the cache has not taken the hooks with it
+        assert close(model(batch), expected)  # the cache has not taken the hooks with it
     z = cache[hook_point(model, "L1N3", "z")][:, :, 3]
-    at = [pos for pos in range(5) if here is None or pos in here]
+    places = [pos for pos in range(5) if here is None or pos in here]
     assert (
-        close(z[:, at], means["L1N3"].expand_as(z[:, at])) if to == "mean" else not z[:, at].any()
+        close(z[:, places], means["L1N3"].expand_as(z[:, places]))
+        if to == "mean"
+        else not z[:, places].any()
     )
-    assert torch.equal(model(other), plain)
+    assert torch.equal(model(batch), plain)
     assert not close(plain, expected)
 
 
@@ -324,14 +326,14 @@ def test_passes_of_threads_count_their_tokens_apart(model):
     def generate(run):
         shown.pop(threading.get_ident(), None)
         text, cached = run
-        found = model.generate(text, use_past_kv_cache=cached, **GENERATE)
-        return found, torch.cat(shown[threading.get_ident()], dim=1)
+        generated = model.generate(text, use_past_kv_cache=cached, **GENERATE)
+        return generated, torch.cat(shown[threading.get_ident()], dim=1)
 
     last = [(hook_point(model, "L1N36", "z"), keep)]
     with p.steered(model, steering(model), positions=[2, 5, 6]), model.hooks(fwd_hooks=last):
         alone = [generate(run) for run in runs]
         handle = model.blocks[0].register_forward_hook(of_a_library(meeting(runs)))
-        together = [found for (found,) in in_threads(generate, runs, times=1)]
+        together = [generated for (generated,) in in_threads(generate, runs, times=1)]
         handle.remove()
     for (expected, z), (got, z_together) in zip(alone, together, strict=True):
         assert torch.equal(got, expected)
@@ -342,12 +344,12 @@ def test_passes_of_threads_count_their_tokens_apart(model):
 
 def test_a_pass_in_the_middle_of_another(model):
     """A hook runs the model on another text in every pass of a generation with a cache."""
-    text, other, shown = tokens(2, batch=1, pos=4), tokens(3, batch=1, pos=7), []
+    text, longer, shown = tokens(2, batch=1, pos=4), tokens(3, batch=1, pos=7), []
 
     def run_again(value, hook):
         if not inside:
             inside.append(None)
-            model(other)
+            model(longer)
             inside.pop()
 
     def keep(value, hook):
@@ -368,8 +370,8 @@ def test_a_pass_in_the_middle_of_another(model):
 @pytest.mark.parametrize("to", ["zero", "mean"])
 def test_another_thread_runs_the_model_while_heads_are_looked_up(model, close, to):
     """It sees no hook of the lookup, and the lookup sees nothing of its pass."""
-    text, other = tokens(2, pos=7), tokens(3, pos=5)
-    plain = model(other)
+    text, shorter = tokens(2, pos=7), tokens(3, pos=5)
+    plain = model(shorter)
     sources = {"prompts": text} if to == "mean" else {}
     with p.ablated(model, NAMES, to=to, positions=2, **sources):
         expected = model(text)
@@ -378,7 +380,7 @@ def test_another_thread_runs_the_model_while_heads_are_looked_up(model, close, t
     def run(*_):
         if threading.get_ident() == thread:
             with ThreadPoolExecutor(1) as pool:
-                runs.append(pool.submit(torch.no_grad()(model), other).result())
+                runs.append(pool.submit(torch.no_grad()(model), shorter).result())
 
     handles = [block.register_forward_hook(of_a_library(run)) for block in model.blocks]
     with p.ablated(model, NAMES, to=to, positions=2, **sources):

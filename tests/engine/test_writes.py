@@ -24,25 +24,25 @@ def heads_and_biases(model, parts):
     for sites in resolve_sites(model, p.all_heads()):
         for write in parts.of(sites.layer, sites.kind).written(sites):
             total += write
-    for each in parts.sublayers:
-        total += each.bias
+    for sublayer in parts.sublayers:
+        total += sublayer.bias
     return total
 
 
 def check_norms(model, parts, tolerance):
     """By the norms' own modules."""
-    for each in parts.sublayers:
-        x = each.reads.stream
+    for sublayer in parts.sublayers:
+        x = sublayer.reads.stream
         change = torch.randn_like(x) * x.std()
-        module = each.reads.norm.module
+        module = sublayer.reads.norm.module
         expected = change if module is None else module(x + change) - module(x)
-        assert relative(each.reads.change(change, "anew"), expected) < tolerance
-        held = each.reads.change(change)
-        assert relative(each.reads.change(3 * change), 3 * held) < 1e-12
+        assert relative(sublayer.reads.change(change, "anew"), expected) < tolerance
+        held = sublayer.reads.change(change)
+        assert relative(sublayer.reads.change(3 * change), 3 * held) < 1e-12
         if module is not None:  # what scales it up, with one mean taken away, changes it not
-            moved = each.reads.change(0.25 * x, "anew")
+            moved = sublayer.reads.change(0.25 * x, "anew")
             assert moved.abs().max() < 1e-3 * expected.abs().max()
-            assert relative(each.reads.change(0.25 * x), expected) > 1e-3
+            assert relative(sublayer.reads.change(0.25 * x), expected) > 1e-3
 
 
 @needs_hooked_transformer

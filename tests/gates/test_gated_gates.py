@@ -73,13 +73,17 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
     for i, point in enumerate(g.tolist()):
         total = []
         for j, weight in enumerate(gate.w):
-            own = 1.0
+            weight_of_neuron = 1.0
             if j < gate.heads_per_neuron - 1:
-                own = 0.5 + 0.5 * math.tanh(0.5 * (gate.b[j] * point + gate.c[j]))
+                weight_of_neuron = 0.5 + 0.5 * math.tanh(0.5 * (gate.b[j] * point + gate.c[j]))
             # Absolute: an argument of size 60 or less loses 60 roundings of 1e-16.
-            assert pattern[i, j].tolist() == pytest.approx([own, 1.0 - own], abs=1e-14)
-            assert scores[i, j].softmax(-1).tolist() == pytest.approx([own, 1.0 - own], abs=1e-14)
-            total.append(weight * own)
+            assert pattern[i, j].tolist() == pytest.approx(
+                [weight_of_neuron, 1.0 - weight_of_neuron], abs=1e-14
+            )
+            assert scores[i, j].softmax(-1).tolist() == pytest.approx(
+                [weight_of_neuron, 1.0 - weight_of_neuron], abs=1e-14
+            )
+            total.append(weight * weight_of_neuron)
         tolerance = 1e-14 * gate.sum_abs_w
         assert gate.activation(g[i]).item() == pytest.approx(math.fsum(total), abs=tolerance)
     assert pattern[:, -1].tolist() == [[1.0, 0.0]] * 17
@@ -141,9 +145,9 @@ def test_finite_at_every_finite_input(name, dtype):
     gate = bilinear_gate(name, 6, limit=8.0)
     limit = torch.finfo(dtype).max
     g = torch.tensor([-limit, -300.0, -1.0, 0.0, 1.0, 300.0, limit], dtype=dtype)
-    for found in (gate.scores(g), gate.pattern(g), gate.scores(g).softmax(-1), gate.activation(g)):
-        assert found.dtype == dtype
-        assert found.isfinite().all()
+    for tensor in (gate.scores(g), gate.pattern(g), gate.scores(g).softmax(-1), gate.activation(g)):
+        assert tensor.dtype == dtype
+        assert tensor.isfinite().all()
     assert gate.scores(g).softmax(-1)[:, -1].tolist() == [[1.0, 0.0]] * 7
 
 
@@ -180,8 +184,8 @@ def test_the_heads_of_a_gated_mlp_are_within_the_bound(activation):
         out = torch.zeros_like(expected)
         for i in range(7):
             for j, weight in enumerate(weights):
-                own = gate.scores(g[:, i]).softmax(-1)[:, j, 0]
-                out += (own * u[:, i])[:, None] * (weight * w_out[i])
+                pattern = gate.scores(g[:, i]).softmax(-1)[:, j, 0]
+                out += (pattern * u[:, i])[:, None] * (weight * w_out[i])
         return out
 
     allowed = gate.bound * (u.abs() @ w_out.abs())
@@ -261,7 +265,7 @@ def test_the_script_runs_small_and_finds_nothing_better(tmp_path):
     script.main(out=tmp_path, seed=1, smoke=True)
     report = (tmp_path / "gated_gates.md").read_text("utf-8")
     assert "certified bound" in report
-    (found,) = script.read(tmp_path / "gated.json")
-    pinned = bilinear_gate(found.name, found.heads_per_neuron, limit=found.limit)
-    assert script.certified_cost(pinned) <= 1.03 * script.certified_cost(found)
-    assert script.certified_cost(found) <= 1.5 * script.certified_cost(pinned)
+    (gate,) = script.read(tmp_path / "gated.json")
+    pinned = bilinear_gate(gate.name, gate.heads_per_neuron, limit=gate.limit)
+    assert script.certified_cost(pinned) <= 1.03 * script.certified_cost(gate)
+    assert script.certified_cost(gate) <= 1.5 * script.certified_cost(pinned)

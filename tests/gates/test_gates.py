@@ -33,10 +33,10 @@ def exact_weight(name, q):
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_accurate_in_both_tails(name):
     pattern = GATES[name].pattern(torch.tensor(POINTS, dtype=torch.float64))
-    for q, (own, bias) in zip(POINTS, pattern.tolist(), strict=True):
+    for q, (on_neuron, bias) in zip(POINTS, pattern.tolist(), strict=True):
         p = exact_weight(name, q)
         # exp and erfc of an argument x lose |x| roundings; the largest argument here is ~ 3600.
-        for got, expected in ((own, p), (bias, 1 - p)):
+        for got, expected in ((on_neuron, p), (bias, 1 - p)):
             if expected > mpmath.mpf("1e-300"):
                 assert abs(got - expected) <= 1e-12 * expected, (q, got, expected)
             else:
@@ -67,12 +67,12 @@ def test_finite_at_every_finite_input(name, dtype):
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "quick_gelu"])
 def test_activation_and_its_gradient_are_those_of_transformer_lens(name):
     q = torch.linspace(-9, 9, 211, dtype=torch.float64)
-    ours, theirs = q.clone().requires_grad_(), q.clone().requires_grad_()
-    a, b = GATES[name].activation(ours), SUPPORTED_ACTIVATIONS[name](theirs)
+    ours, reference = q.clone().requires_grad_(), q.clone().requires_grad_()
+    a, b = GATES[name].activation(ours), SUPPORTED_ACTIVATIONS[name](reference)
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
     a.sum().backward()
     b.sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-11, atol=1e-13)
 
 
 def test_the_control_fails():

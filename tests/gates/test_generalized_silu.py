@@ -75,12 +75,14 @@ def test_the_gate_is_accurate_in_both_tails(a_1, a_2):
     gate = GeneralizedSiLU(a_1, a_2).gate
     points = [-37.0, -5.7, -1e-3, 0.0, 0.7, 13.1]
     q = torch.tensor(points, dtype=torch.float64)
-    for x, (own, bias), y in zip(points, gate.pattern(q).tolist(), gate.activation(q), strict=True):
+    for x, (on_neuron, bias), y in zip(
+        points, gate.pattern(q).tolist(), gate.activation(q), strict=True
+    ):
         weight = 1 / (1 + mpmath.exp(-mpmath.mpf(a_2) * x))
-        other = 1 / (1 + mpmath.exp(mpmath.mpf(a_2) * x))
+        on_bias = 1 / (1 + mpmath.exp(mpmath.mpf(a_2) * x))
         # exp of an argument of up to 115 loses as many roundings.
-        assert abs(own - weight) <= 1e-13 * weight
-        assert abs(bias - other) <= 1e-13 * other
+        assert abs(on_neuron - weight) <= 1e-13 * weight
+        assert abs(bias - on_bias) <= 1e-13 * on_bias
         expected = mpmath.mpf(a_1) * mpmath.mpf(a_2) * x * weight
         assert abs(y.item() - expected) <= 1e-13 * abs(expected)
     torch.testing.assert_close(gate.scores(q).softmax(-1), gate.pattern(q), rtol=1e-12, atol=0)
@@ -121,13 +123,13 @@ def check_heads(seen, x, W_Q, W_V, b):
     a_1, a_2 = SILU.a_1, SILU.a_2
     q = torch.einsum("bpd,dn->bpn", x, W_Q) + b
     u = 1.0 if W_V is None else torch.einsum("bpd,dn->bpn", x, W_V)
-    own = 1 / (1 + torch.exp(-a_2 * q))
+    pattern = 1 / (1 + torch.exp(-a_2 * q))
     assert relative(seen["q"][..., 0], q) <= EXACT
     assert relative(seen["v"][..., 0], a_1 * a_2 * q * u) <= EXACT
-    assert relative(seen["z"][..., 0], a_1 * a_2 * q * own * u) <= EXACT
+    assert relative(seen["z"][..., 0], a_1 * a_2 * q * pattern * u) <= EXACT
     assert relative(seen["attn_scores"][..., 1].transpose(1, 2), -a_2 * q) <= EXACT
     assert not seen["attn_scores"][..., 0].any()
-    assert relative(seen["pattern"][..., 0].transpose(1, 2), own) <= EXACT
+    assert relative(seen["pattern"][..., 0].transpose(1, 2), pattern) <= EXACT
     # control: with a_1 in a_2's place the product is the same, and the pattern is another
     swapped = 1 / (1 + torch.exp(-a_1 * q))
     assert relative(seen["pattern"][..., 0].transpose(1, 2), swapped) > 0.1
@@ -177,7 +179,7 @@ def test_the_matrices_are_the_theorems():
 @torch.no_grad()
 def test_bridges(name):
     model, x = bridge(name), tokens()
-    expected, theirs = model.run_with_cache(x)
+    expected, reference_cache = model.run_with_cache(x)
     with pytest.raises(UnsupportedModelError, match="not q times a weight"):
         expose_neuron_heads(model)
     twin = bridge(name)
@@ -189,7 +191,7 @@ def test_bridges(name):
     mlp = model.blocks[1].mlp
     gated = name != "gpt2"
     weights = (mlp.W_gate, mlp.W_in, 0.0) if gated else (mlp.W_in, None, mlp.b_in)
-    check_heads(seen, theirs["blocks.1.mlp.hook_in"], *weights)
+    check_heads(seen, reference_cache["blocks.1.mlp.hook_in"], *weights)
     assert verify(model, exposed, x).ok
 
 
@@ -201,22 +203,25 @@ def test_a_patch_of_a_value(kind):
     exposed = expose_neuron_heads(model, gate=SILU).model
     clean, corrupted = tokens(1, batch=1), tokens(2, batch=1)
     metric = patching.logit_diff(correct=7, wrong=8)
-    found = patching.activation_patch(
+    sweep = patching.activation_patch(
         exposed, clean, corrupted, metric, sites=["L1N29"], part="value"
     )
     _, cache = exposed.run_with_cache(clean)
     hook = mlp_hook("v")
 
-    def edit(v, hook, at):
-        v[:, at, 29] = cache[hook.name][:, at, 29]
+    def edit(v, hook, position):
+        v[:, position, 29] = cache[hook.name][:, position, 29]
         return v
 
-    for at in (3, POS - 1):
+    for position in (3, POS - 1):
         logits = exposed.run_with_hooks(
-            corrupted, fwd_hooks=[(hook, lambda v, hook, at=at: edit(v, hook, at))]
+            corrupted,
+            fwd_hooks=[(hook, lambda v, hook, position=position: edit(v, hook, position))],
         )
         difference = (logits[0, -1, 7] - logits[0, -1, 8]).item()
-        assert found.frame.query(f"position == {at}")["value"].item() == pytest.approx(difference)
+        assert sweep.frame.query(f"position == {position}")["value"].item() == pytest.approx(
+            difference
+        )
 
 
 # what is refused
@@ -258,8 +263,8 @@ def test_files_keep_the_gate(tmp_path):
         assert torch.equal(same(x), source(x))
         assert relative(same.run_with_cache(x)[0], source(x)) <= EXACT
         assert host_of(same).gates()[2]["silu"] == {"a_1": 0.4, "a_2": -3.1}
-    own = expose_neuron_heads(hooked("llama"), gate=SILU).model
-    for model in (convert(hooked("llama"), gate=SILU), own):  # equal but for rounding
+    exposed = expose_neuron_heads(hooked("llama"), gate=SILU).model
+    for model in (convert(hooked("llama"), gate=SILU), exposed):  # equal but for rounding
         with pytest.raises(CheckpointError, match="activation is code of its own"):
             save(model, tmp_path / "other")
 

@@ -65,20 +65,20 @@ def test_inserted_layers(folder, tmp_path):
 def test_errors(folder, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "thesis.tex").write_text("years of work")
-    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    copied = Path(shutil.copytree(folder, tmp_path / "other"))
     for arguments, message in (
         ((folder, tmp_path / "new", "--d-mlp", 31), "got d_mlp=31; it has 37"),
         ((folder, tmp_path / "new"), "give either an expansion or sizes"),
         ((folder, tmp_path / "theirs", "--d-mlp", 41), "is not a saved model alone"),
         ((tmp_path / "theirs", tmp_path / "new", "--d-mlp", 41), "config.json"),
         ((folder, folder, "--d-mlp", 41), "for both MODEL and OUT"),
-        ((folder, other, "--d-mlp", 41), "is not a saved model alone"),
+        ((folder, copied, "--d-mlp", 41), "is not a saved model alone"),
     ):
         result = run("grow", *arguments)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in " ".join(result.output.split())
         assert "Traceback" not in result.output
-    for model in (folder, other):
+    for model in (folder, copied):
         assert load_source(model).cfg.d_mlp == 37
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "theirs" / "thesis.tex").exists()

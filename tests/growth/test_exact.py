@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import relative, tokens
 from growing import all_steps, cached, group_size, same_bits, state, steps, worst_activation
-from models import CORE, FAMILIES, build
+from models import CORE, STRUCTURES, build
 
 from attn_only_lens import GrowthError, grow
 from attn_only_lens import expansion as ex
@@ -55,7 +55,7 @@ def reason(family, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", [*FAMILIES, "post_norm_grouped"])
+@pytest.mark.parametrize("family", [*STRUCTURES, "post_norm_grouped"])
 def test_exact_or_refused(family, name):
     model, logits, old = source(family)
     before = state(model)
@@ -63,8 +63,8 @@ def test_exact_or_refused(family, name):
     if refused:
         with pytest.raises(GrowthError) as error:
             grow(model, named(model, name))
-        for each in refused:  # all reasons at once
-            assert each in str(error.value)
+        for text in refused:  # all reasons at once
+            assert text in str(error.value)
     else:
         # Whatever is free is not zero: what must be zero is so by the expansion, not by luck.
         grown = grow(model, named(model, name), init=ex.init.normal(0.3), seed=3)
@@ -104,13 +104,13 @@ def test_the_same_function_whatever_the_order(family):
 
 def test_orders_differ_in_what_is_free_only():
     model = build("gelu")
-    one, other = (
+    first, second = (
         grow(model, all_steps(model, order)).model.state_dict()
         for order in (("stream", "neurons"), ("neurons", "stream"))
     )
-    assert {k: v.shape for k, v in one.items()} == {k: v.shape for k, v in other.items()}
+    assert {k: v.shape for k, v in first.items()} == {k: v.shape for k, v in second.items()}
     for name in ("blocks.1.mlp.W_out", "blocks.1.attn.W_O", "embed.W_E"):
-        assert torch.equal(one[name], other[name])  # no new entry of these is free
+        assert torch.equal(first[name], second[name])  # no new entry of these is free
 
 
 @pytest.mark.parametrize("family", CORE)
@@ -212,6 +212,6 @@ def test_what_is_not_function_comes_along():
     assert grown.tokenizer is model.tokenizer
     frozen = [name for name, p in grown.named_parameters() if not p.requires_grad]
     assert frozen == ["blocks.3.mlp.W_in"]
-    theirs = {tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
-    assert not theirs & {tensor.data_ptr() for tensor in grown.state_dict().values()}
+    pointers = {tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
+    assert not pointers & {tensor.data_ptr() for tensor in grown.state_dict().values()}
     assert set(grown.hook_dict) > set(model.hook_dict)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from bridges import EVERY, FAMILIES, boot, bridged, original, randomise
+from bridges import CHOSEN, EVERY, FAMILIES, boot, bridged, original, randomise
 from common import D_VOCAB, relative
 from tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
@@ -122,7 +122,8 @@ def test_every_expansion_is_exact(name, monkeypatch):
     with in_float64(monkeypatch), torch.no_grad():
         bridge = boot(name)
         logits, before = bridge(tokens), state(bridge)
-        for step in STEPS.values():
+        # Names of parameters differ by family; what a single step does, by the few of CHOSEN.
+        for step in STEPS.values() if name in CHOSEN else [STEPS["all six"]]:
             # Whatever is free is not zero: what must be zero is so by the expansion, not by luck.
             grown = grow(bridge, step, init=ex.init.normal(0.3), seed=3)
             assert relative(grown.model(tokens), logits) < EXACT, step
@@ -209,11 +210,11 @@ def test_constraints_matter():
         grown = grow(bridge, STEPS["all six"], init=ex.init.normal(0.3))
         weights = read(grown.model)
         tensors = {key: tensor.clone() for key, tensor in weights.tensors.items()}
-        zeros = next(each for each in grown.provenance.zeros if each.name == name)
-        where = torch.meshgrid(*map(torch.tensor, zeros.indices), indexing="ij")
-        tensors[name][where] = 0.5
+        zeros = next(zero for zero in grown.provenance.zeros if zero.name == name)
+        index = torch.meshgrid(*map(torch.tensor, zeros.indices), indexing="ij")
+        tensors[name][index] = 0.5
         model = HuggingFaceBridge(grown.model).write(
-            type(weights)(tensors, weights.constants), lambda each: each
+            type(weights)(tensors, weights.constants), lambda tensor: tensor
         )
         assert relative(model(tokens), logits) > 1e-3, name
 
@@ -244,10 +245,11 @@ def test_the_folder_is_transformers_own(name, tokenizer, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
     assert read_provenance(folder) == grown.provenance
     written = alone.generate(tokens[:1, :3], do_sample=False, max_new_tokens=5, min_new_tokens=5)
-    own = original(name, torch.float32)
-    own.generation_config = alone.generation_config
+    reference = original(name, torch.float32)
+    reference.generation_config = alone.generation_config
     assert torch.equal(
-        written, own.generate(tokens[:1, :3], do_sample=False, max_new_tokens=5, min_new_tokens=5)
+        written,
+        reference.generate(tokens[:1, :3], do_sample=False, max_new_tokens=5, min_new_tokens=5),
     )
     alone.train()(tokens, labels=tokens).loss.backward()
     assert all(p.grad.isfinite().all() for p in alone.parameters() if p.grad is not None)
@@ -316,7 +318,7 @@ def test_half_precision_is_rounded_once(name):
     grown = grow(bridge, STEPS["all six"], seed=2)
     assert {tensor.dtype for tensor in grown.model.parameters()} == {torch.bfloat16}
     assert relative(grown.model(tokens), logits) < LOGIT_TOLERANCE[torch.bfloat16]
-    (note,) = [each for each in grown.notes if each.startswith("rounded: ")]
+    (note,) = [note for note in grown.notes if note.startswith("rounded: ")]
     assert " of its norm" in note
     # Each scaled entry is the exact product, rounded: at most half a unit in the last place.
     old, new = read(bridge).tensors, read(grown.model).tensors
@@ -326,7 +328,7 @@ def test_half_precision_is_rounded_once(name):
         got = moved.old_part(new[moved.name]).double()
         assert ((got - exact).abs() <= exact.abs() * 2**-8 + 1e-12).all()
     assert torch.equal(grown.shrink()(tokens), logits)
-    assert not any("rounded" in each for each in grow(bridge, d_mlp=41).notes)
+    assert not any("rounded" in note for note in grow(bridge, d_mlp=41).notes)
 
 
 def test_a_new_layer_may_be_a_copy():
@@ -414,14 +416,14 @@ def test_products_for_grad_max(name):
         value.retain_grad()
 
     names = [f"blocks.{layer}.mlp.hook_{end}" for layer in range(2) for end in ("in", "out")]
-    with bridge.hooks([(each, keep) for each in names]):
+    with bridge.hooks([(name, keep) for name in names]):
         logits = bridge(tokens)
         log_probs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
         (-log_probs.mean()).backward()
     products = gradient_products(bridge, tokens)
-    for layer, found in products.items():
+    for layer, product in products.items():
         x, g = seen[f"blocks.{layer}.mlp.hook_in"], seen[f"blocks.{layer}.mlp.hook_out"].grad
-        assert relative(found, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
+        assert relative(product, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
     grow(bridge, d_mlp=41, init=grad_max(products))
     with pytest.raises(GrowthError, match="gated MLPs"):
         gradient_products(boot("llama"), tokens)
@@ -430,11 +432,11 @@ def test_products_for_grad_max(name):
 def test_compare():
     bridge, tokens = boot("llama", torch.float32), prompts()
     grown = grow(bridge, d_mlp=41, n_layers=3, d_head=20, seed=0)
-    found = compare(
+    comparison = compare(
         bridge, grown, tokens, p.logit_diff([3, 5], [4, 6]), n_patched=5, n_nodes=7, progress=False
     )
-    assert found.new["share"].abs().max() < 1e-6
-    assert found.circuits["jaccard"].min() == 1
+    assert comparison.new["share"].abs().max() < 1e-6
+    assert comparison.circuits["jaccard"].min() == 1
 
 
 @pytest.mark.parametrize(
@@ -537,8 +539,8 @@ def test_a_saved_model_grows_without_its_neuron_heads(tmp_path):
     bridge, tokens = boot("llama", torch.float32), prompts()
     logits = bridge(tokens)
     save(expose_neuron_heads(bridge, copy=True).model, tmp_path / "saved")
-    given = ["grow", str(tmp_path / "saved"), str(tmp_path / "grown"), "--d-mlp", "41"]
-    result = CliRunner().invoke(app, given)
+    arguments = ["grow", str(tmp_path / "saved"), str(tmp_path / "grown"), "--d-mlp", "41"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert relative(load(tmp_path / "grown")(tokens), logits) < FLOAT32
 
@@ -568,10 +570,10 @@ def test_refusals():
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(GrowthError, match="'dynamic'"):
         grow(bridged(model), STEPS["d_head"])
-    other = boot("llama")
-    other.original_model.model.norm._original_component.variance_epsilon = 0.5
+    changed = boot("llama")
+    changed.original_model.model.norm._original_component.variance_epsilon = 0.5
     with pytest.raises(GrowthError, match=r"variance_epsilon is 0.5; its configuration says"):
-        grow(other, d_mlp=41)
+        grow(changed, d_mlp=41)
     rotary = boot("llama")
     for module in rotary.original_model.modules():
         if "inv_freq" in module._buffers:

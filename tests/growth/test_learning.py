@@ -82,17 +82,17 @@ def test_zeros_are_dead(step):
 def test_seeds_and_equal_units(init):
     model = build("gelu")
     step = ex.compose(ex.AddNeurons(7), ex.AddNeurons(7), ex.AddHeads(2), ex.InsertLayer(1))
-    one, same, other = (
+    first, same, reseeded = (
         grow(model, step, init=INITS[init], seed=seed).model.state_dict() for seed in (3, 3, 4)
     )
-    for name in one:
-        assert torch.equal(one[name], same[name])
-    read = one["blocks.0.mlp.W_in"]
-    assert not torch.equal(read, other["blocks.0.mlp.W_in"])
+    for name in first:
+        assert torch.equal(first[name], same[name])
+    read = first["blocks.0.mlp.W_in"]
+    assert not torch.equal(read, reseeded["blocks.0.mlp.W_in"])
     distances = torch.cdist(read.T, read.T) + 9 * torch.eye(read.shape[1])
     assert distances.min() > 0.01  # no two neurons alike, of either growth
-    assert not torch.equal(one["blocks.0.attn.W_Q"][2], one["blocks.0.attn.W_Q"][3])
-    assert not torch.equal(one["blocks.0.mlp.W_in"][:, 37:], one["blocks.2.mlp.W_in"][:, 37:])
+    assert not torch.equal(first["blocks.0.attn.W_Q"][2], first["blocks.0.attn.W_Q"][3])
+    assert not torch.equal(first["blocks.0.mlp.W_in"][:, 37:], first["blocks.2.mlp.W_in"][:, 37:])
 
 
 @pytest.mark.parametrize("init", ["own", "normal"])
@@ -105,9 +105,9 @@ def test_no_layer_repeats_what_another_of_its_name_drew(init):
     steps = ex.AddNeurons(3, layers=[0]), ex.InsertLayer(0, like=1), ex.AddNeurons(3, layers=[0])
     grown = grow(convert(build("gelu")), ex.compose(*steps), init=INITS[init])
     tensors = read(grown.model).tensors
-    one, other = (tensors[f"blocks.{layer}.mlp.W_in"][:, -3:] for layer in (0, 1))
-    assert one.shape == other.shape
-    assert (one - other).abs().min() > 0
+    first, second = (tensors[f"blocks.{layer}.mlp.W_in"][:, -3:] for layer in (0, 1))
+    assert first.shape == second.shape
+    assert (first - second).abs().min() > 0
 
 
 def test_a_copied_head_is_one_head():
@@ -141,7 +141,7 @@ def test_own_is_transformerlens_own(mode):
         expected = larger.get_parameter(f"blocks.0.{of}")
         assert got.std().item() == pytest.approx(expected.std().item(), rel=0.05), of
         if mode.endswith("uniform"):
-            bounds = (each.abs().max().item() for each in (got, expected))
+            bounds = (logits_of.abs().max().item() for logits_of in (got, expected))
             assert next(bounds) == pytest.approx(next(bounds), rel=0.01)
     assert (grown.blocks[1].ln1.w == 1).all()
 
@@ -180,8 +180,8 @@ def test_grad_max_twice_makes_no_neuron_twice(dtype):
 
 def twice_the_mean(logits, batch):
     """As many batches of one as there are prompts add up: the mean, times their number."""
-    each = logits[:, :-1].log_softmax(-1).gather(-1, batch[:, 1:, None])
-    return -each.mean() * len(batch)
+    scores = logits[:, :-1].log_softmax(-1).gather(-1, batch[:, 1:, None])
+    return -scores.mean() * len(batch)
 
 
 class _Seeded:
@@ -201,9 +201,11 @@ def test_grad_max_leaves_the_rest_to_own():
     model = build("gelu")
     products = gradient_products(model, tokens())
     some = grad_max({0: products[0]})
-    one, other = (grow(model, all_steps(model), init=init).model for init in (some, None))
+    first, second = (grow(model, all_steps(model), init=init).model for init in (some, None))
     differing = [
-        name for name, p in one.named_parameters() if not torch.equal(p, other.get_parameter(name))
+        name
+        for name, p in first.named_parameters()
+        if not torch.equal(p, second.get_parameter(name))
     ]
     assert differing == ["blocks.0.mlp.W_in"]
     assert all(p.grad is None for p in model.parameters())

@@ -68,9 +68,9 @@ def test_all_six_at_once_and_twice_keep_logits_and_old_activations(name):
         (once, once.provenance),
         (twice, once.provenance.then(twice.provenance)),
     ):
-        found, new = grown.model.run_with_cache(prompts)
+        got, new = grown.model.run_with_cache(prompts)
         largest = logits.abs().max()
-        assert (found - logits).abs().max() < tolerance * largest
+        assert (got - logits).abs().max() < tolerance * largest
         for layer in range(2):
             for part in ("attn.hook_pattern", "attn.hook_z", "mlp.hook_post"):
                 old_name = f"blocks.{layer}.{part}"
@@ -93,9 +93,9 @@ def test_a_constraint_that_is_broken_changes_the_function(name):
     tensor = read(grown.model).tensors[name]  # the model's own, not a copy
     for zeros in grown.provenance.zeros:
         if zeros.name == name:
-            where = torch.meshgrid(*map(torch.tensor, zeros.indices), indexing="ij")
-            drawn = torch.arange(where[0].numel(), dtype=torch.float64).sin()
-            tensor[where] = drawn.reshape(where[0].shape)
+            index = torch.meshgrid(*map(torch.tensor, zeros.indices), indexing="ij")
+            drawn = torch.arange(index[0].numel(), dtype=torch.float64).sin()
+            tensor[index] = drawn.reshape(index[0].shape)
     assert (grown.model(prompts) - bridge(prompts)).abs().max() > 1e-3
 
 
@@ -152,8 +152,8 @@ def test_rotary_tables_come_along_as_they_are():
     grown = grow(bridge, **SIZES)
     assert (grown.model(prompts) - logits).abs().max() < EXACT * logits.abs().max()
     assert torch.equal(grown.shrink()(prompts), logits)
-    ours, theirs = (each.original_model.rotary.cos_cached for each in (bridge, grown.model))
-    assert ours.data_ptr() != theirs.data_ptr()
+    ours, before = (model.original_model.rotary.cos_cached for model in (bridge, grown.model))
+    assert ours.data_ptr() != before.data_ptr()
 
 
 def test_modules_that_are_not_what_the_configuration_says_are_refused():
@@ -166,10 +166,10 @@ def test_modules_that_are_not_what_the_configuration_says_are_refused():
         setattr(bridge.original_model.get_submodule(path), name, value)
         with pytest.raises(GrowthError, match=rf"{name} is {value}; its configuration says"):
             grow(bridge, d_mlp=41)
-    other = native("ln")
-    other.original_model.layers[0].mlp._original_component = torch.nn.Identity()
+    changed = native("ln")
+    changed.original_model.layers[0].mlp._original_component = torch.nn.Identity()
     with pytest.raises(GrowthError, match=r"layers.0.mlp is a Identity; .* says NativeMLP"):
-        grow(other, n_heads=3)
+        grow(changed, n_heads=3)
 
 
 def test_the_optimizer_goes_on():

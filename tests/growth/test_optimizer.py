@@ -127,19 +127,19 @@ def test_groups_keep_their_settings_frozen_parameters_stay_out_and_the_old_one_i
     grown = grow(model, **LARGER["rms"])
     new = grown.optimizer(optimizer, model)
     now = dict(grown.model.named_parameters())
-    found = {}
+    groups = {}
     for group in new.param_groups:
         assert len(group["param_names"]) == len(group["params"])
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             assert now[name] is parameter
-            found[name] = group
-    assert "embed.W_E" not in found
-    assert found["blocks.0.mlp.b_in"]["weight_decay"] == 0.0
-    assert found["blocks.3.mlp.b_in"]["weight_decay"] == 0.0  # of the new layer
-    assert found["blocks.3.mlp.W_in"]["lr"] == 3e-3
-    assert found["blocks.3.attn.W_K"]["lr"] == 3e-3  # drawn anew, not scaled
+            groups[name] = group
+    assert "embed.W_E" not in groups
+    assert groups["blocks.0.mlp.b_in"]["weight_decay"] == 0.0
+    assert groups["blocks.3.mlp.b_in"]["weight_decay"] == 0.0  # of the new layer
+    assert groups["blocks.3.mlp.W_in"]["lr"] == 3e-3
+    assert groups["blocks.3.attn.W_K"]["lr"] == 3e-3  # drawn anew, not scaled
     scale = grown.provenance.scales["blocks.0.attn.W_K"]
-    assert found["blocks.0.attn.W_K"]["lr"] == pytest.approx(3e-3 * scale)
+    assert groups["blocks.0.attn.W_K"]["lr"] == pytest.approx(3e-3 * scale)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for index, state in before["state"].items():
@@ -149,9 +149,9 @@ def test_groups_keep_their_settings_frozen_parameters_stay_out_and_the_old_one_i
 def test_other_optimizers_and_other_models_are_refused():
     model, optimizer = trained("rms", "adamw")
     grown = grow(model, d_mlp=41)
-    other = torch.optim.Adagrad(model.parameters())
+    adagrad = torch.optim.Adagrad(model.parameters())
     with pytest.raises(GrowthError, match="expected one of torch's SGD, Adam, AdamW"):
-        grown.optimizer(other, model)
+        grown.optimizer(adagrad, model)
     with pytest.raises(GrowthError, match="are not the model's"):
         grown.optimizer(optimizer, build("rms"))
 

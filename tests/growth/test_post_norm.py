@@ -59,11 +59,11 @@ def prompts():
 
 def state_of(model):
     """A state dict by transformers' names, without those of the bridge and of its base model."""
-    found = {}
+    values = {}
     for key, value in model.named_parameters(remove_duplicate=False):
         plain = key.replace("_original_component.", "").split(".", 1)[1]
-        found[plain] = value.detach()
-    return found
+        values[plain] = value.detach()
+    return values
 
 
 def by_hand(state, n_heads, tokens, is_roberta):
@@ -139,7 +139,7 @@ def test_zeros_that_are_broken_change_the_function(tensor):
     broken[broken == 0] = torch.randn_like(broken)[broken == 0]  # no constant: norms take that off
     logits = by_hand(state, grown.model.cfg.n_heads, tokens, is_roberta=False)
     assert relative(logits, model(tokens).logits) > 1e-2
-    assert tensor in {each.name for each in grown.provenance.zeros}
+    assert tensor in {zero.name for zero in grown.provenance.zeros}
 
 
 @torch.no_grad()
@@ -256,12 +256,14 @@ def test_compare():
     grown = grow(bridge, STEPS["all four"])
     assert host_of(expose_neuron_heads(bridge, copy=True).model).reads_centred()
     assert grown.provenance["L1N36"] == "L1N36"
-    assert grown.provenance.new_heads == tuple(f"L{at}H{h}" for at in range(2) for h in (2, 3, 4))
-    found = compare(
+    assert grown.provenance.new_heads == tuple(
+        f"L{layer}H{h}" for layer in range(2) for h in (2, 3, 4)
+    )
+    comparison = compare(
         bridge, grown, tokens, p.logit_diff([3, 5], [4, 6]), n_patched=5, n_nodes=0, progress=False
     )
-    assert found.new["share"].abs().max() < 1e-6
-    assert found.circuits["jaccard"].min() == 1
+    assert comparison.new["share"].abs().max() < 1e-6
+    assert comparison.circuits["jaccard"].min() == 1
 
 
 @torch.no_grad()
@@ -289,9 +291,9 @@ def test_products_for_grad_max():
         return logits.log_softmax(-1)[..., 3].mean()
 
     products = gradient_products(bridge, tokens, loss=loss)
-    for layer, found in products.items():
+    for layer, product in products.items():
         x, g = seen[2 * layer], seen[2 * layer + 1].grad
-        assert relative(found, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
+        assert relative(product, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
     grown = grow(bridge, d_mlp=41, init=grad_max(products))
     assert relative(grown.model(tokens), bridge(tokens)) < EXACT
     with pytest.raises(GrowthError, match="does not predict the next token; pass loss="):

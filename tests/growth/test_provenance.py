@@ -100,10 +100,10 @@ def test_moved_indices_in_the_middle():
 
 def test_a_bias_of_zeros_that_one_version_adds_is_no_difference():
     tensors = {"unembed.W_U": torch.arange(6.0).reshape(2, 3)}
-    one, other = identity_of(tensors), identity_of(tensors | {"unembed.b_U": torch.zeros(3)})
-    assert one.differences(other) == other.differences(one) == []
-    other = identity_of(tensors | {"unembed.b_U": torch.ones(3)})
-    assert one.differences(other) == other.differences(one) == ["unembed.b_U"]
+    identity, longer = identity_of(tensors), identity_of(tensors | {"unembed.b_U": torch.zeros(3)})
+    assert identity.differences(longer) == longer.differences(identity) == []
+    changed = identity_of(tensors | {"unembed.b_U": torch.ones(3)})
+    assert identity.differences(changed) == changed.differences(identity) == ["unembed.b_U"]
 
 
 @pytest.mark.parametrize("family", ["gelu", "local", "llama"])

@@ -103,7 +103,7 @@ def test_what_no_hookedtransformer_is(constants, reason):
     weights = read(build("rms"))
     weights = replace(weights, constants=replace(weights.constants, **constants))
     reasons = ex.WidenStream(3).reasons_against(weights)
-    assert [reason in each for each in reasons] == ([] if reason is None else [True])
+    assert [reason in text for text in reasons] == ([] if reason is None else [True])
     if "tied" in constants and reason is None:
         grown, _ = ex.WidenStream(3)(weights)
         assert (grown.tensors["unembed.W_U"][26:] == 0).all()  # as the embedding's columns are

@@ -46,7 +46,7 @@ def test_refused_after_training(model):
     with pytest.raises(GrowthError) as error:
         grown.shrink()
     for name in ("blocks.0.mlp.W_out", "blocks.0.attn.W_O", "blocks.1.mlp.b_out", "embed.W_E"):
-        assert any(each.startswith(f"{name}:") for each in error.value.reasons), name
+        assert any(reason.startswith(f"{name}:") for reason in error.value.reasons), name
     assert len(error.value.reasons) == len(set(error.value.reasons))
     dropped = grown.shrink(drop_new=True)
     assert dropped.cfg.d_mlp == 37
@@ -73,7 +73,7 @@ def test_one_zero_that_woke_is_named(model):
         grown.model.blocks[2].mlp.W_out[40, 3] = 1e-30
     with pytest.raises(GrowthError, match="cannot be shrunk") as error:
         grown.shrink()
-    assert [each.split(":")[0] for each in error.value.reasons] == ["blocks.2.mlp.W_out"]
+    assert [reason.split(":")[0] for reason in error.value.reasons] == ["blocks.2.mlp.W_out"]
     assert same_bits(grown.shrink(drop_new=True), model)
 
 

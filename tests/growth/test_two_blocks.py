@@ -31,8 +31,8 @@ PARTS = ("q", "v", "z", "attn_scores", "pattern")  # keys are scaled where width
 
 def growable(model):
     """All of the six that this model can grow by, one after another."""
-    each = steps(group=group_size(model))
-    return ex.compose(*(step for step in each.values() if not reasons(model, step)))
+    by_name = steps(group=group_size(model))
+    return ex.compose(*(step for step in by_name.values() if not reasons(model, step)))
 
 
 def reasons(model, step):
@@ -50,17 +50,17 @@ def worst_head(model, grown, old, new):
         here, there = HeadName.parse(label), HeadName.parse(grown.provenance[label])
         for part in PARTS:
             axis = 1 if part in ("attn_scores", "pattern") else 2
-            mine, now = old[here.hook(part, model)], new[there.hook(part, grown.model)]
-            shared = part == "v" and mine.shape[2] < model.blocks[here.block(model)].cfg.n_heads
+            before, now = old[here.hook(part, model)], new[there.hook(part, grown.model)]
+            shared = part == "v" and before.shape[2] < model.blocks[here.block(model)].cfg.n_heads
             if shared:  # by group
                 continue
-            mine = mine.select(axis, here.head_index(m))
-            now = now.select(axis, there.head_index(m))[..., : mine.shape[-1]]
+            before = before.select(axis, here.head_index(m))
+            now = now.select(axis, there.head_index(m))[..., : before.shape[-1]]
             if here.kind == "attention":  # queries that are normed, where the stream grew
                 seen = f"blocks.{here.layer}.attn.hook_{part}"
                 now = now / grown.provenance.activation_scales.get(seen, 1.0)
-            assert torch.equal(mine.isinf(), now.isinf())
-            worst = max(worst, relative(now.nan_to_num(neginf=0), mine.nan_to_num(neginf=0)))
+            assert torch.equal(before.isinf(), now.isinf())
+            worst = max(worst, relative(now.nan_to_num(neginf=0), before.nan_to_num(neginf=0)))
     return worst
 
 
@@ -69,9 +69,9 @@ def worst_stream(model, grown, old, new):
     worst = 0.0
     for block in range(model.cfg.n_layers):
         layer = int(grown.provenance[f"L{block // 2}"][1:])
-        mine = old[f"blocks.{block}.hook_resid_pre"]
+        stream = old[f"blocks.{block}.hook_resid_pre"]
         now = new[f"blocks.{2 * layer + block % 2}.hook_resid_pre"]
-        expected = mine - mine.mean(-1, keepdim=True) if grown.provenance.centred else mine
+        expected = stream - stream.mean(-1, keepdim=True) if grown.provenance.centred else stream
         worst = max(worst, relative(now[..., list(grown.provenance.coordinates)], expected))
     return worst
 
@@ -130,16 +130,16 @@ def test_some_layers_only(family, tmp_path):
     grown = grow(converted, partial(group), seed=5)
     sizes = grown.model.cfg.layer_sizes
     heads, width = converted.blocks[0].cfg.n_heads, converted.blocks[0].cfg.d_head
-    assert [each.d_mlp for each in sizes] == [42, 49, 37, 42]
-    assert [each.n_heads for each in sizes] == [heads, heads, heads + 2 * group, heads]
-    assert [each.d_head for each in sizes] == [width + 5, width, width, width]
-    assert [each.d_value for each in sizes] == [width, width, width + 3, width]
+    assert [size.d_mlp for size in sizes] == [42, 49, 37, 42]
+    assert [size.n_heads for size in sizes] == [heads, heads, heads + 2 * group, heads]
+    assert [size.d_head for size in sizes] == [width + 5, width, width, width]
+    assert [size.d_value for size in sizes] == [width, width, width + 3, width]
     assert grown.provenance["L1N36"] == "L2N36"
     assert grown.provenance.new_layers == ("L1",)
     assert grown.provenance.old_of(f"L2H{heads}") is None
     assert len(grown.model.blocks) == 8
     assert len(grown.model.all_head_labels(neurons=True)) == sum(
-        each.n_heads + each.d_mlp for each in sizes
+        size.n_heads + size.d_mlp for size in sizes
     )
     (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
@@ -175,8 +175,8 @@ def test_values_and_keys_apart(family):
         assert worst_head(converted, grown, old, new) < EXACT
         assert worst_stream(converted, grown, old, new) < EXACT
         for block in range(0, 6, 2):
-            found = [new[f"blocks.{block}.attn.hook_{part}"].shape[-1] for part in "qkvz"]
-            assert found == [width + d_head] * 2 + [width + d_value] * 2
+            widths = [new[f"blocks.{block}.attn.hook_{part}"].shape[-1] for part in "qkvz"]
+            assert widths == [width + d_head] * 2 + [width + d_value] * 2
         assert same_bits(grown.shrink(), converted)
         assert same_bits(grow(grown.model, then, seed=3).model, convert(both))
 
@@ -190,7 +190,7 @@ def test_layers_that_differ_are_brought_to_one_size():
     grown = grow(model, d_mlp=41, n_heads=12, d_head=16, n_layers=4, seed=1)
     assert len(set(grown.model.cfg.layer_sizes)) == 1
     # Its layers divided scores by one number, which is no √d_head: that is left as it is.
-    assert {each.attn_scale for each in grown.model.cfg.layer_sizes} == {13**0.5}
+    assert {sizes.attn_scale for sizes in grown.model.cfg.layer_sizes} == {13**0.5}
     assert relative(grown.model(tokens()), before) < EXACT
     assert grown.model.source_cfg.d_mlp == 41
     assert grown.provenance.new_heads[:3] == ("L0H6", "L0H7", "L0H8")
@@ -236,8 +236,11 @@ def test_bilinear_gates(family, heads):
 
 def test_another_seed_is_another_model():
     source = build("gelu")
-    one, other = grow(source, d_mlp=41, seed=3).model, grow(convert(source), d_mlp=41, seed=4).model
-    assert not same_bits(convert(one), other)
+    first, second = (
+        grow(source, d_mlp=41, seed=3).model,
+        grow(convert(source), d_mlp=41, seed=4).model,
+    )
+    assert not same_bits(convert(first), second)
 
 
 @torch.no_grad()
@@ -287,8 +290,8 @@ def test_parameters_are_known_by_their_names_in_the_source():
     assert named["blocks.1.attn.W_gate"] == "blocks.0.mlp.W_gate"
     assert named["blocks.1.ln1.w"] == "blocks.0.ln2.w"
     assert list(read(convert(source)).tensors) == list(named.values())
-    theirs = read(source).tensors
-    assert {name: tensor.shape for name, tensor in theirs.items()} == {
+    tensors = read(source).tensors
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
         name: tensor.shape for name, tensor in read(convert(source)).tensors.items()
     }
 
@@ -339,8 +342,8 @@ def test_patching_a_model_of_unequal_layers_is_patching_the_original(name):
         return torch.tensor(sweep.frame["value"].to_numpy())
 
     names = [f"L{layer}{part}" for layer in range(3) for part in ("H0", "H1", "N5", "N31")]
-    now = [grown.provenance[each] for each in names]
-    found = values(model, names)
-    assert relative(values(grown.model, now), found) < 1e-12
-    neighbours = [each.replace("N31", "N30") for each in now]  # the control
-    assert relative(values(grown.model, neighbours), found) > 1e-6
+    now = [grown.provenance[name] for name in names]
+    expected = values(model, names)
+    assert relative(values(grown.model, now), expected) < 1e-12
+    neighbours = [name.replace("N31", "N30") for name in now]  # the control
+    assert relative(values(grown.model, neighbours), expected) > 1e-6

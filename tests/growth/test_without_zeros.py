@@ -38,14 +38,14 @@ WRITTEN = {"neurons": "W_out", "heads": "W_O", "width": "W_O", "stream": "W_out"
 
 def possible(model):
     """The expansions of odd numbers that this model can have, one after another."""
-    found = []
+    steps_so_far = []
     for step in steps(group=3 * group_size(model)).values():
         try:
             grow(model, step)
-            found.append(step)
+            steps_so_far.append(step)
         except GrowthError:
             pass
-    return ex.compose(*found)
+    return ex.compose(*steps_so_far)
 
 
 def is_new(grown, name):
@@ -170,7 +170,7 @@ def test_broken_pairs_change_the_function_and_are_refused(init):
     assert relative(grown.model(tokens()), model(tokens())) > 1e-6
     with pytest.raises(GrowthError, match="were equal or opposite") as error:
         grown.shrink()
-    assert [each.split(":")[0] for each in error.value.reasons] == ["blocks.1.mlp.W_in"]
+    assert [reason.split(":")[0] for reason in error.value.reasons] == ["blocks.1.mlp.W_in"]
     assert same_bits(grown.shrink(drop_new=True), model)  # nothing else was touched
 
 
@@ -219,9 +219,9 @@ def test_moments_are_those_of_the_grown_models_own_gradients():
     grown.model(tokens(), return_type="loss").backward()
     for group in new.param_groups:
         for parameter in group["params"]:
-            found, g = new.state[parameter], parameter.grad
-            torch.testing.assert_close(found["exp_avg"], 0.1 * g, rtol=1e-9, atol=1e-15)
-            torch.testing.assert_close(found["exp_avg_sq"], 1e-3 * g**2, rtol=1e-9, atol=1e-18)
+            state, g = new.state[parameter], parameter.grad
+            torch.testing.assert_close(state["exp_avg"], 0.1 * g, rtol=1e-9, atol=1e-15)
+            torch.testing.assert_close(state["exp_avg_sq"], 1e-3 * g**2, rtol=1e-9, atol=1e-18)
 
 
 @pytest.mark.parametrize("init", INITS)

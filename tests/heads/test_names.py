@@ -33,7 +33,7 @@ def points(name, model):
     return {point: name.hook(point, model) for point in IN_PLACE}
 
 
-def ablated(model, at, index):
+def ablated(model, hook_name, index):
     """The logits where one head puts out nothing, and whether anything was there."""
     seen = []
 
@@ -41,7 +41,7 @@ def ablated(model, at, index):
         seen.append(x[:, :, index].abs().max())
         return x.index_fill(2, torch.tensor(index), 0.0)
 
-    logits = model.run_with_hooks(tokens(), fwd_hooks=[(at, silence)])
+    logits = model.run_with_hooks(tokens(), fwd_hooks=[(hook_name, silence)])
     (largest,) = seen
     assert largest > 0
     return logits

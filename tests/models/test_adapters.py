@@ -164,15 +164,15 @@ def test_a_merged_adapter_is_served(name):
     expected = bridge(tokens())
     plain = bridges.boot(name)
     assert not torch.allclose(expected, plain(tokens()))
-    for block, other in zip(bridge.blocks, plain.blocks, strict=True):
+    for block, plain_block in zip(bridge.blocks, plain.blocks, strict=True):
         layer = block.mlp.out.original_component
         layer.merge()
         block.mlp.out.set_original_component(layer.get_base_layer())
-        other.mlp.out.original_component.weight.copy_(layer.get_base_layer().weight)
+        plain_block.mlp.out.original_component.weight.copy_(layer.get_base_layer().weight)
     torch.testing.assert_close(bridge(tokens()), expected)
     lens.expose_neuron_heads(plain)
-    for one, other in zip(*(_scores(model) for model in (bridge, plain)), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for first, second in zip(*(_scores(model) for model in (bridge, plain)), strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def _scores(model):
@@ -255,14 +255,14 @@ def test_torch_hooks_belong_on_the_module_in_a_part(family, part, head, kind):
     for model in (bridge, plain):
         lens.expose_neuron_heads(model)
     outer = bridge.blocks[1].get_submodule(part)
-    inner, other = (
+    inner, added_to = (
         model.blocks[1].get_submodule(part).original_component for model in (bridge, plain)
     )
     transposed = isinstance(inner, nn.Linear)
     d_in, d_out = inner.weight.shape[::-1] if transposed else inner.weight.shape
     A = torch.randn(d_in, d_out, dtype=torch.float64)
     if kind != "looks":
-        other.weight += A.T if transposed else A
+        added_to.weight += A.T if transposed else A
 
     seen = []
     handles = attach(outer, kind, A, seen)
@@ -335,22 +335,22 @@ def test_an_mlp_that_was_replaced_is_named_and_can_be_undone(build_both):
 def test_weights_of_a_hooked_transformer_that_are_replaced_are_read():
     from models import build
 
-    model, other = build("gelu", d_vocab_out=41), build("gelu", d_vocab_out=41)
+    model, twin = build("gelu", d_vocab_out=41), build("gelu", d_vocab_out=41)
     lens.expose_neuron_heads(model)
-    for each in (model, other):
-        each.blocks[1].mlp.W_out = nn.Parameter(
+    for host in (model, twin):
+        host.blocks[1].mlp.W_out = nn.Parameter(
             torch.randn(37, 26, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
         )
-    lens.expose_neuron_heads(other)
-    for one, another in zip(*map(_scores, (model, other)), strict=True):
+    lens.expose_neuron_heads(twin)
+    for one, another in zip(*map(_scores, (model, twin)), strict=True):
         assert torch.equal(one, another)
     parametrize.register_parametrization(model.blocks[1].mlp, "W_out", nn.Tanh())
     with pytest.raises(lens.InputError, match="its mlp is a Parametrized"):
         RUNS["sweep"](model)
-    handle = other.blocks[1].mlp.register_forward_hook(lambda module, args, output: output / 2)
+    handle = twin.blocks[1].mlp.register_forward_hook(lambda module, args, output: output / 2)
     for name in ("sweep", "top_compositions"):
         with pytest.raises(lens.InputError, match=r"hooks are attached.*blocks\.1\.mlp"):
-            RUNS[name](other)
+            RUNS[name](twin)
     handle.remove()
     converted = lens.convert(build("gelu"))
     converted.blocks[3].attn = Adapted(converted.blocks[3].attn, 26, 26)

@@ -163,8 +163,8 @@ def test_gradients(name):
         net(tokens()).square().mean().backward()
     for block, mlp in zip(model.blocks[1::2], [b.mlp for b in oracle.blocks], strict=True):
         for weight in ("W_in", "b_in", "W_out", "b_out"):
-            ours, theirs = getattr(block.attn, weight).grad, getattr(mlp, weight).grad
-            assert (ours - theirs).abs().max() <= 1e-11 * theirs.abs().max()
+            ours, expected = getattr(block.attn, weight).grad, getattr(mlp, weight).grad
+            assert (ours - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "silu"])
@@ -254,9 +254,9 @@ def test_parts_sum_to_the_stream(name):
     assert labels[D_MLP + 29] == "L1N29"
     heads, names = cache.stack_head_results(return_labels=True, neurons=True)
     assert names == model.all_head_labels(neurons=True)
-    own = [i for i, label in enumerate(names) if label.split(".")[0] == "L1N29"]
-    assert len(own) == model.heads_per_neuron
-    assert relative(heads[own].sum(0), neurons[D_MLP + 29]) <= 1e-11
+    rows = [i for i, label in enumerate(names) if label.split(".")[0] == "L1N29"]
+    assert len(rows) == model.heads_per_neuron
+    assert relative(heads[rows].sum(0), neurons[D_MLP + 29]) <= 1e-11
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "relu"])
@@ -335,9 +335,9 @@ def test_verify_notices():
     assert not verify(source, model, tokens()).ok
     vars(model.cfg)["act_fn"] = "gelu"
     for edit in ("W_in", "W_out", "b_out"):
-        other = bilinear(source, copy_weights=True)
-        getattr(other.blocks[3].attn, edit).data.mul_(1 + 1e-6)
-        assert not verify(source, other, tokens()).ok
+        edited = bilinear(source, copy_weights=True)
+        getattr(edited.blocks[3].attn, edit).data.mul_(1 + 1e-6)
+        assert not verify(source, edited, tokens()).ok
     assert not verify(build("gelu", scale=0.39), model, tokens()).ok
     source = build("llama")
     model = convert(source, gate=Bilinear(calibration=calibrate(source, tokens(seed=1)[:1, :1])))
@@ -363,27 +363,27 @@ def test_each_layer_has_its_own_range():
 
 def test_calibration():
     source = build("llama")
-    found = calibrate(source, tokens(), margin=2.0)
-    for layer, limit in enumerate(found.ranges):
+    calibration = calibrate(source, tokens(), margin=2.0)
+    for layer, limit in enumerate(calibration.ranges):
         seen = []
         source.run_with_hooks(
             tokens(),
             fwd_hooks=[(f"blocks.{layer}.mlp.hook_pre", lambda g, hook, seen=seen: seen.append(g))],
         )
         assert limit == pytest.approx(2.0 * seen[0].abs().max().item())
-    assert found.n_tokens == 22
+    assert calibration.n_tokens == 22
     for margin in (0.5, None, "2", float("inf")):
         with pytest.raises(ValueError, match=f"got margin={margin!r}"):
             calibrate(source, tokens(), margin=margin)
     with pytest.raises(UnsupportedModelError, match="are not gated"):
         calibrate(build("gelu"), tokens())
-    for given, message in (
+    for inputs, message in (
         (torch.tensor([[0, 41]]), "values from 0 to 41"),
         (torch.zeros((0, 3), dtype=torch.long), r"int64 \[0, 3\]"),
         ("a text", "no tokenizer"),
     ):
         with pytest.raises(UnsupportedCallError, match=message):
-            calibrate(source, given)
+            calibrate(source, inputs)
     source.blocks[1].mlp.W_gate.data[0, 0] = math.inf
     with pytest.raises(UnsupportedModelError, match=r"not finite in layers \[1, 2\]"):
         calibrate(source, tokens())

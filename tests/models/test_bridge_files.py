@@ -31,12 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 def same(a, b):
     """One model: every tensor by name, every hook, logits and cache; and an edit of a neuron."""
     assert type(a) is type(b)
-    mine, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
-    assert list(mine) == list(theirs)
-    for name in mine:
-        assert mine[name].dtype == theirs[name].dtype, name
-        assert torch.equal(mine[name], theirs[name]), name
-        assert mine[name].requires_grad == theirs[name].requires_grad, name
+    tensors, expected = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
+    assert list(tensors) == list(expected)
+    for name in tensors:
+        assert tensors[name].dtype == expected[name].dtype, name
+        assert torch.equal(tensors[name], expected[name]), name
+        assert tensors[name].requires_grad == expected[name].requires_grad, name
     assert set(a.hook_dict) == set(b.hook_dict)
     assert torch.equal(a(tokens()), b(tokens()))
     logits, cache = a.run_with_cache(tokens())
@@ -97,10 +97,10 @@ def test_bilinear_gates(name, tmp_path):
     assert torch.equal(loaded(tokens()), model(tokens()))
     assert not torch.equal(loaded(tokens()), source(tokens()))
     _, cache = loaded.run_with_cache(tokens())
-    _, theirs = model.run_with_cache(tokens())
+    _, expected_cache = model.run_with_cache(tokens())
     assert cache[mlp_hook("pattern")].shape == (2, 8 * 37, 11, 2)
     for name in ("L1N29.0", "L0N7.7"):
-        assert torch.equal(neuron_pattern(cache, name), neuron_pattern(theirs, name))
+        assert torch.equal(neuron_pattern(cache, name), neuron_pattern(expected_cache, name))
 
 
 @torch.no_grad()
@@ -125,8 +125,8 @@ def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
     """Joint attention: q is a view of the one weight, in the model and again when it is loaded."""
     model = exposed_copy(boot("gpt2"))
     loaded = load(save(model, tmp_path / "saved"))
-    for each in (model, loaded):
-        attn = each.blocks[0].attn
+    for host in (model, loaded):
+        attn = host.blocks[0].attn
         assert attn.q.weight.untyped_storage().data_ptr() == (
             attn.qkv.weight.untyped_storage().data_ptr()
         )
@@ -248,9 +248,9 @@ def _flip(folder):
 
 
 def _rename(folder):
-    found = load_file(folder / "model.safetensors")
-    found["another"] = found.pop(sorted(found)[0])
-    save_file(found, folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["another"] = tensors.pop(sorted(tensors)[0])
+    save_file(tensors, folder / "model.safetensors")
     digest_again(folder / MANIFEST, "model.safetensors")
 
 
@@ -312,12 +312,12 @@ def test_tensors_that_overlap_are_written_once_and_share_memory_again():
     placements, flat = pack(named)
     assert set(flat) == {"early", "across", "part", "empty"}
     assert len(flat["part"]) == 8  # and nothing of what it is a part of
-    found = unpack(json.loads(json.dumps(placements)), flat)
+    unpacked = unpack(json.loads(json.dumps(placements)), flat)
     for name, tensor in named.items():
-        assert torch.equal(found[name], tensor)
-        assert found[name].stride() == tensor.stride()
-    found["early"][5] = -1.0  # memory[7]
-    assert found["late"][0] == -1.0
+        assert torch.equal(unpacked[name], tensor)
+        assert unpacked[name].stride() == tensor.stride()
+    unpacked["early"][5] = -1.0  # memory[7]
+    assert unpacked["late"][0] == -1.0
     assert memory[7] == 7.0
     with pytest.raises(CheckpointError, match="of another type"):
         pack({"numbers": memory, "bits": memory.view(torch.int32)})

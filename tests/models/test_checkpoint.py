@@ -24,17 +24,17 @@ KINDS = ("gelu", "llama", "ln_pre", "relu", "local", "alibi", "parallel", "gemma
 
 
 def same(a, b):
-    state, other = a.state_dict(), b.state_dict()
-    assert list(state) == list(other)
-    assert all(torch.equal(state[key], other[key]) for key in state)
+    state, expected = a.state_dict(), b.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in state)
     logits, cache = a.run_with_cache(tokens())
     again, cached = b.run_with_cache(tokens())
     assert torch.equal(logits, again)
     assert list(cache) == list(cached)
     assert all(torch.equal(cache[key], cached[key]) for key in cache.keys())  # noqa: SIM118
-    mine, theirs = (vars(model.source_cfg) for model in (a, b))
-    assert {k: v for k, v in mine.items() if k != "device"} == {
-        k: v for k, v in theirs.items() if k != "device"
+    cfg, expected = (vars(model.source_cfg) for model in (a, b))
+    assert {k: v for k, v in cfg.items() if k != "device"} == {
+        k: v for k, v in expected.items() if k != "device"
     }
 
 
@@ -257,9 +257,9 @@ def unknown_activation(folder):
 
 
 def tensors_exchanged(folder):
-    found = load_file(folder / "model.safetensors")
-    found["blocks.9.attn.W_in"] = found.pop("blocks.1.attn.W_in")
-    save_file(found, folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["blocks.9.attn.W_in"] = tensors.pop("blocks.1.attn.W_in")
+    save_file(tensors, folder / "model.safetensors")
     digest_again(folder / MANIFEST, "model.safetensors")
 
 
@@ -435,14 +435,14 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
     make(tmp_path / "folder")
     tensors, *others = read(tmp_path / "folder")
     refused = 0
-    for where in flips(tmp_path / "folder"):
+    for change in flips(tmp_path / "folder"):
         try:
-            again, *found = read(tmp_path / "folder")
+            again, *rest = read(tmp_path / "folder")
         except CheckpointError:
             refused += 1
             continue
-        assert found == others, where
-        assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), where
+        assert rest == others, change
+        assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), change
     assert refused > 20
 
 
@@ -520,8 +520,8 @@ def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):
     folder.mkdir()
     source_folder(folder)
     config = json.loads((folder / "config.json").read_text())
-    theirs = {"tokenizer_name": "somebody/else", "trust_remote_code": True}
-    (folder / "config.json").write_text(json.dumps(config | theirs))
+    options = {"tokenizer_name": "somebody/else", "trust_remote_code": True}
+    (folder / "config.json").write_text(json.dumps(config | options))
     model = load_source(folder)
     assert model.tokenizer.get_vocab()["w3"] == 7
     assert not model.cfg.trust_remote_code

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import POS, relative, tokens
-from models import CORE, FAMILIES, build
+from models import CORE, FAMILIES, STRUCTURES, build
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from attn_only_lens import GATES, convert, verify
@@ -42,7 +42,7 @@ def test_lower_precision(name, dtype):
 def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
     """The truth is the same weights in float64, which `test_float64` holds to 1e-12."""
     ratios = []
-    for name in FAMILIES:
+    for name in STRUCTURES:
         model = build(name, dtype=dtype, scale=0.2)
         expected = model(tokens())
         hooked, _ = convert(model).run_with_cache(tokens())
@@ -81,17 +81,17 @@ def test_gradients(name):
     for net, tolerance in ((plain, silent), (hooked, 1e-11)):
         grads = [p.grad for p in net.parameters()]
         assert len(grads) == len(expected)
-        for ours, (key, theirs) in _matched(net, expected):
-            if theirs is None:
+        for ours, (key, reference) in _matched(net, expected):
+            if reference is None:
                 assert ours is None
                 continue
-            assert ours.shape == theirs.shape, key
+            assert ours.shape == reference.shape, key
             if tolerance == 0.0:
-                assert torch.equal(ours, theirs), key
+                assert torch.equal(ours, reference), key
             else:
                 # A key bias has no gradient but rounding noise: judged against the others'.
-                scale = max(theirs.abs().max(), 1e-4 * largest)
-                assert (ours - theirs).abs().max() <= tolerance * scale, key
+                scale = max(reference.abs().max(), 1e-4 * largest)
+                assert (ours - reference).abs().max() <= tolerance * scale, key
 
 
 def _matched(net, expected):

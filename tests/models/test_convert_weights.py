@@ -26,9 +26,9 @@ def test_shared_by_default(name):
 @pytest.mark.parametrize("name", CORE)
 def test_own_when_asked(name):
     model = build(name)
-    own = convert(model, copy_weights=True)
-    assert {p.untyped_storage().data_ptr() for p in own.parameters()}.isdisjoint(storages(model))
-    assert torch.equal(own(tokens()), model(tokens()))
+    copied = convert(model, copy_weights=True)
+    assert {p.untyped_storage().data_ptr() for p in copied.parameters()}.isdisjoint(storages(model))
+    assert torch.equal(copied(tokens()), model(tokens()))
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -76,11 +76,11 @@ def test_copies_and_files(name):
     loaded = torch.load(buffer, weights_only=False)
     filled = convert(build(name, scale=0.1))
     filled.load_state_dict(converted.state_dict())
-    for other in (twin, loaded, filled):
-        assert torch.equal(other(tokens()), expected)
-        assert other.blocks[1].attn.cfg.n_heads == 37
-        other.set_use_attn_result(True)  # a block's cfg is a live view of its own model's
-        assert other.blocks[1].attn.cfg.use_attn_result
+    for model in (twin, loaded, filled):
+        assert torch.equal(model(tokens()), expected)
+        assert model.blocks[1].attn.cfg.n_heads == 37
+        model.set_use_attn_result(True)  # a block's cfg is a live view of its own model's
+        assert model.blocks[1].attn.cfg.use_attn_result
     assert not converted.cfg.use_attn_result
     assert storages(twin).isdisjoint(storages(converted))
 

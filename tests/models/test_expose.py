@@ -40,19 +40,19 @@ def test_logits_and_every_hook(name):
     """Bitwise without new hooks, to rounding with them; heads as `convert` has them."""
     model, converted = build(name), convert(build(name))
     before = state(model)
-    expected, theirs = model.run_with_cache(tokens())
+    expected, expected_cache = model.run_with_cache(tokens())
     _, heads = converted.run_with_cache(tokens())
     exposed = expose_neuron_heads(model)
     assert torch.equal(model(tokens()), expected)
-    silent, kept = model.run_with_cache(tokens(), names_filter=list(theirs))
+    silent, kept = model.run_with_cache(tokens(), names_filter=list(expected_cache))
     assert torch.equal(silent, expected)
-    assert all(torch.equal(kept[key], theirs[key]) for key in theirs)
+    assert all(torch.equal(kept[key], expected_cache[key]) for key in expected_cache)
     model.set_use_attn_result(True)
     logits, cache = model.run_with_cache(tokens())
     assert relative(logits, expected) <= EXACT
-    for key in theirs:
-        finite = theirs[key].isfinite()
-        assert relative(cache[key][finite], theirs[key][finite]) <= EXACT
+    for key in expected_cache:
+        finite = expected_cache[key].isfinite()
+        assert relative(cache[key][finite], expected_cache[key][finite]) <= EXACT
     for layer in range(N_LAYERS):
         assert cache[mlp_hook("result", layer)].shape == (2, POS, D_MLP, 26)
         for point in POINTS[:-1]:
@@ -234,9 +234,9 @@ def test_accessors_and_a_copy():
     model = build("llama")
     _, twin = convert(model).run_with_cache(tokens())
     with expose_neuron_heads(model):
-        other = copy.deepcopy(model)
-        for each in (model, other):
-            _, cache = each.run_with_cache(tokens())
+        copied = copy.deepcopy(model)
+        for host in (model, copied):
+            _, cache = host.run_with_cache(tokens())
             for read in (neuron_pattern, neuron_gate, dense_pattern):
                 got = read(cache, "L1N29")
                 torch.testing.assert_close(got, read(twin, "L1N29"), rtol=1e-10, atol=1e-12)
@@ -247,7 +247,7 @@ def test_accessors_and_a_copy():
     _, plain = model.run_with_cache(tokens())
     with pytest.raises(UnsupportedCallError, match="converted or exposed"):
         neuron_pattern(plain, "L1N29")
-    assert mlp_hook("q", 0) in other.hook_dict, "the copy is exposed still"
+    assert mlp_hook("q", 0) in copied.hook_dict, "the copy is exposed still"
 
 
 @pytest.mark.parametrize("name", [*CORE, "relu", "silu"])
@@ -322,9 +322,9 @@ def test_refused_and_left_alone(spoil, reason):
 
 
 def test_refused_by_kind():
-    for other in (3, convert(build("gelu"))):
+    for bad in (3, convert(build("gelu"))):
         with pytest.raises(UnsupportedModelError):
-            expose_neuron_heads(other)
+            expose_neuron_heads(bad)
     cfg = HookedTransformerConfig(
         n_layers=1, d_model=26, n_heads=2, d_head=13, d_vocab=41, n_ctx=17, attn_only=True
     )
@@ -386,8 +386,8 @@ def test_threads_share_a_model(name, gate, live):
     with model.hooks(fwd_hooks=edits[live]):
         expected = [model(x) for x in inputs]
         wait[0] = meeting(inputs)
-        found = in_threads(torch.no_grad()(model), inputs)
-    for results, one in zip(found, expected, strict=True):
+        results_of_all = in_threads(torch.no_grad()(model), inputs)
+    for results, one in zip(results_of_all, expected, strict=True):
         assert all(torch.equal(result, one) for result in results)
 
 

@@ -63,25 +63,25 @@ def test_logits_and_every_hook(name, compatible):
         compatibility_mode(bridge, name)
     before = state(bridge)
     exposed = expose_neuron_heads(bridge)
-    for each in [twin] * (compatible != "never") + [bridge] * (compatible == "after"):
-        compatibility_mode(each, name)
-    expected, theirs = twin(x), twin.run_with_cache(x)[1]
+    for host in [twin] * (compatible != "never") + [bridge] * (compatible == "after"):
+        compatibility_mode(host, name)
+    expected, expected_cache = twin(x), twin.run_with_cache(x)[1]
     assert torch.equal(bridge(x), expected)
     logits, cache = bridge.run_with_cache(x)
     assert relative(logits, expected) <= bound
-    assert set(cache) - set(theirs) == {
+    assert set(cache) - set(expected_cache) == {
         mlp_hook(point, layer)
         for layer in (0, 1)
         for point in ("q", "k", "v", "attn_scores", "pattern", "z")
     }
-    same(cache, theirs, bound)
-    pos = theirs[out_in()].shape[1]
+    same(cache, expected_cache, bound)
+    pos = expected_cache[out_in()].shape[1]
     for point in ("q", "k", "v", "z"):
         assert cache[mlp_hook(point)].shape == (BATCH, pos, D_MLP, 1)
     for point in ("attn_scores", "pattern"):
         assert cache[mlp_hook(point)].shape == (BATCH, D_MLP, pos, 2)
     z = cache[mlp_hook("z")].squeeze(-1)
-    assert relative(z, theirs[out_in()]) <= bound
+    assert relative(z, expected_cache[out_in()]) <= bound
     pattern = neuron_pattern(cache, "L1N29")
     v = cache[mlp_hook("v")][..., NEURON, 0]
     assert relative(pattern[..., 0] * v, z[..., NEURON]) <= bound
@@ -284,7 +284,7 @@ def test_a_hook_may_run_its_own_mlp_alone(name):
     x = torch.linspace(-1, 1, 2 * bridge.cfg.d_model, dtype=torch.float64).view(1, 2, -1)
     expected, inner = bridge(tokens()), bridge.blocks[1].mlp(x)
     exposed = expose_neuron_heads(bridge)
-    points = [each for each in bridge.hook_dict if each.startswith("blocks.1.mlp.")]
+    points = [name for name in bridge.hook_dict if name.startswith("blocks.1.mlp.")]
     ran = 0
     for point in points:
         seen = []

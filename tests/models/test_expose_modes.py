@@ -21,8 +21,8 @@ KEEP = [(mlp_hook("q"), lambda q, hook: None), (mlp_hook("z"), lambda z, hook: N
 def test_training_mode_with_dropout_behind_w_out(when):
     """GPT-2's: the same seed gives the same numbers, and what heads write is not dropped."""
     bridge, twin = boot("gpt2"), boot("gpt2")
-    for each in (bridge, twin):
-        for module in each.original_model.modules():
+    for host in (bridge, twin):
+        for module in host.original_model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.3
     if when == "before":
@@ -53,28 +53,28 @@ def test_copies_weights_and_casts(name):
     after = bridge.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[key], before[key]) for key in before)
-    other = copy.deepcopy(bridge)
-    assert torch.equal(other(tokens()), expected)
+    copied = copy.deepcopy(bridge)
+    assert torch.equal(copied(tokens()), expected)
     by_z = bridge.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     # A copy is exposed, has heads of its own, and can be undone alone.
-    assert other.blocks[1].mlp._neuron_heads.mlp is other.blocks[1].mlp
-    edited = other.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
+    assert copied.blocks[1].mlp._neuron_heads.mlp is copied.blocks[1].mlp
+    edited = copied.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     assert torch.equal(edited, by_z)
     assert not torch.equal(by_z, expected)
-    for parameter in other.original_model.parameters():
+    for parameter in copied.original_model.parameters():
         parameter.zero_()
     assert torch.equal(bridge(tokens()), expected)
     # New weights are the heads' at once.
-    other.original_model.load_state_dict(bridge.original_model.state_dict())
-    logits, cache = other.run_with_cache(tokens())
+    copied.original_model.load_state_dict(bridge.original_model.state_dict())
+    logits, cache = copied.run_with_cache(tokens())
     assert relative(logits, expected) <= EXACT
-    other.to(torch.float32)
-    logits, cache = other.run_with_cache(tokens())
+    copied.to(torch.float32)
+    logits, cache = copied.run_with_cache(tokens())
     assert logits.dtype == cache[mlp_hook("z")].dtype == torch.float32
     assert relative(logits, expected) <= 2e-5
     exposed.undo()
     assert type(bridge) is TransformerBridge
-    assert mlp_hook("z") in other.hook_dict, "the copy is exposed still"
+    assert mlp_hook("z") in copied.hook_dict, "the copy is exposed still"
 
 
 @torch.no_grad()
@@ -169,9 +169,9 @@ def test_a_copy_has_nothing_of_a_pass_that_broke_off():
         assert not left
         bridge.blocks[1].mlp.get_submodule("in")(torch.ones(2, 11, 26, dtype=torch.float64))
         assert left, "half an MLP, run by hand"
-        other = copy.deepcopy(bridge)
-        assert not other.blocks[1].mlp._neuron_heads.passing.values
-        assert torch.equal(other(tokens()), expected)
+        copied = copy.deepcopy(bridge)
+        assert not copied.blocks[1].mlp._neuron_heads.passing.values
+        assert torch.equal(copied(tokens()), expected)
         assert torch.equal(bridge(tokens()), expected)
 
 
@@ -198,9 +198,9 @@ def test_threads_share_a_bridge(name, gate):
         expected = [bridge(x) for x in inputs]
         act = bridge.original_model.get_submodule(ACT[name])
         handle = act.register_forward_hook(meeting(inputs))
-        found = in_threads(torch.no_grad()(bridge), inputs)
+        results_of_all = in_threads(torch.no_grad()(bridge), inputs)
         handle.remove()
-    for results, one in zip(found, expected, strict=True):
+    for results, one in zip(results_of_all, expected, strict=True):
         assert all(torch.equal(result, one) for result in results)
 
 
@@ -240,7 +240,7 @@ def test_inference_mode(name, gate):
         gate = Bilinear(calibration=calibrate(twin, tokens()) if ranged else None)
     expose_neuron_heads(twin, gate=gate)
     with torch.no_grad():
-        expected, theirs = twin.run_with_cache(tokens())
+        expected, expected_cache = twin.run_with_cache(tokens())
         edited = twin.run_with_hooks(tokens(), fwd_hooks=drop_one)
         text = twin.generate(tokens()[:1, :5], **generate)
     with torch.inference_mode():
@@ -248,7 +248,7 @@ def test_inference_mode(name, gate):
         expose_neuron_heads(bridge, gate=gate)
         logits, cache = bridge.run_with_cache(tokens())
         assert torch.equal(logits, expected)
-        assert all(torch.equal(cache[key], theirs[key]) for key in theirs)
+        assert all(torch.equal(cache[key], expected_cache[key]) for key in expected_cache)
         assert torch.equal(bridge.run_with_hooks(tokens(), fwd_hooks=drop_one), edited)
         assert torch.equal(bridge.generate(tokens()[:1, :5], **generate), text)
     for model in (bridge, converted):
@@ -262,15 +262,15 @@ def test_processed_while_exposed(name):
     """Expose, process weights, undo: what processing alone makes of the model."""
     bridge, twin = boot(name), boot(name)
     exposed = expose_neuron_heads(bridge)
-    for each in (bridge, twin):
-        each.enable_compatibility_mode(disable_warnings=True)
+    for host in (bridge, twin):
+        host.enable_compatibility_mode(disable_warnings=True)
     logits, cache = bridge.run_with_cache(tokens())
-    expected, theirs = twin.run_with_cache(tokens())
-    same(cache, theirs)
+    expected, expected_cache = twin.run_with_cache(tokens())
+    same(cache, expected_cache)
     assert relative(logits, expected) <= EXACT
     assert cache[mlp_hook("z")].squeeze(-1).equal(cache["blocks.1.mlp.hook_post"])
     exposed.undo()
     assert list(bridge.hook_dict) == list(twin.hook_dict)
     _, cache = bridge.run_with_cache(tokens())
-    assert set(cache) == set(theirs)
+    assert set(cache) == set(expected_cache)
     assert torch.equal(bridge(tokens()), twin(tokens()))

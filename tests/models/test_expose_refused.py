@@ -303,7 +303,7 @@ def test_a_failure_on_the_way_leaves_nothing(monkeypatch):
 
 
 def test_another_object():
-    for other in (3, nn.Linear(2, 2), types.SimpleNamespace(blocks=[])):
+    for bad in (3, nn.Linear(2, 2), types.SimpleNamespace(blocks=[])):
         with pytest.raises(UnsupportedModelError, match="TransformerBridge"):
-            expose_neuron_heads(other)
+            expose_neuron_heads(bad)
     assert SIZES["intermediate_size"] == D_MLP

@@ -70,7 +70,7 @@ def unchanged(before, model):
 @torch.no_grad()
 def test_same_function_and_the_callers_bridge_untouched(name, state, copy_weights):
     bridge, twin = boot(name, torch.float32, state), boot(name, torch.float32, state)
-    expected, theirs = twin.run_with_cache(tokens())
+    expected, expected_cache = twin.run_with_cache(tokens())
     before = snapshot(bridge)
     converted = exposed_copy(bridge, copy_weights=copy_weights)
     assert type(bridge) is TransformerBridge
@@ -78,7 +78,7 @@ def test_same_function_and_the_callers_bridge_untouched(name, state, copy_weight
     assert torch.equal(converted(tokens()), expected)
     logits, cache = converted.run_with_cache(tokens())
     assert relative(logits, expected) <= 2e-5
-    assert set(theirs) < set(cache)
+    assert set(expected_cache) < set(cache)
     assert mlp_hook("pattern") in cache
     assert converted.cfg.dtype == torch.float32
     mode = {n: m.training for n, m in bridge.named_modules()}
@@ -93,26 +93,26 @@ def test_same_function_and_the_callers_bridge_untouched(name, state, copy_weight
 def test_weights_are_shared_or_copied(name, state):
     """The control of each is the other: a weight changed in the source moves one copy alone."""
     bridge = boot(name, torch.float32, state)
-    sharing, own = exposed_copy(bridge), exposed_copy(bridge, copy_weights=True)
+    sharing, copied = exposed_copy(bridge), exposed_copy(bridge, copy_weights=True)
     assert storages(sharing) == storages(bridge)
-    assert not storages(own) & storages(bridge)
-    assert len(storages(own)) == len(storages(bridge))
+    assert not storages(copied) & storages(bridge)
+    assert len(storages(copied)) == len(storages(bridge))
     expected = bridge(tokens())
     # Whole weights: those of joint attention are one, of which q, k and v are views.
     for parameter in bridge.parameters():
         parameter.mul_(1.5) if parameter.ndim == 2 else None
     assert torch.equal(sharing(tokens()), bridge(tokens()))
     assert not torch.equal(bridge(tokens()), expected)
-    assert torch.equal(own(tokens()), expected)
+    assert torch.equal(copied(tokens()), expected)
 
 
 def reaches(start, targets):
     """Where one of `targets` can be reached from, closures, methods and weak references too."""
-    seen, found, todo = {}, [], [("", start)]
+    seen, paths, todo = {}, [], [("", start)]
     while todo:
         path, it = todo.pop()
         if id(it) in targets:
-            found.append(path)
+            paths.append(path)
             continue
         if id(it) in seen or isinstance(it, torch.Tensor | type | types.ModuleType | str):
             continue
@@ -136,7 +136,7 @@ def reaches(start, targets):
             todo += [(f"{path}[]", value) for value in it]
         elif hasattr(it, "__dict__"):
             todo += [(f"{path}.{key}", value) for key, value in vars(it).items()]
-    return found
+    return paths
 
 
 @pytest.mark.parametrize("name", [*CHOSEN, "bert"])
@@ -163,9 +163,9 @@ def test_settings_of_the_copy_are_its_own():
     assert not bridge.cfg.use_split_qkv_input
     assert relative(converted(tokens()), bridge(tokens())) <= EXACT
     zero = [("blocks.1.hook_q_input", lambda x, hook: x * 0.0)]
-    other = boot("gpt2")
-    other.cfg.use_split_qkv_input = True
-    expected = other.run_with_hooks(tokens(), fwd_hooks=zero)
+    split = boot("gpt2")
+    split.cfg.use_split_qkv_input = True
+    expected = split.run_with_hooks(tokens(), fwd_hooks=zero)
     assert relative(converted.run_with_hooks(tokens(), fwd_hooks=zero), expected) <= EXACT
     assert relative(expected, bridge(tokens())) > 1e-6
 
@@ -399,12 +399,12 @@ def test_calibrate(name):
     """Held against what TransformerBridge's own cache has of the gates."""
     bridge = boot(name)
     _, cache = bridge.run_with_cache(tokens())
-    found = calibrate(bridge, tokens(), margin=1.5)
-    for layer, limit in enumerate(found.ranges):
+    calibration = calibrate(bridge, tokens(), margin=1.5)
+    for layer, limit in enumerate(calibration.ranges):
         largest = cache[f"blocks.{layer}.mlp.hook_pre"].abs().max().item()
         assert limit == pytest.approx(1.5 * largest, rel=1e-12)
-    assert found.n_tokens == 2 * POS
-    assert found == calibrate(exposed_copy(bridge), tokens(), margin=1.5)
+    assert calibration.n_tokens == 2 * POS
+    assert calibration == calibrate(exposed_copy(bridge), tokens(), margin=1.5)
     assert type(bridge) is TransformerBridge
     points = (m for m in bridge.modules() if isinstance(m, HookPoint))
     assert not any(m._forward_hooks for m in points)
@@ -432,7 +432,7 @@ def test_accessors(name):
     _, cache = converted.run_with_cache(tokens())
     _, single = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
     _, few = converted.run_with_cache(tokens(), names_filter=[mlp_hook("pattern")])
-    _, one = converted.run_with_cache(
+    _, whole = converted.run_with_cache(
         tokens(), names_filter=lambda name: name == mlp_hook("pattern")
     )
     pattern = neuron_pattern(cache, "L1N29")
@@ -448,12 +448,12 @@ def test_accessors(name):
     assert dense.shape == (2, POS, POS + 1)
     assert torch.equal(dense.diagonal(dim1=1, dim2=2), pattern[..., 0])
     assert torch.equal(dense[..., -1], pattern[..., 1])
-    for other in (few, one):
+    for some_cache in (few, whole):
         # To rounding: layer 0 has no live hook in this run.
-        got = neuron_pattern(other, "L1N29")
+        got = neuron_pattern(some_cache, "L1N29")
         torch.testing.assert_close(got, pattern, rtol=1e-9, atol=1e-12)
         with pytest.raises(UnsupportedCallError, match="names_filter"):
-            neuron_pattern(other, "L0N29")
+            neuron_pattern(some_cache, "L0N29")
     for read in (neuron_pattern, neuron_gate, dense_pattern):
         torch.testing.assert_close(
             read(single, "L1N29"), read(cache, "L1N29")[0], rtol=1e-9, atol=1e-12

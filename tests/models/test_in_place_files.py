@@ -37,9 +37,9 @@ def exposed(name, **how):
 @torch.no_grad()
 def same(a, b):
     assert type(a) is type(b)
-    state, other = a.state_dict(), b.state_dict()
-    assert list(state) == list(other)
-    assert all(torch.equal(state[key], other[key]) for key in state)
+    state, expected = a.state_dict(), b.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in state)
     assert torch.equal(a(tokens()), b(tokens()))
     logits, cache = a.run_with_cache(tokens())
     again, cached = b.run_with_cache(tokens())
@@ -93,10 +93,16 @@ def test_what_could_not_be_built_again_is_refused_before_anything_is_written(tmp
 
 def test_damage_is_refused(tmp_path):
     folder = save(exposed("gelu"), tmp_path / "saved")
-    other = {"kind": "bilinear", "heads_per_neuron": 3, "slope": None, "ranges": None, "silu": None}
+    stored = {
+        "kind": "bilinear",
+        "heads_per_neuron": 3,
+        "slope": None,
+        "ranges": None,
+        "silu": None,
+    }
     for changes, message in (
-        ({"gate": other}, "got heads=3"),
-        ({"gate": other | {"heads_per_neuron": 4, "ranges": [3.0, 3.0]}}, "expected no ranges"),
+        ({"gate": stored}, "got heads=3"),
+        ({"gate": stored | {"heads_per_neuron": 4, "ranges": [3.0, 3.0]}}, "expected no ranges"),
         ({"layout": "upside down"}, "layout: got 'upside down'"),
         ({"model": "TransformerBridge"}, "other_mode is missing.*results is missing"),
         ({"model": None}, "model: got None"),
@@ -147,8 +153,8 @@ def test_verify_bilinear_gates(name):
         assert not report.bitwise
         assert report.relative == pytest.approx(expected.relative, rel=1e-6)
         for column in ("bound", "measured", "largest", "range"):
-            got, theirs = report.activations[column], expected.activations[column]
-            assert got.tolist() == pytest.approx(theirs.tolist(), rel=1e-6, abs=1e-15)
+            got, reference = report.activations[column], expected.activations[column]
+            assert got.tolist() == pytest.approx(reference.tolist(), rel=1e-6, abs=1e-15)
 
 
 @torch.no_grad()

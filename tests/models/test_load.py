@@ -70,10 +70,10 @@ def test_a_folder_is_what_boot_transformers_makes_of_it(name, dtype, tmp_path):
     for bridge in (got, expected):
         assert type(bridge) is TransformerBridge
         assert not bridge.training
-    here, there = (each.run_with_cache("w3 w5 w7")[1] for each in (got, expected))
+    here, there = (model.run_with_cache("w3 w5 w7")[1] for model in (got, expected))
     assert here.keys() == there.keys()
     assert all(torch.equal(here[hook], there[hook]) for hook in here)
-    settings = [{k: str(v) for k, v in vars(each.cfg).items()} for each in (got, expected)]
+    settings = [{k: str(v) for k, v in vars(model.cfg).items()} for model in (got, expected)]
     assert settings[0] == settings[1]
     if dtype == torch.float32:  # the model itself, which shares no code with either
         assert relative(got(tokens()), original(name, dtype)(tokens()).logits) < 1e-5
@@ -215,14 +215,14 @@ def test_verify_compares_a_saved_bridge_with_its_source(state, folder, tmp_path)
 
 
 def without(tensors, part):
-    [name] = [each for each in tensors if part in each]
+    [name] = [name_of for name_of in tensors if part in name_of]
     del tensors[name]
 
 
-def move_weights(folder, where):
+def move_weights(folder, path):
     """Leave an index that names the file."""
-    (folder / "model.safetensors").rename(where)
-    index = {"weight_map": {UP: f"../{where.name}"}}
+    (folder / "model.safetensors").rename(path)
+    index = {"weight_map": {UP: f"../{path.name}"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -355,8 +355,8 @@ def test_a_folder_without_a_tokenizer_takes_tokens(tmp_path):
     assert result.exit_code == 2
     assert "no tokenizer: use --tokens" in result.output
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
-    given = ("--tokens", str(tmp_path / "tokens.safetensors"))
-    assert CliRunner().invoke(app, ["verify", str(folder), *given]).exit_code == 0
+    options = ("--tokens", str(tmp_path / "tokens.safetensors"))
+    assert CliRunner().invoke(app, ["verify", str(folder), *options]).exit_code == 0
 
 
 def test_quantised_weights_are_refused_on_a_bridge_too():
@@ -399,7 +399,10 @@ def test_quantised_weights_are_refused_on_a_bridge_too():
 
 def test_install_hints_name_what_a_registry_has():
     """The package is installed from a clone: no registry has `attn-only-lens[viz]`."""
-    known = {Requirement(each).name for each in importlib.metadata.requires("attn-only-lens")}
+    known = {
+        Requirement(requirement).name
+        for requirement in importlib.metadata.requires("attn-only-lens")
+    }
     paths = [*(ROOT / "attn_only_lens").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
     hints = [
         asked
@@ -407,7 +410,7 @@ def test_install_hints_name_what_a_registry_has():
         for command in re.findall(r"pip install (?!-e)([^{`,:;\"]*)", path.read_text("utf-8"))
         for asked in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
     ]
-    assert {each.name for each in hints} >= {"transformer-lens", "pyarrow", "plotly", "circuitsvis"}
+    assert {hint.name for hint in hints} >= {"transformer-lens", "pyarrow", "plotly", "circuitsvis"}
     for asked in hints:
         assert asked.name in known
         if asked.name == "transformer-lens":

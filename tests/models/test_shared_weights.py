@@ -47,9 +47,9 @@ def log_probs(model):
         return model(tokens()).log_softmax(-1)
 
 
-def close(one, other):
+def close(first, second):
     """TransformerLens processes in float32: 4e-4 at most, of logits up to 40, over FAMILIES."""
-    return bool((one - other).abs().max() <= 4e-3)
+    return bool((first - second).abs().max() <= 4e-3)
 
 
 @pytest.mark.parametrize("way", ["process_weights_", "load_and_process_state_dict"])

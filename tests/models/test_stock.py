@@ -66,8 +66,8 @@ def coefficients(gate):
 
 
 def converted(model, **changes):
-    family, own = MODELS.get(model, (model, {}))
-    return convert(build(family, **PLAIN | own | changes))
+    family, settings = MODELS.get(model, (model, {}))
+    return convert(build(family, **PLAIN | settings | changes))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,11 +82,11 @@ def test_float64(name):
     logits, dense = stock.run_with_cache(tokens())
     assert relative(logits, expected) <= 1e-12
     for block in range(2 * N_LAYERS):
-        ours, theirs = dense["pattern", block], compact["pattern", block]
-        n_heads = theirs.shape[1]
+        ours, pattern = dense["pattern", block], compact["pattern", block]
+        n_heads = pattern.shape[1]
         if block % 2:
-            theirs = torch.diag_embed(theirs[..., 0])
-        assert (ours[:, :n_heads] - theirs).abs().max() <= 1e-12
+            pattern = torch.diag_embed(pattern[..., 0])
+        assert (ours[:, :n_heads] - pattern).abs().max() <= 1e-12
         assert dense["z", block][:, :, n_heads:].abs().sum() == 0
         for point in ("attn_out", "resid_post"):
             assert relative(dense[point, block], compact[point, block]) <= 1e-12
@@ -289,8 +289,8 @@ def test_transformer_lens_alone_loads_and_runs_it(tmp_path):
 
 
 def with_tokenizer(name, folder):
-    family, own = MODELS[name]
-    source = build(family, **PLAIN | own | {"d_vocab_out": 41})
+    family, settings = MODELS[name]
+    source = build(family, **PLAIN | settings | {"d_vocab_out": 41})
     source.cfg.tokenizer_name = str(folder)
     source.set_tokenizer(tiny_tokenizer(41, folder), default_padding_side="left")
     return convert(source)
@@ -361,14 +361,14 @@ def test_transformer_lens_keeps_alibi_biases_of_the_longest_sequence():
     before = stock(short)
     stock(long)
     assert torch.equal(stock(short), before)
-    theirs = HookedTransformer(
+    with_alibi = HookedTransformer(
         HookedTransformerConfig.from_dict(
             stock.cfg.to_dict() | {"positional_embedding_type": "alibi", "init_weights": True}
         )
     )
-    before = theirs(short)
-    theirs(long)
-    assert relative(theirs(short), before) > 1e-3
+    before = with_alibi(short)
+    with_alibi(long)
+    assert relative(with_alibi(short), before) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -37,13 +37,13 @@ METRIC = p.logit_diff(correct=7, wrong=11)
 SOME = ("gelu", "llama", "parallel", "norms_before_and_after")
 
 
-def distance(mine, theirs):
+def distance(actual, expected):
     """How far an activation is from the leading heads of a larger one; masked scores are -∞."""
-    theirs = theirs[tuple(slice(size) for size in mine.shape)]
-    assert torch.equal(mine.isinf(), theirs.isinf())
-    mine, theirs = mine.nan_to_num(neginf=0.0), theirs.nan_to_num(neginf=0.0)
-    largest = theirs.abs().max().item()  # 0 where a hook point shows keys of neurons
-    return (mine - theirs).abs().max().item() / (largest or 1.0)
+    expected = expected[tuple(slice(size) for size in actual.shape)]
+    assert torch.equal(actual.isinf(), expected.isinf())
+    actual, expected = actual.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0)
+    largest = expected.abs().max().item()  # 0 where a hook point shows keys of neurons
+    return (actual - expected).abs().max().item() / (largest or 1.0)
 
 
 @pytest.mark.parametrize("name", UNEVEN)
@@ -51,16 +51,16 @@ def distance(mine, theirs):
 def test_logits_and_every_activation(name):
     model, uniform = uneven(name)
     assert [block.cfg.n_heads for block in model.blocks[1::2]] == list(NEURONS)
-    expected, theirs = uniform.run_with_cache(tokens())
+    expected, reference_cache = uniform.run_with_cache(tokens())
     assert relative(model(tokens()), expected) <= EXACT
     logits, cache = model.run_with_cache(tokens())
     assert relative(logits, expected) <= EXACT
-    assert set(cache) == set(theirs)
+    assert set(cache) == set(reference_cache)
     folded = ("q_norm", "k_norm")  # their rows are tokens and heads: no axis to cut
     for key in (key for key in cache if not any(norm in key for norm in folded)):
-        assert distance(cache[key], theirs[key]) <= EXACT, key
+        assert distance(cache[key], reference_cache[key]) <= EXACT, key
     assert model.all_head_labels(neurons=True) == [
-        each for each in uniform.all_head_labels(neurons=True) if has(model, each)
+        label for label in uniform.all_head_labels(neurons=True) if has(model, label)
     ]
     # control: what the smaller layers lack would have had an effect
     for block in uniform.blocks[1::2]:
@@ -76,23 +76,27 @@ def test_heads_of_other_widths(name):
     assert [block.attn.W_V.shape[-1] for block in model.blocks[::2]] == [7, 11, 13]
     assert relative(model(tokens()), uniform(tokens())) <= EXACT
     _, cache = model.run_with_cache(tokens())
-    _, theirs = uniform.run_with_cache(tokens())
+    _, reference_cache = uniform.run_with_cache(tokens())
     for key in (key for key in cache if "pattern" in key):
-        assert distance(cache[key], theirs[key]) <= EXACT
+        assert distance(cache[key], reference_cache[key]) <= EXACT
 
 
 @pytest.mark.parametrize(("name", "heads"), [("gelu", 4), ("silu", 1), ("llama", 8)])
 @torch.no_grad()
 def test_bilinear_gates(name, heads):
     model, uniform = uneven(name, gate=heads, tokens=tokens(1))
-    expected, theirs = uniform.run_with_cache(tokens())
+    expected, reference_cache = uniform.run_with_cache(tokens())
     logits, cache = model.run_with_cache(tokens())
     assert relative(logits, expected) <= 1e-11  # heads larger than their sum
     last = f"L2N{NEURONS[2] - 1}"
-    for each in [f"{last}.{member}" for member in range(heads)] if heads > 1 else [last]:
-        mine, other = model.neuron_pattern(cache, each), uniform.neuron_pattern(theirs, each)
-        assert relative(mine, other) <= EXACT
-    assert relative(model.neuron_gate(cache, last), uniform.neuron_gate(theirs, last)) <= EXACT
+    for head in [f"{last}.{member}" for member in range(heads)] if heads > 1 else [last]:
+        pattern = model.neuron_pattern(cache, head)
+        reference = uniform.neuron_pattern(reference_cache, head)
+        assert relative(pattern, reference) <= EXACT
+    assert (
+        relative(model.neuron_gate(cache, last), uniform.neuron_gate(reference_cache, last))
+        <= EXACT
+    )
     assert model.blocks[1].cfg.n_heads == heads * NEURONS[0]
 
 
@@ -100,9 +104,11 @@ def test_bilinear_gates(name, heads):
 def test_names_are_held_against_their_own_layer():
     model, uniform = uneven("gelu", widths=True)
     _, cache = model.run_with_cache(tokens())
-    _, theirs = uniform.run_with_cache(tokens())
+    _, reference_cache = uniform.run_with_cache(tokens())
     assert (
-        relative(model.neuron_pattern(cache, "L1N36"), uniform.neuron_pattern(theirs, "L1N36"))
+        relative(
+            model.neuron_pattern(cache, "L1N36"), uniform.neuron_pattern(reference_cache, "L1N36")
+        )
         <= EXACT
     )
     for name in ("L0N29", "L2N31"):
@@ -112,7 +118,7 @@ def test_names_are_held_against_their_own_layer():
             resolve_sites(model, [name])
     with pytest.raises(InputError, match="attention heads 0 to 1"):
         resolve_sites(model, ["L0H2"])
-    assert [len(each.names) for each in resolve_sites(model, p.all_heads())] == [
+    assert [len(group.names) for group in resolve_sites(model, p.all_heads())] == [
         2,
         29,
         3,
@@ -156,8 +162,8 @@ def test_what_has_no_one_answer_refuses():
 @torch.no_grad()
 def test_key_value_cache(name, tmp_path):
     model, uniform = uneven(name, d_vocab_out=41, widths=True)
-    for each in (model, uniform):
-        each.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"))
+    for host in (model, uniform):
+        host.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"))
     past = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
     parts = [model(part, past_kv_cache=past) for part in tokens().split([5, 6], dim=1)]
     assert relative(torch.cat(parts, 1), uniform(tokens())) <= EXACT
@@ -172,7 +178,7 @@ def test_key_value_cache(name, tmp_path):
 def test_methods_of_the_cache(name):
     model, uniform = uneven(name, widths=True)
     _, cache = model.run_with_cache(tokens())
-    _, theirs = uniform.run_with_cache(tokens())
+    _, reference_cache = uniform.run_with_cache(tokens())
     calls = [
         lambda cache: cache.stack_head_results(return_labels=True),
         lambda cache: cache.stack_head_results(
@@ -190,14 +196,13 @@ def test_methods_of_the_cache(name):
     ]
     for call in calls:
         stack, labels = call(cache)
-        other, others = call(theirs)
-        other = dict(zip(others, other, strict=True))
-        there = [each for each in others if not each.startswith("L") or has(model, each)]
+        reference, others = call(reference_cache)
+        reference = dict(zip(others, reference, strict=True))
+        there = [label for label in others if not label.startswith("L") or has(model, label)]
         assert labels == there
-        for label, mine in zip(labels, stack, strict=True):
-            assert (mine - other[label]).abs().max() <= EXACT * other[label].abs().max().clamp(1), (
-                label
-            )
+        for label, row in zip(labels, stack, strict=True):
+            size = reference[label].abs().max().clamp(1)
+            assert (row - reference[label]).abs().max() <= EXACT * size, label
     for beyond in (36, [3, 36]):
         with pytest.raises(IndexError):
             cache.stack_neuron_results(6, neuron_slice=beyond, return_labels=True)
@@ -257,25 +262,25 @@ def test_patching(name, part):
     model, uniform = uneven(name, widths=True)
     clean, corrupted = tokens(1), tokens(2)
     how = {"sites": p.all_heads(), "part": part, "progress": False}
-    mine, theirs = (
-        p.activation_patch(each, clean, corrupted, METRIC, **how).to_frame()
-        for each in (model, uniform)
+    frame, reference = (
+        p.activation_patch(host, clean, corrupted, METRIC, **how).to_frame()
+        for host in (model, uniform)
     )
-    assert compared(mine, theirs, ["name", "position"]) <= EXACT
-    silent = theirs[~theirs["name"].map(lambda each: has(model, each))]
+    assert compared(frame, reference, ["name", "position"]) <= EXACT
+    silent = reference[~reference["name"].map(lambda name: has(model, name))]
     assert silent["score"].abs().max() <= 1e-10  # of a score that is 1 for the whole difference
-    assert mine.groupby("name")["score"].apply(lambda each: each.abs().max()).min() > 1e-9
+    assert frame.groupby("name")["score"].apply(lambda scores: scores.abs().max()).min() > 1e-9
 
 
 @pytest.mark.parametrize("method", ["gradient", "exact_gate", "secant"])
 def test_attribution(method):
     model, uniform = uneven("gelu", widths=True)
     clean, corrupted = tokens(1), tokens(2)
-    mine, theirs = (
-        p.attribution(each, clean, corrupted, METRIC, method=method, budget=0).to_frame()
-        for each in (model, uniform)
+    frame, reference = (
+        p.attribution(host, clean, corrupted, METRIC, method=method, budget=0).to_frame()
+        for host in (model, uniform)
     )
-    assert compared(mine, theirs, ["name", "position"]) <= 1e-11
+    assert compared(frame, reference, ["name", "position"]) <= 1e-11
 
 
 def test_every_other_way_to_patch_and_score():
@@ -286,48 +291,48 @@ def test_every_other_way_to_patch_and_score():
     paths = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N3", "logits"], **how}
     for frame in (
         *(
-            lambda each, part=part: p.activation_patch(
-                each, clean, corrupted, METRIC, part=part, **attention
+            lambda host, part=part: p.activation_patch(
+                host, clean, corrupted, METRIC, part=part, **attention
             ).to_frame()
             for part in ("q", "k", "value")
         ),
-        lambda each: p.path_patch(each, clean, corrupted, METRIC, **paths).to_frame(),
-        lambda each: circuits.score_edges(each, clean, ["L0H1", "L1N3"], exact=3, progress=False),
-        lambda each: circuits.score_sources(each, tokens(0, 1, 5), "L1H1", query=-1, key=0),
+        lambda host: p.path_patch(host, clean, corrupted, METRIC, **paths).to_frame(),
+        lambda host: circuits.score_edges(host, clean, ["L0H1", "L1N3"], exact=3, progress=False),
+        lambda host: circuits.score_sources(host, tokens(0, 1, 5), "L1H1", query=-1, key=0),
     ):
-        mine, theirs = frame(model), frame(uniform)
-        by = [each for each in mine if mine[each].dtype.kind != "f"]
-        both = mine.merge(theirs, on=by, suffixes=("", " there"), validate="one_to_one")
-        assert len(both) == len(mine)
-        for each in mine.select_dtypes("float"):
-            assert (both[each] - both[f"{each} there"]).abs().max() <= 1e-11, each
+        ours, reference = frame(model), frame(uniform)
+        by = [column for column in ours if ours[column].dtype.kind != "f"]
+        both = ours.merge(reference, on=by, suffixes=("", " there"), validate="one_to_one")
+        assert len(both) == len(ours)
+        for column in ours.select_dtypes("float"):
+            assert (both[column] - both[f"{column} there"]).abs().max() <= 1e-11, column
     with torch.no_grad(), p.steered(model, {"L0H1": [1.0] * VALUES[0]}):
-        mine = model(clean)
+        ours = model(clean)
     with torch.no_grad(), p.steered(uniform, {"L0H1": [1.0] * max(VALUES)}):
-        assert relative(mine, uniform(clean)) <= EXACT
+        assert relative(ours, uniform(clean)) <= EXACT
     with pytest.raises(InputError, match="a vector of 7"), p.steered(model, {"L0H1": [1.0] * 11}):
         pass
 
 
-def compared(mine, theirs, by):
+def compared(frame, reference, by):
     """How far the numbers of two frames differ, over the rows of the first."""
-    both = mine.merge(theirs, on=by, suffixes=("", " there"), validate="one_to_one")
-    assert len(both) == len(mine) < len(theirs)
-    numbers = [each for each in mine.select_dtypes("float") if f"{each} there" in both]
+    both = frame.merge(reference, on=by, suffixes=("", " there"), validate="one_to_one")
+    assert len(both) == len(frame) < len(reference)
+    numbers = [column for column in frame.select_dtypes("float") if f"{column} there" in both]
     assert numbers
-    return max((both[each] - both[f"{each} there"]).abs().max() for each in numbers)
+    return max((both[column] - both[f"{column} there"]).abs().max() for column in numbers)
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])
 def test_circuits(name):
     model, uniform = uneven(name, widths=True)
-    mine, theirs = (
-        circuits.composition(each, writers=p.all_heads(), readers=p.all_heads())
-        for each in (model, uniform)
+    frame, reference = (
+        circuits.composition(host, writers=p.all_heads(), readers=p.all_heads())
+        for host in (model, uniform)
     )
-    assert compared(mine, theirs, ["writer", "reader", "kind"]) <= EXACT
+    assert compared(frame, reference, ["writer", "reader", "kind"]) <= EXACT
     prompt = tokens(0, 1, 5)
-    graphs = [circuits.attribution_graph(each, prompt, METRIC, mass=1) for each in (model, uniform)]
+    graphs = [circuits.attribution_graph(host, prompt, METRIC, mass=1) for host in (model, uniform)]
     nodes = [
         graph.nodes.assign(attribution=graph.nodes["attribution"].fillna(0)) for graph in graphs
     ]
@@ -340,11 +345,11 @@ def test_circuits(name):
 def test_gate_and_value():
     model, uniform = uneven("llama", widths=True)
     sites = ["L0N28", "L1N36"]
-    mine, theirs = (
-        p.gate_and_value(each, tokens(1), tokens(2), METRIC, sites=names, progress=False)
-        for each, names in ((model, sites), (uniform, [*sites, "L0N29"]))
+    frame, reference = (
+        p.gate_and_value(host, tokens(1), tokens(2), METRIC, sites=names, progress=False)
+        for host, names in ((model, sites), (uniform, [*sites, "L0N29"]))
     )
-    assert compared(mine, theirs, ["name", "position"]) <= 1e-11
+    assert compared(frame, reference, ["name", "position"]) <= 1e-11
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama"])
@@ -352,10 +357,10 @@ def test_faithfulness_of_everything_is_one(name):
     model, _ = uneven(name, widths=True)
     clean, corrupted = tokens(1), tokens(2)
     ranking = p.attribution(model, clean, corrupted, METRIC)
-    found = circuits.faithfulness(
+    result = circuits.faithfulness(
         model, clean, corrupted, METRIC, ranking, shares=(0.0, 0.3, 1.0), n_random=1
     )
-    rows = found.frame.set_index("share")
+    rows = result.frame.set_index("share")
     n_pos = len(ranking.frame["position"].unique())
     assert rows.loc[1.0, "n_sites"] == len(model.all_head_labels(neurons=True)) * n_pos
     assert rows.loc[1.0, "faithfulness"] == pytest.approx(1.0, abs=1e-9)
@@ -366,7 +371,7 @@ def test_faithfulness_of_everything_is_one(name):
 def test_pictures():
     model, _ = uneven("gelu", widths=True)
     _, cache = model.run_with_cache(tokens())
-    texts = [str(each) for each in tokens()[0].tolist()]
+    texts = [str(token) for token in tokens()[0].tolist()]
     assert "L1N36" in viz.attention_view(cache, ["L0N28", "L1N36"], texts)
     assert "L0H1" in viz.attention_view(cache, p.heads(0), texts)
     assert "L0H2" not in viz.attention_view(cache, p.heads(0), texts)
@@ -379,12 +384,12 @@ def test_copies_casts_and_gradients():
     assert torch.equal(twin(tokens()), model(tokens()))
     twin.to(torch.bfloat16, print_details=False)
     assert twin(tokens()).dtype == torch.bfloat16
-    for each in (model, uniform):
-        each.requires_grad_(True)
-        each(tokens()).square().mean().backward()
-    for block, other in zip(model.blocks[1::2], uniform.blocks[1::2], strict=True):
-        mine = block.attn.W_in.grad
-        assert relative(mine, other.attn.W_in.grad[:, : mine.shape[1]]) <= 1e-11
+    for host in (model, uniform):
+        host.requires_grad_(True)
+        host(tokens()).square().mean().backward()
+    for block, reference in zip(model.blocks[1::2], uniform.blocks[1::2], strict=True):
+        grad = block.attn.W_in.grad
+        assert relative(grad, reference.attn.W_in.grad[:, : grad.shape[1]]) <= 1e-11
 
 
 def test_flags_reach_every_block():

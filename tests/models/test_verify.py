@@ -14,17 +14,17 @@ from attn_only_lens import UnsupportedCallError, UnsupportedModelError, convert,
 def pair():
     """A source, and the conversion of a slightly different model: something to measure."""
     source = build("gelu")
-    other = convert(source, copy_weights=True)
-    other.blocks[3].attn.W_out.data.mul_(1.1)
-    return source, other
+    changed = convert(source, copy_weights=True)
+    changed.blocks[3].attn.W_out.data.mul_(1.1)
+    return source, changed
 
 
 @torch.no_grad()
 def test_figures_by_hand(pair):
-    source, other = pair
-    report = verify(source, other, tokens())
+    source, changed = pair
+    report = verify(source, changed, tokens())
     p = source(tokens()).softmax(-1)
-    q = other(tokens()).softmax(-1)
+    q = changed(tokens()).softmax(-1)
     kl = []
     for row_p, row_q in zip(p.flatten(0, 1).tolist(), q.flatten(0, 1).tolist(), strict=True):
         kl.append(sum(a * math.log(a / b) for a, b in zip(row_p, row_q, strict=True)))
@@ -33,7 +33,7 @@ def test_figures_by_hand(pair):
     same = [a.argmax() == b.argmax() for a, b in zip(p.flatten(0, 1), q.flatten(0, 1), strict=True)]
     assert report.top1_agreement == sum(same) / len(same)
     assert report.top1_agreement < 1
-    change = (source(tokens()) - other(tokens())).abs().max().item()
+    change = (source(tokens()) - changed(tokens())).abs().max().item()
     assert report.max_abs_logit == pytest.approx(change, rel=1e-9)
     by_point = report.by_layer.set_index("point")["max_abs"]
     assert (by_point[["0_pre", "0_mid", "1_pre", "1_mid"]] < 1e-12).all()
@@ -47,16 +47,16 @@ def test_figures_by_hand(pair):
 def test_a_last_bit_is_enough_without_hooks():
     """Far within every tolerance, but no longer the source's own computation."""
     source = build("gelu")
-    other = convert(source, copy_weights=True)
-    other.blocks[3].attn.W_out.data.mul_(1 + 1e-15)
-    report = verify(source, other, tokens())
+    changed = convert(source, copy_weights=True)
+    changed.blocks[3].attn.W_out.data.mul_(1 + 1e-15)
+    report = verify(source, changed, tokens())
     assert report.relative <= report.tolerance
     assert not report.bitwise
     assert not report.ok
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         (torch.tensor([[0, 41]]), "values from 0 to 41"),
         (torch.tensor([[-1, 3]]), "values from -1 to 3"),
@@ -67,10 +67,10 @@ def test_a_last_bit_is_enough_without_hooks():
         ([[1, 2]], "got a list"),
     ],
 )
-def test_input_that_is_refused(given, message):
+def test_input_that_is_refused(inputs, message):
     source = build("gelu")
     with pytest.raises(UnsupportedCallError, match=message):
-        verify(source, convert(source), given)
+        verify(source, convert(source), inputs)
 
 
 def test_models_that_cannot_be_compared():

@@ -78,7 +78,7 @@ def looked_up(model, texts, name):
     """z, gate and value of a neuron at every token, with its text and position, in their order."""
     head = HeadName.parse(name)
     shared = _shared(model, head)
-    found = []
+    rows = []
     for number, first, piece in pieces(texts):
         _, cache = model.run_with_cache(torch.tensor([piece]))
         z = cache[head.hook("z", model)][0, :, head.heads(shared), 0]
@@ -89,12 +89,12 @@ def looked_up(model, texts, name):
             row = {"z": whole[i].item(), "gate": gate[i], "value": v[i, 0].item()}
             row |= {"text": number, "at": first + i, "token": token}
             window = slice(max(0, i - 2), i + 2)
-            row["tokens"] = tuple(str(each) for each in piece[window])
+            row["tokens"] = tuple(str(token) for token in piece[window])
             row["values"] = whole[window].tolist()
             row["gates"] = gate[window]
             row["position"] = i - window.start
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def _shared(model, head):
@@ -142,9 +142,9 @@ def test_all_neurons_and_a_selection(plain):
     layer = neurons.top_examples(plain, p.neuron_heads(1), texts, k=2, ends="smallest", **QUIET)
     wanted = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
     # Hooks in layer 0 change roundings.
-    for one, other in zip(layer.to_dict("records"), wanted.to_dict("records"), strict=True):
-        assert one["value"] == pytest.approx(other["value"], rel=1e-9, abs=1e-12)
-        assert (one["name"], one["rank"]) == (other["name"], other["rank"])
+    for first, second in zip(layer.to_dict("records"), wanted.to_dict("records"), strict=True):
+        assert first["value"] == pytest.approx(second["value"], rel=1e-9, abs=1e-12)
+        assert (first["name"], first["rank"]) == (second["name"], second["rank"])
 
 
 def test_fewer_tokens_than_examples(plain):
@@ -154,48 +154,48 @@ def test_fewer_tokens_than_examples(plain):
 
 def bins(x):
     """Counts in 64 bins of |x| on either side, one by one."""
-    limit = 2.0 ** max(math.ceil(math.log2(abs(each))) if each else -40 for each in x)
+    limit = 2.0 ** max(math.ceil(math.log2(abs(value))) if value else -40 for value in x)
     counts = [0] * 128
-    for each in x:
-        place = max(1, math.ceil(abs(each) * 64 / limit))
-        counts[64 - place if each < 0 else 63 + place] += 1
+    for value in x:
+        place = max(1, math.ceil(abs(value) * 64 / limit))
+        counts[64 - place if value < 0 else 63 + place] += 1
     return counts, limit
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_histograms_are_those_of_all_tokens_at_once(model, batch_size):
     texts = corpus()
-    found = neurons.neuron_statistics(model, NAMES, texts, **QUIET, batch_size=batch_size)
-    assert found.n_tokens == sum(map(len, texts))
-    assert found.n_texts == len(texts)
+    statistics = neurons.neuron_statistics(model, NAMES, texts, **QUIET, batch_size=batch_size)
+    assert statistics.n_tokens == sum(map(len, texts))
+    assert statistics.n_texts == len(texts)
     for row, name in enumerate(NAMES):
         every = looked_up(model, texts, name)
         for quantity in ("z", "gate", "value"):
-            counts, limit = bins([each[quantity] for each in every])
-            got, edges = found.histogram(name, quantity)
+            counts, limit = bins([row[quantity] for row in every])
+            got, edges = statistics.histogram(name, quantity)
             assert got.tolist() == counts
             assert (edges[0], edges[64], edges[-1]) == (-limit, 0, limit)
-        zeros = sum(each["z"] == 0 for each in every)
-        assert found.counts["zeros"][row] == zeros
-        joint = found.counts["joint"][row]
+        zeros = sum(row["z"] == 0 for row in every)
+        assert statistics.counts["zeros"][row] == zeros
+        joint = statistics.counts["joint"][row]
         for quantity, of_axis in (("gate", joint.sum(1)), ("value", joint.sum(0))):
-            fine = torch.tensor(bins([each[quantity] for each in every])[0])
+            fine = torch.tensor(bins([row[quantity] for row in every])[0])
             coarse = fine.view(32, 4).sum(1)
             assert of_axis.tolist() == [*coarse[:16].flip(0).tolist(), *coarse[16:].tolist()]
 
 
 def test_statistics_are_kept(plain, tmp_path):
-    found = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
-    read = neurons.NeuronStatistics.load(found.save(tmp_path / "found.safetensors"))
-    assert read.frame().equals(found.frame())
-    assert torch.equal(read.counts["joint"], found.counts["joint"])
+    statistics = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
+    read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
+    assert read.frame().equals(statistics.frame())
+    assert torch.equal(read.counts["joint"], statistics.counts["joint"])
     one = read.of(["L1N29"])
-    frame = found.frame()
+    frame = statistics.frame()
     assert one.frame().equals(frame[frame["name"] == "L1N29"].reset_index(drop=True))
     examples = neurons.examples_of(frame, "L1N29")
     assert len(examples) == 6
     assert examples[0].values[examples[0].position] == examples[0].value
-    for call in (lambda: one.histogram("L0N3", "z"), lambda: found.histogram("L0N3", "q")):
+    for call in (lambda: one.histogram("L0N3", "z"), lambda: statistics.histogram("L0N3", "q")):
         with pytest.raises(InputError, match="got '"):
             call()
 
@@ -224,9 +224,9 @@ def test_attributions_are_derivatives(family):
     assert len(frame) == 14
     assert (frame["value"].abs() > 1e-7).sum() >= 8  # nothing follows the last tokens
     for row in frame.to_dict("records"):
-        at = texts[row["text"]], row["name"], row["at"]
+        place = texts[row["text"]], row["name"], row["at"]
         # LLaMA's norm computes in float32, so steps are large.
-        slope = (by_loss(model, *at, 1.01) - by_loss(model, *at, 0.99)) / 0.02
+        slope = (by_loss(model, *place, 1.01) - by_loss(model, *place, 0.99)) / 0.02
         assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
         assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
     # Texts of one token have no loss, and stop no one.
@@ -236,8 +236,10 @@ def test_attributions_are_derivatives(family):
     )
     shifted = shifted[shifted["text"] > 1]
     places = ["name", "text", "at"]
-    found, wanted = (each.sort_values(places)["value"].tolist() for each in (shifted, frame))
-    assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    values, wanted = (
+        examples.sort_values(places)["value"].tolist() for examples in (shifted, frame)
+    )
+    assert values == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     whole = p.custom(lambda logits: logits.mean())
     with pytest.raises(InputError, match="one number for 2 texts; expected one of each"):
         neurons.top_examples(model, "L0N3", texts, metric=whole, **options)
@@ -256,7 +258,7 @@ def test_corpora_of_every_form(of_words, tmp_path):
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
     (tmp_path / "windows.txt").write_bytes("\r\n".join(["\ufeff" + texts[0], *texts[1:]]).encode())
     of_dicts = [{"text": text, "other": 1} for text in texts]
-    lines = [json.dumps(each) if each["text"] else "" for each in of_dicts]
+    lines = [json.dumps(text) if text["text"] else "" for text in of_dicts]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     forms = [
         texts,
@@ -295,19 +297,19 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     ran = []
     add = so_far.add_counts
     monkeypatch.setattr(so_far, "add_counts", lambda *x: (ran.append(1), add(*x)))
-    found = neurons.neuron_statistics(plain, NAMES, iter(texts), **options, resume=folder)
+    statistics = neurons.neuron_statistics(plain, NAMES, iter(texts), **options, resume=folder)
     assert len(ran) == 2 * 2  # two layers; 6 of 9 pieces were seen, and 3 are run by twos
     whole = neurons.neuron_statistics(plain, NAMES, texts, **options)
-    assert found.frame().equals(whole.frame())
-    assert torch.equal(found.counts["joint"], whole.counts["joint"])
-    assert (found.n_texts, found.n_tokens) == (whole.n_texts, whole.n_tokens)
+    assert statistics.frame().equals(whole.frame())
+    assert torch.equal(statistics.counts["joint"], whole.counts["joint"])
+    assert (statistics.n_texts, statistics.n_tokens) == (whole.n_texts, whole.n_tokens)
     # More texts after those; others in their place; other options.
     longer = neurons.neuron_statistics(plain, NAMES, [*texts, [3, 4]], **options, resume=folder)
     assert longer.n_tokens == whole.n_tokens + 2
     changed = bridge("gpt2")
     with torch.no_grad():
         changed.W_E[7] += 1
-    for model, given, more, reason in (
+    for model, other_texts, more, reason in (
         (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "do not begin with them"),
         (plain, [[], *texts, [3, 4]], {}, "do not begin with them"),  # the same, of other numbers
         (plain, texts[:3], {}, "do not begin with them"),
@@ -316,7 +318,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (changed, texts, {}, r'model: got "\w{64}"; the folder has'),
     ):
         with pytest.raises(InputError, match=reason):
-            neurons.neuron_statistics(model, NAMES, given, **(options | more), resume=folder)
+            neurons.neuron_statistics(model, NAMES, other_texts, **(options | more), resume=folder)
 
 
 @pytest.mark.parametrize(

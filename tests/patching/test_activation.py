@@ -8,8 +8,8 @@ import pytest
 import torch
 from common import tokens
 from models import CORE, FAMILIES, STRUCTURES, build, written_out
-from patched_runs import at, cached, logit_diff, patched_logits
-from transformer_lens import patching as theirs
+from patched_runs import cached, logit_diff, mask_at, patched_logits
+from transformer_lens import patching as tl_patching
 
 from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -60,8 +60,8 @@ def errors(model, part, sites=SITES, n=9, truth=None):
     rows = pd.concat([rows[rows.position >= 3].sample(n, random_state=3), rows.iloc[:1]])
     worst = 0.0
     for row in rows.itertuples():
-        where = at(BATCH, POS, row.position)
-        logits = patched_logits(truth, corrupted, source, row.name, part, where)
+        places = mask_at(BATCH, POS, row.position)
+        logits = patched_logits(truth, corrupted, source, row.name, part, places)
         worst = max(worst, abs(value(logits) - row.value) / logits.abs().max().item())
     return worst, rows.value.std()
 
@@ -110,7 +110,7 @@ def test_generic_activation_patch(part, kind):
         corrupted_pattern[:, head, pos] = clean_pattern[:, head, pos]
         return corrupted_pattern
 
-    setter = of_pattern if part == "pattern" else theirs.layer_pos_head_vector_patch_setter
+    setter = of_pattern if part == "pattern" else tl_patching.layer_pos_head_vector_patch_setter
     expected = []  # their own table of results is in float32
 
     def metric(logits):
@@ -118,7 +118,7 @@ def test_generic_activation_patch(part, kind):
         return logits.new_tensor(0.0)
 
     with torch.no_grad():
-        theirs.generic_activation_patch(
+        tl_patching.generic_activation_patch(
             model,
             corrupted,
             cached(model, clean),
@@ -143,7 +143,7 @@ def test_generic_activation_patch(part, kind):
     assert frame["name"].tolist() == names * len(positions)
     assert frame["position"].tolist() == index["pos"].tolist()
     np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=EXACT)
-    assert len({round(each, 6) for each in expected}) > len(expected) // 2
+    assert len({round(value, 6) for value in expected}) > len(expected) // 2
 
 
 @LAYOUTS

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from common import of_a_library
-from patched_runs import at, cached, hook_point, logit_diff, patched_logits
+from patched_runs import cached, hook_point, logit_diff, mask_at, patched_logits
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -81,12 +81,12 @@ def sweep(model, metric=METRIC, **how):
     return p.activation_patch(model, *pair(), metric, **{"sites": SITES, "progress": False} | how)
 
 
-def whole(model, name, part, where, mask=None, noise=False, per_neuron=1):
+def whole(model, name, part, places, mask=None, noise=False, per_neuron=1):
     """The metric of a whole run with the patch in it."""
     clean, corrupted = pair()
-    target, other = (clean, corrupted) if noise else (corrupted, clean)
-    source = cached(model, other, mask)
-    logits = patched_logits(model, target, source, name, part, where, mask, per_neuron)
+    target, source_prompts = (clean, corrupted) if noise else (corrupted, clean)
+    source = cached(model, source_prompts, mask)
+    logits = patched_logits(model, target, source, name, part, places, mask, per_neuron)
     last = torch.tensor([POS - 1] * BATCH) if mask is None else mask.cumsum(1).argmax(1)
     return logit_diff(logits, last, 7, 8)
 
@@ -105,7 +105,11 @@ def patchable(name, part):
 @pytest.mark.parametrize("compatible", [False, True], ids=["plain", "compatible"])
 @pytest.mark.parametrize(
     ("name", "part"),
-    [each for each in product(NAMES, PARTS) if each not in SHARED or each[1] != "k"],
+    [
+        combination
+        for combination in product(NAMES, PARTS)
+        if combination not in SHARED or combination[1] != "k"
+    ],
 )
 def test_every_part(name, part, compatible):
     model = made(name, compatible)
@@ -114,7 +118,7 @@ def test_every_part(name, part, compatible):
     frame = sweep(model, part=part, sites=patchable(name, part)).to_frame()
     rows = frame[frame.position >= 4].sample(7, random_state=1)
     for row in rows.itertuples():
-        expected = whole(model, row.name, part, at(BATCH, POS, row.position))
+        expected = whole(model, row.name, part, mask_at(BATCH, POS, row.position))
         assert row.value == pytest.approx(expected, rel=0, abs=EXACT), row
     # Every kind of head is felt: no part is a hook point that the model does not read.
     for _, of_kind in frame[frame.position >= 4].groupby("kind", observed=True):
@@ -151,8 +155,8 @@ def test_metrics_that_read_more(name, metric):
     bound = bind(metric, model, p.prompt_pair(model, clean, corrupted), model(clean).detach())
     source = cached(model, clean)
     for row in sweep_.to_frame().itertuples():
-        where = at(BATCH, POS, row.position)
-        logits = patched_logits(model, corrupted, source, row.name, "z", where)
+        places = mask_at(BATCH, POS, row.position)
+        logits = patched_logits(model, corrupted, source, row.name, "z", places)
         assert row.value == pytest.approx(bound.of(logits), rel=0, abs=EXACT), row
 
 
@@ -160,7 +164,7 @@ def test_heads_that_share_a_neuron():
     model = made("gpt2", gate=Bilinear(4))
     frame = sweep(model, sites=["L0N36", "L0N36.2", "L1N5.3"], positions=[4, 8]).to_frame()
     for row in frame.itertuples():
-        expected = whole(model, row.name, "z", at(BATCH, POS, row.position), per_neuron=4)
+        expected = whole(model, row.name, "z", mask_at(BATCH, POS, row.position), per_neuron=4)
         assert row.value == pytest.approx(expected, rel=0, abs=EXACT), row
 
 
@@ -208,8 +212,8 @@ def test_an_error_leaves_the_bridge_as_it_was(name, after):
     model = made(name)
     logits = model(pair()[0])
     block, calls = model.blocks[-1], []
-    own = block.forward
-    vars(block)["forward"] = own  # as accelerate leaves it on a model that it has placed
+    forward = block.forward
+    vars(block)["forward"] = forward  # as accelerate leaves it on a model that it has placed
     block.register_forward_pre_hook(lambda *_: None).remove()
     before = state(model)
 

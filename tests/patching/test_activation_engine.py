@@ -69,19 +69,19 @@ def test_a_patch_that_changes_nothing_costs_nothing(layout):
         return frame, [call for call in rows.calls if call[1] == 2 * len(sites)]
 
     # Up to 3 both runs are the same; at 10 the metric is read, and past it nothing is seen.
-    frame, found = swept([0, 1, 2, 3])
-    assert not found
+    frame, calls = swept([0, 1, 2, 3])
+    assert not calls
     assert set(frame["score"]) == {0.0}
     assert frame["value"].nunique() == 1
     assert len(swept([0, 1, 2, 3, 4])[1])
     # The last layer's neurons write to the stream that is unembedded, and elsewhere than at the
     # metric's position nobody reads it.
     last = ["L2N3", "L2N4", "L2N5"]
-    frame, found = swept([4, 7], last)
-    assert not found
+    frame, calls = swept([4, 7], last)
+    assert not calls
     assert set(frame["score"]) == {0.0}
-    frame, found = swept([10], last)
-    assert not found  # the final norm and two columns, no block
+    frame, calls = swept([10], last)
+    assert not calls  # the final norm and two columns, no block
     assert 0.0 not in set(frame["score"])
 
 
@@ -90,9 +90,9 @@ def test_blocks_before_a_patch_and_positions_before_it_are_not_run(layout):
     model = made(layout)
     rows = Rows(model)
     sweep(model, ["L1N5", "L1N6", "L1N7"], positions=[7])
-    found = [call for call in rows.calls if call[1] == 3 * 2]
+    calls = [call for call in rows.calls if call[1] == 3 * 2]
     first = 4 if layout == "two blocks" else 2
-    assert found == [(index, 3 * 2, POS - 7) for index in range(first, len(model.blocks))]
+    assert calls == [(index, 3 * 2, POS - 7) for index in range(first, len(model.blocks))]
 
 
 def test_a_bidirectional_model_has_no_before():
@@ -113,10 +113,10 @@ def test_the_batch_size_changes_nothing(layout, part):
 def test_the_order_of_sites_and_positions_changes_nothing():
     model = made()
     frame = sweep(model, positions=[4, 7, 9]).to_frame()
-    other = sweep(model, SITES[::-1], positions=[9, 4, 7]).to_frame()
+    reordered = sweep(model, SITES[::-1], positions=[9, 4, 7]).to_frame()
     key = ["name", "position"]
-    both = frame.astype({"name": str}).merge(other.astype({"name": str}), on=key)
-    assert len(both) == len(frame) == len(other)
+    both = frame.astype({"name": str}).merge(reordered.astype({"name": str}), on=key)
+    assert len(both) == len(frame) == len(reordered)
     np.testing.assert_allclose(both["value_x"], both["value_y"], rtol=0, atol=1e-10)
     assert frame["value"].nunique() > len(frame) // 2
 
@@ -373,4 +373,4 @@ def test_nothing_on_record_holds_a_graph():
     )
     replay = make_replay(model, runs.corrupted, runs.metric)
     assert replay._past
-    assert not any(each.past_keys.requires_grad for each in replay._past.values())
+    assert not any(value.past_keys.requires_grad for value in replay._past.values())

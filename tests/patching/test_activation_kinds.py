@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from common import of_a_library, tokens
 from models import build
-from patched_runs import at, cached, heads_of, hook_point, logit_diff, patched_logits
+from patched_runs import cached, heads_of, hook_point, logit_diff, mask_at, patched_logits
 
 from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -64,7 +64,7 @@ def where_of(label, mask):
     if label == "all":
         return real
     if label >= 0:
-        return real & at(BATCH, POS, label)
+        return real & mask_at(BATCH, POS, label)
     chosen = torch.zeros_like(real)
     for prompt in range(BATCH):
         chosen[prompt, [i for i in range(POS) if real[prompt, i]][label]] = True
@@ -74,13 +74,13 @@ def where_of(label, mask):
 def compare(model, frame, side, part, measure=value, *, noise=False, per_neuron=1, n=None):
     """Hold rows of a frame against whole runs; how far they spread."""
     clean, corrupted, mask = pair(side)
-    target, other = (clean, corrupted) if noise else (corrupted, clean)
-    source = cached(model, other, mask)
+    target, source_prompts = (clean, corrupted) if noise else (corrupted, clean)
+    source = cached(model, source_prompts, mask)
     rows = frame if n is None else frame.sample(n, random_state=3)
     for row in rows.itertuples():
-        where = where_of(row.position, mask)
+        places = where_of(row.position, mask)
         logits = patched_logits(
-            model, target, source, row.name, part, where, mask, per_neuron=per_neuron
+            model, target, source, row.name, part, places, mask, per_neuron=per_neuron
         )
         assert row.value == pytest.approx(measure(logits, mask), rel=0, abs=EXACT), row
     assert rows.value.std() > 1e-6 * rows.value.abs().mean()
@@ -119,8 +119,8 @@ def test_noise(part):
     sites = [site for site in SITES if "N" in site] if part == "value" else SITES
     frame = sweep(model, direction="noise", part=part, sites=sites)
     compare(model, frame, "none", part, noise=True, n=9)
-    other = sweep(model, part=part, sites=sites)
-    assert (frame["value"] - other["value"]).abs().max() > 1e-3
+    changed = sweep(model, part=part, sites=sites)
+    assert (frame["value"] - changed["value"]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
@@ -135,14 +135,14 @@ def test_heads_that_share_a_neuron(layout, part):
     assert abs(at_5["L1N5"] - at_5["L1N5.3"]) > 1e-6
 
 
-def ablated(model, name, where, instead, mask=None):
+def ablated(model, name, places, instead, mask=None):
     """A whole clean run with z of one head replaced."""
     point = hook_point(model, name, "z")
 
     def edit(z, hook):
         z = z.clone()
         for head in heads_of(name):
-            for prompt, pos in where.nonzero().tolist():
+            for prompt, pos in places.nonzero().tolist():
                 z[prompt, pos, head] = instead(point, prompt, pos, head)
         return z
 
@@ -192,16 +192,16 @@ def test_ablations(to, side, reference):
 
 def test_one_prompt_is_resampled_from_a_reference():
     model = made()
-    clean, corrupted, _ = (None if each is None else each[:1] for each in pair())
+    clean, corrupted, _ = (None if tensor is None else tensor[:1] for tensor in pair())
     how = {"sites": SITES, "positions": [5], "direction": "resample", "progress": False}
     metric = p.logit_diff(correct=7, wrong=8)
     with pytest.raises(InputError, match="two prompts or more, or a reference"):
         p.activation_patch(model, clean, corrupted, metric, **how)
-    other = tokens(9, batch=1)
-    frame = p.activation_patch(model, clean, corrupted, metric, reference=other, **how).frame
+    unrelated = tokens(9, batch=1)
+    frame = p.activation_patch(model, clean, corrupted, metric, reference=unrelated, **how).frame
     # the other prompt, as the source of an ordinary patch: of the same values, not scores
     noise = how | {"direction": "noise"}
-    expected = p.activation_patch(model, clean, other, metric, **noise).frame
+    expected = p.activation_patch(model, clean, unrelated, metric, **noise).frame
     np.testing.assert_allclose(frame["value"], expected["value"], rtol=0, atol=EXACT)
     assert frame["value"].std() > 1e-4
 
@@ -244,8 +244,10 @@ def test_references_that_cannot_be_resampled_from():
         assert len(caught.value.reasons) == 1
     # The same rows in another order are others: what is resampled without a reference.
     how = {"direction": "resample", "positions": [5]}
-    given = sweep(model, reference=clean.roll(-1, 0), **how)
-    np.testing.assert_allclose(given["value"], sweep(model, **how)["value"], rtol=0, atol=EXACT)
+    referenced = sweep(model, reference=clean.roll(-1, 0), **how)
+    np.testing.assert_allclose(
+        referenced["value"], sweep(model, **how)["value"], rtol=0, atol=EXACT
+    )
 
 
 def test_a_bias_ablation_is_of_the_pattern():
@@ -278,8 +280,8 @@ def by_hand(name, clean_logits):
 
     def kl(logits, mask):
         rows = torch.arange(BATCH)
-        ours, theirs = (x[rows, last_of(mask)].log_softmax(-1) for x in (logits, clean_logits))
-        return F.kl_div(ours, theirs, log_target=True, reduction="batchmean").item()
+        ours, log_probs = (x[rows, last_of(mask)].log_softmax(-1) for x in (logits, clean_logits))
+        return F.kl_div(ours, log_probs, log_target=True, reduction="batchmean").item()
 
     def loss(logits, mask):
         clean, total = pair()[0], []
@@ -321,14 +323,14 @@ def test_metrics(name, side, family):
 def test_what_comes_before_a_patch_is_the_same_to_the_bit(layout):
     """The logits of earlier positions, as a metric is given them, whatever is patched later."""
     model = made(layout=layout)
-    given = []
+    kept = []
 
     def seen(logits):
-        given.append(logits.clone())
+        kept.append(logits.clone())
         return logits[0, 4, 6]
 
     frame = sweep(model, metric=seen, sites=["L0N36", "L2N3"], positions=[4, 5], batch_size=1)
-    corrupted_logits, patched = given[3], given[-4:]  # the metric is measured twice beforehand
+    corrupted_logits, patched = kept[3], kept[-4:]  # the metric is measured twice beforehand
     frame = frame.sort_values(["position", "layer"])  # the order in which they run
     for row, logits in zip(frame.itertuples(), patched, strict=True):
         same = logits == corrupted_logits

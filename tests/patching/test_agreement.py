@@ -18,18 +18,20 @@ def test_against_scipy(direction):
     noisy = values(0).assign(value=(values(0)["value"] + 0.7 * values(1)["value"]).round(1))
     approx = sweep(frame=noisy.sample(frac=1.0, random_state=3), direction=direction)
     (row,) = p.agreement(exact, approx, k=11).to_dict("records")
-    one, other = exact.frame["value"], sweep(frame=noisy).frame["value"]
-    assert other.duplicated().any()  # ties, which have a mean rank
-    assert row["pearson"] == pytest.approx(scipy.stats.pearsonr(one, other)[0], abs=EXACT)
-    assert row["spearman"] == pytest.approx(scipy.stats.spearmanr(one, other)[0], abs=EXACT)
+    first, second = exact.frame["value"], sweep(frame=noisy).frame["value"]
+    assert second.duplicated().any()  # ties, which have a mean rank
+    assert row["pearson"] == pytest.approx(scipy.stats.pearsonr(first, second)[0], abs=EXACT)
+    assert row["spearman"] == pytest.approx(scipy.stats.spearmanr(first, second)[0], abs=EXACT)
     # The effect is the distance from the run patched into, not from 0 alone.
     base = {"denoise": -1.3, "noise": 3.7}[direction]
-    tops = [set(np.argsort(-np.abs(each - base), kind="stable")[:11]) for each in (one, other)]
+    tops = [
+        set(np.argsort(-np.abs(values - base), kind="stable")[:11]) for values in (first, second)
+    ]
     assert row["top_k"] == len(tops[0] & tops[1]) / 11
     assert 0 < row["top_k"] < 1
     assert (row["k"], row["n"]) == (11, 65)
     # The control: rows side by side, not site by site, would say otherwise.
-    misaligned = np.corrcoef(one, approx.frame["value"])[0, 1]
+    misaligned = np.corrcoef(first, approx.frame["value"])[0, 1]
     assert abs(misaligned - row["pearson"]) > 0.1
 
 
@@ -39,8 +41,8 @@ def test_with_itself_and_its_opposite():
     assert same[["pearson", "spearman", "top_k"]].tolist() == pytest.approx([1.0, 1.0, 1.0])
     opposite = values(0)
     opposite["value"] = -2.6 - opposite["value"]  # score to -score
-    other = p.agreement(exact, sweep(frame=opposite), k=13).iloc[0]
-    assert other[["pearson", "spearman", "top_k"]].tolist() == pytest.approx([-1.0, -1.0, 1.0])
+    opposed = p.agreement(exact, sweep(frame=opposite), k=13).iloc[0]
+    assert opposed[["pearson", "spearman", "top_k"]].tolist() == pytest.approx([-1.0, -1.0, 1.0])
 
 
 BAD = {
@@ -59,13 +61,13 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_refused(case):
-    other, reason = BAD[case]
+    make_sweep, reason = BAD[case]
     with pytest.raises(InputError, match=reason):
-        p.agreement(sweep(), other())
+        p.agreement(sweep(), make_sweep())
 
 
 def test_rows_of_each_prompt_are_held_against_the_same():
-    one, other = (
+    first, second = (
         sweep(
             frame=pd.concat(
                 values(seed + prompt).assign(prompt=prompt, unpatched=0.1) for prompt in range(2)
@@ -73,11 +75,11 @@ def test_rows_of_each_prompt_are_held_against_the_same():
         )
         for seed in (0, 2)
     )
-    row = p.agreement(one, other, k=9).iloc[0]
-    expected = np.corrcoef(one.frame["value"], other.frame["value"])[0, 1]
+    row = p.agreement(first, second, k=9).iloc[0]
+    expected = np.corrcoef(first.frame["value"], second.frame["value"])[0, 1]
     assert (row["n"], row["pearson"]) == (130, pytest.approx(expected, abs=EXACT))
     with pytest.raises(InputError, match="expected both with `per_prompt`"):
-        p.agreement(one, sweep())
+        p.agreement(first, sweep())
 
 
 def test_refused_with_every_reason():

@@ -56,47 +56,47 @@ def test_gradient_is_the_slope_of_small_patches(family, layout):
     grouped = family == "llama"
     for part in ("z", "q") if grouped else oracle.ACTIVATION:
         names = [name for name in NAMES if part != "k" or "H" in name]
-        found = estimate(model, clean, corrupted, METRIC, part=part, method="gradient")
+        result = estimate(model, clean, corrupted, METRIC, part=part, method="gradient")
         expected, got = [], []
         for name in names:
             for pos in (1, POS - 1):
-                at, where = oracle.place(model, name, part, pos)
-                change = oracle.seen(model, clean, at)[where]
-                change = change - oracle.seen(model, corrupted, at)[where]
-                expected.append(oracle.slope(model, corrupted, at, where, change))
-                got.append(change_of(found, name, pos))
+                hook_name, index = oracle.place(model, name, part, pos)
+                change = oracle.seen(model, clean, hook_name)[index]
+                change = change - oracle.seen(model, corrupted, hook_name)[index]
+                expected.append(oracle.slope(model, corrupted, hook_name, index, change))
+                got.append(change_of(result, name, pos))
         expected, got = torch.tensor(expected), torch.tensor(got)
         assert (got - expected).abs().max() < SLOPE * expected.abs().max(), part
         # control: a whole patch, or the gradient of the other run, is another number
         noised = estimate(
             model, clean, corrupted, METRIC, part=part, method="gradient", direction="noise"
         )
-        other = torch.tensor([-change_of(noised, n, i) for n in names for i in (1, POS - 1)])
-        assert (other - expected).abs().max() > 1e-3 * expected.abs().max(), part
+        reverse = torch.tensor([-change_of(noised, n, i) for n in names for i in (1, POS - 1)])
+        assert (reverse - expected).abs().max() > 1e-3 * expected.abs().max(), part
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", [f for f in CORE if f != "post_norm"])
 def test_exact_gate_is_the_slope_along_the_z_that_a_query_makes(family, layout):
     model, (clean, corrupted) = model_of(family, layout), prompts()
-    found = estimate(model, clean, corrupted, METRIC, part="q", method="exact_gate")
+    result = estimate(model, clean, corrupted, METRIC, part="q", method="exact_gate")
     linear = estimate(model, clean, corrupted, METRIC, part="q", method="gradient")
     expected, got, control = [], [], []
     for name in NAMES:
         for pos in (1, POS - 1):
-            q, where = oracle.place(model, name, "q", pos)
+            q, index = oracle.place(model, name, "q", pos)
             z, _ = oracle.place(model, name, "z", pos)
-            theirs = oracle.seen(model, clean, q)
+            clean_q = oracle.seen(model, clean, q)
 
-            def ask(value, hook, where=where, theirs=theirs):
+            def ask(value, hook, index=index, clean_q=clean_q):
                 value = value.clone()
-                value[where] = theirs[where]
+                value[index] = clean_q[index]
                 return value
 
-            change = oracle.seen(model, corrupted, z, hooks=[(q, ask)])[where]
-            change = change - oracle.seen(model, corrupted, z)[where]
-            expected.append(oracle.slope(model, corrupted, z, where, change))
-            got.append(change_of(found, name, pos))
+            change = oracle.seen(model, corrupted, z, hooks=[(q, ask)])[index]
+            change = change - oracle.seen(model, corrupted, z)[index]
+            expected.append(oracle.slope(model, corrupted, z, index, change))
+            got.append(change_of(result, name, pos))
             control.append(change_of(linear, name, pos))
     expected, got, control = map(torch.tensor, (expected, got, control))
     assert (got - expected).abs().max() < SLOPE * expected.abs().max()
@@ -106,11 +106,11 @@ def test_exact_gate_is_the_slope_along_the_z_that_a_query_makes(family, layout):
 @pytest.mark.parametrize("part", ["z", "pattern", "value"])
 def test_exact_gate_is_gradient_where_no_gate_is_passed(part):
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
-    one, other = (
+    first, second = (
         estimate(model, clean, corrupted, METRIC, part=part, method=method)
         for method in ("gradient", "exact_gate")
     )
-    assert one.frame.equals(other.frame)
+    assert first.frame.equals(second.frame)
 
 
 def test_queries_that_are_normed_together_have_no_closed_form():
@@ -128,17 +128,17 @@ def test_padding_batches_and_sets_of_positions(layout):
     mask[1, :2] = 0
     corrupted[1, 3] = (clean[1, 3] + 5) % 41
     settings = {"mask": mask, "part": "pattern", "method": "gradient", "sites": list(NAMES)}
-    each = estimate(model, clean, corrupted, METRIC, **settings)
+    result = estimate(model, clean, corrupted, METRIC, **settings)
     together = estimate(model, clean, corrupted, METRIC, positions="all", **settings)
     for name in NAMES:
-        total = sum(change_of(each, name, pos) for pos in range(POS))
+        total = sum(change_of(result, name, pos) for pos in range(POS))
         # sums of five terms in another order
         assert change_of(together, name, "all") == pytest.approx(total, rel=1e-10, abs=1e-13)
-        at, where = oracle.place(model, name, "pattern", slice(None))
-        change = oracle.seen(model, clean, at, mask)[where]
-        change = change - oracle.seen(model, corrupted, at, mask)[where]
+        hook_name, index_of_site = oracle.place(model, name, "pattern", slice(None))
+        change = oracle.seen(model, clean, hook_name, mask)[index_of_site]
+        change = change - oracle.seen(model, corrupted, hook_name, mask)[index_of_site]
         change[1, :2] = 0  # padding is not patched
-        expected = oracle.slope(model, corrupted, at, where, change, mask=mask)
+        expected = oracle.slope(model, corrupted, hook_name, index_of_site, change, mask=mask)
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
@@ -147,15 +147,19 @@ def test_heads_that_share_a_neuron():
     clean, corrupted = prompts()
     sites = ["L1N7", "L1N7.0", "L1N7.1", "L1N7.2", "L1N7.3", "L1N8.2"]
     for part in ("z", "q"):
-        found = estimate(model, clean, corrupted, METRIC, sites=sites, part=part, method="gradient")
-        at = f"blocks.3.attn.hook_{part}"
-        change = oracle.seen(model, clean, at) - oracle.seen(model, corrupted, at)
+        result = estimate(
+            model, clean, corrupted, METRIC, sites=sites, part=part, method="gradient"
+        )
+        hook_name = f"blocks.3.attn.hook_{part}"
+        change = oracle.seen(model, clean, hook_name) - oracle.seen(model, corrupted, hook_name)
         for name, index in (("L1N7.0", 28), ("L1N7.1", 29), ("L1N7.2", 30), ("L1N8.2", 34)):
-            where = (slice(None), 1, index)
-            expected = oracle.slope(model, corrupted, at, where, change[where])
-            assert change_of(found, name, 1) == pytest.approx(expected, rel=1e-5, abs=1e-10)
-        parts = [change_of(found, name, 1) for name in sites[1:5]]
-        assert change_of(found, "L1N7", 1) == pytest.approx(sum(parts), rel=1e-10)
+            index_of_site = (slice(None), 1, index)
+            expected = oracle.slope(
+                model, corrupted, hook_name, index_of_site, change[index_of_site]
+            )
+            assert change_of(result, name, 1) == pytest.approx(expected, rel=1e-5, abs=1e-10)
+        parts = [change_of(result, name, 1) for name in sites[1:5]]
+        assert change_of(result, "L1N7", 1) == pytest.approx(sum(parts), rel=1e-10)
         assert max(map(abs, parts)) > 1e-6
 
 
@@ -200,16 +204,16 @@ def test_a_model_worked_out_by_hand(layout):
     metric = p.logit_diff(1, 2)
     clean, corrupted = torch.tensor([0, 1]), torch.tensor([0, 2])
     for (part, method), change in expected.items():
-        found = estimate(
+        result = estimate(
             model, clean, corrupted, metric, sites="L0N0", part=part, method=method, positions=-1,
             progress=False,
         )  # fmt: skip
         # a dozen roundings of numbers up to 21
-        assert found.corrupted_value == pytest.approx(6 * w * q, rel=1e-13)
-        assert change_of(found, "L0N0", -1) == pytest.approx(change, rel=1e-12), (part, method)
+        assert result.corrupted_value == pytest.approx(6 * w * q, rel=1e-13)
+        assert change_of(result, "L0N0", -1) == pytest.approx(change, rel=1e-12), (part, method)
         span = 6 * (w2 * q2 - w * q)
-        assert found.frame["score"].item() == pytest.approx(change / span, rel=1e-12)
-        assert (found.method, found.part) == (method, part)
+        assert result.frame["score"].item() == pytest.approx(change / span, rel=1e-12)
+        assert (result.method, result.part) == (method, part)
 
 
 @pytest.mark.parametrize("params", [True, False])
@@ -262,8 +266,8 @@ def test_the_model_is_left_as_it_was(layout):
     for method in ("gradient", "exact_gate", "integrated", "secant"):
         with torch.no_grad():
             within = estimate(model, clean, corrupted, METRIC, method=method, progress=False).frame
-        found = estimate(model, clean, corrupted, METRIC, method=method, progress=False)
-        assert found.frame.equals(within)
+        result = estimate(model, clean, corrupted, METRIC, method=method, progress=False)
+        assert result.frame.equals(within)
         assert state_of(model) == before
 
         calls = []
@@ -334,8 +338,8 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
     """Estimates there would all be zero, and the frame a constant."""
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
     with torch.no_grad():
-        own_kl.clean, other = model(clean), model(corrupted)
-    difference = (own_kl.clean - other)[0, -1]
+        own_kl.clean, corrupted_logits = model(clean), model(corrupted)
+    difference = (own_kl.clean - corrupted_logits)[0, -1]
     token = int(difference.argmax())
     top = float(own_kl.clean[0, -1, token] - difference[token] / 7)  # the clean run is above
     metrics = {
@@ -347,8 +351,8 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
     with pytest.raises(InputError, match="gradient is zero on the run that is patched"):
         estimate(model, clean, corrupted, metrics[metric], direction="noise", **how)
     # controls: the other direction is not flat there, nor is the way between the runs
-    found = estimate(model, clean, corrupted, metrics[metric], **how)
-    assert found.effect.abs().max() > 1e-3
+    result = estimate(model, clean, corrupted, metrics[metric], **how)
+    assert result.effect.abs().max() > 1e-3
     how["method"] = "integrated"
-    found = estimate(model, clean, corrupted, metrics[metric], direction="noise", **how)
-    assert found.effect.abs().max() > 1e-3
+    result = estimate(model, clean, corrupted, metrics[metric], direction="noise", **how)
+    assert result.effect.abs().max() > 1e-3

@@ -65,15 +65,17 @@ def moves(sweep, name, pos):
 def test_gradient_is_the_slope_of_small_patches(name):
     model, (clean, corrupted) = bridge_of(name), prompts()
     for part in ("z", "pattern", "q"):
-        found = estimate(model, clean, corrupted, METRIC, part=part, method="gradient")
+        result = estimate(model, clean, corrupted, METRIC, part=part, method="gradient")
         expected, got = [], []
         for head in NAMES:
             for pos in (1, POS - 1):
-                at, where = oracle.place(model, head, part, pos)
-                change = oracle.seen(model, clean, at)[where]
-                change = change - oracle.seen(model, corrupted, at)[where]
-                expected.append(oracle.slope(model, corrupted, at, where, change, step=STEP[name]))
-                got.append(moves(found, head, pos))
+                hook_name, index = oracle.place(model, head, part, pos)
+                change = oracle.seen(model, clean, hook_name)[index]
+                change = change - oracle.seen(model, corrupted, hook_name)[index]
+                expected.append(
+                    oracle.slope(model, corrupted, hook_name, index, change, step=STEP[name])
+                )
+                got.append(moves(result, head, pos))
         expected, got = torch.tensor(expected), torch.tensor(got)
         assert (got - expected).abs().max() < DIGITS[name] * expected.abs().max(), part
         # control: a sign, or the other run's change, is far outside
@@ -106,8 +108,8 @@ def native():
 def test_hook_points_that_only_look_on_are_refused():
     """As those of a native bridge's patterns do under 3.9."""
     model, (clean, corrupted) = native(), prompts()
-    at, where = oracle.place(model, "L1H0", "pattern", POS - 1)
-    heard = not torch.equal(oracle.moved(model, clean, at, where, 1.0), model(clean))
+    hook_name, index = oracle.place(model, "L1H0", "pattern", POS - 1)
+    heard = not torch.equal(oracle.moved(model, clean, hook_name, index, 1.0), model(clean))
     settings = {"part": "pattern", "method": "gradient"}
     if heard:
         estimate(model, clean, corrupted, METRIC, **settings)

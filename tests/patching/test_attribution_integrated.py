@@ -41,14 +41,14 @@ def test_integrated_gradients_of_the_embedding_are_complete(layout):
     """They add up to the difference of the metric, with an error of order 1/steps²."""
     model, (clean, corrupted) = model_of("gelu", layout), prompts()
     metric = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
-    one, other = record(model, corrupted, None), record(model, clean, None)
+    first, second = record(model, corrupted, None), record(model, clean, None)
     errors = []
     for steps in (1, 16, 32):
         name = "blocks.0.hook_resid_pre"
-        g = integrated_gradients(model, one, other, metric, Tape([name]), steps, False)[name]
-        total = ((other.streams[0] - one.streams[0]) * g).sum().item()
-        errors.append(total - (metric.of(other.logits) - metric.of(one.logits)))
-    assert abs(errors[2]) < 1e-2 * abs(metric.of(other.logits) - metric.of(one.logits))
+        g = integrated_gradients(model, first, second, metric, Tape([name]), steps, False)[name]
+        total = ((second.streams[0] - first.streams[0]) * g).sum().item()
+        errors.append(total - (metric.of(second.logits) - metric.of(first.logits)))
+    assert abs(errors[2]) < 1e-2 * abs(metric.of(second.logits) - metric.of(first.logits))
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.2)
     assert abs(errors[0]) > 30 * abs(errors[2])  # control: one gradient alone is far off
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from common import of_a_library
-from patched_runs import at, cached, logit_diff, patched_logits
+from patched_runs import cached, logit_diff, mask_at, patched_logits
 from transformers.cache_utils import DynamicCache
 
 from attn_only_lens import UnsupportedModelError, expose_neuron_heads
@@ -56,8 +56,8 @@ def worst(model, frame, mask=None, part="z"):
     errors = []
     felt = frame[frame.position >= FIRST]
     for row in felt.groupby("position").sample(n=1, random_state=1).itertuples():
-        where = at(BATCH, POS, row.position) & real.bool()
-        logits = patched_logits(model, corrupted, source, row.name, part, where, mask)
+        places = mask_at(BATCH, POS, row.position) & real.bool()
+        logits = patched_logits(model, corrupted, source, row.name, part, places, mask)
         errors.append(abs(row.value - logit_diff(logits, last, 7, 8)))
     return max(errors)
 
@@ -70,16 +70,16 @@ def starts_of_their_own(monkeypatch):
 
 def lengths(model, run):
     """How many positions batches of the three neurons have in the last block."""
-    found = []
+    seen_lengths = []
 
     def look(module, args, kwargs):
         stream = args[0] if args else kwargs["hidden_states"]
         if len(stream) == ROWS:
-            found.append(stream.shape[1])
+            seen_lengths.append(stream.shape[1])
 
     handle = model.blocks[-1].register_forward_pre_hook(of_a_library(look), with_kwargs=True)
     try:
-        return run(), found
+        return run(), seen_lengths
     finally:
         handle.remove()
 
@@ -99,8 +99,8 @@ WHOLE = [POS] * len(SUFFIXES)
 @pytest.mark.parametrize("name", bridges.CHOSEN)
 def test_positions_before_a_patch_are_not_run(name, state):
     model = exposed(name, state)
-    frame, found = lengths(model, lambda: sweep(model))
-    assert found == (SUFFIXES if name in CACHED else WHOLE)
+    frame, seen_lengths = lengths(model, lambda: sweep(model))
+    assert seen_lengths == (SUFFIXES if name in CACHED else WHOLE)
     assert worst(model, frame) < EXACT
     assert frame["value"].std() > 1e-4
     assert set(frame[frame.position < FIRST]["score"]) == {0.0}
@@ -114,14 +114,14 @@ SCATTERED = ["L0N5", "L0H1", "L1N29", "L1H0"]
 
 def passes(model, run):
     """The rows of each pass of many through the unembedding: those of all variants."""
-    found = []
+    seen_passes = []
 
     def look(module, args, output):
-        found.append(len(output))
+        seen_passes.append(len(output))
 
     handle = model.unembed.register_forward_hook(of_a_library(look))
     try:
-        return run(), found
+        return run(), seen_passes
     finally:
         handle.remove()
 
@@ -136,8 +136,8 @@ def test_patches_of_all_layers_run_in_one_pass(name, felt, monkeypatch):
     """Those that enter a block join those that have come so far."""
     model = exposed(name)
     monkeypatch.setattr(BridgeReplay, "flops_per_run", lambda self, block, position: 1e30)
-    frame, found = passes(model, lambda: sweep(model, SCATTERED))
-    assert found[-1] == BATCH * felt
+    frame, seen_passes = passes(model, lambda: sweep(model, SCATTERED))
+    assert seen_passes[-1] == BATCH * felt
     assert worst(model, frame) < EXACT
     assert frame.groupby("name")["value"].std().min() > 1e-8
 
@@ -174,9 +174,9 @@ def test_with_padding(name, side):
     mask[1, slice(0, 3) if side == "left" else slice(POS - 2, None)] = 0
     if model(pair()[0], attention_mask=mask).isnan().any():
         pytest.skip("the bridge itself puts out nan behind padding on the left")
-    frame, found = lengths(model, lambda: sweep(model, mask=mask))
-    assert set(found) <= set(range(1, POS - FIRST + 1))
-    assert len(found) == len(SUFFIXES)
+    frame, seen_lengths = lengths(model, lambda: sweep(model, mask=mask))
+    assert set(seen_lengths) <= set(range(1, POS - FIRST + 1))
+    assert len(seen_lengths) == len(SUFFIXES)
     assert worst(model, frame, mask) < EXACT
 
 
@@ -189,12 +189,14 @@ def test_parts_of_attention_heads(part):
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_a_metric_that_reads_every_position(name):
     model, (clean, corrupted) = exposed(name), pair()
-    found = p.activation_patch(model, clean, corrupted, p.loss(), sites=NEURONS, progress=False)
-    frame, seen = found.to_frame(), cached(model, clean)
+    sweep_of_loss = p.activation_patch(
+        model, clean, corrupted, p.loss(), sites=NEURONS, progress=False
+    )
+    frame, seen = sweep_of_loss.to_frame(), cached(model, clean)
     bound = bind(p.loss(), model, p.prompt_pair(model, clean, corrupted))
     for row in frame[frame.position >= FIRST].itertuples():
-        where = at(BATCH, POS, row.position)
-        logits = patched_logits(model, corrupted, seen, row.name, "z", where)
+        places = mask_at(BATCH, POS, row.position)
+        logits = patched_logits(model, corrupted, seen, row.name, "z", places)
         assert row.value == pytest.approx(bound.of(logits), rel=0, abs=EXACT), row
 
 
@@ -202,7 +204,9 @@ def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
     ran, values = [], BridgeReplay.values
 
     def counting(self, *variants):
-        ran.extend((each.block, each.first, len(each.stream) // BATCH) for each in variants)
+        ran.extend(
+            (variant.block, variant.first, len(variant.stream) // BATCH) for variant in variants
+        )
         return values(self, *variants)
 
     monkeypatch.setattr(BridgeReplay, "values", counting)
@@ -213,15 +217,15 @@ def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
 
 def widths(model, run):
     """How many columns of the vocabulary batches of the three neurons are unembedded to."""
-    found = set()
+    seen_widths = set()
 
     def look(module, args, output):
         if len(output) == ROWS:
-            found.add(output.shape[-1])
+            seen_widths.add(output.shape[-1])
 
     handle = model.unembed.register_forward_hook(of_a_library(look))
     try:
-        return run(), found
+        return run(), seen_widths
     finally:
         handle.remove()
 
@@ -230,8 +234,8 @@ def widths(model, run):
 def test_columns_that_the_metric_does_not_read_are_left_out(name):
     model = exposed(name, "processed")
     before = model(pair()[0])
-    frame, found = widths(model, lambda: sweep(model))
-    assert found == {2}
+    frame, seen_widths = widths(model, lambda: sweep(model))
+    assert seen_widths == {2}
     assert worst(model, frame) < EXACT
     assert torch.equal(model(pair()[0]), before)
 
@@ -248,8 +252,8 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
         return output
 
     model.original_model.register_forward_hook(of_a_library(softmax), with_kwargs=True)
-    frame, found = widths(model, lambda: sweep(model))
-    assert found == {bridges.D_VOCAB}
+    frame, seen_widths = widths(model, lambda: sweep(model))
+    assert seen_widths == {bridges.D_VOCAB}
     assert worst(model, frame) < EXACT
     assert frame["value"].std() > 1e-6
     # Control: were it not tried, its logits would be others.
@@ -349,9 +353,9 @@ WRONG = {"another": of_another_run, "shifted": shifted, "late": late, "ignored":
 def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
     model = exposed(name)
     monkeypatch.setattr(bridge_replay, "record_key_values", WRONG[wrong])
-    frame, found = lengths(model, lambda: sweep(model))
+    frame, seen_lengths = lengths(model, lambda: sweep(model))
     # Every start is tested: those after what is wrong run whole.
-    assert found[-1] == WHOLE[-1]
+    assert seen_lengths[-1] == WHOLE[-1]
     assert worst(model, frame) < EXACT
     # Control: were it not tried, scores would be wrong.
     monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first, earlier: True)
@@ -364,10 +368,10 @@ def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
 @pytest.mark.parametrize("index", [1, 2])
 def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
     """Token by token, though the logits that the metric reads be the same."""
-    replay, own = replay_of_corrupted(exposed("gpt2")), BridgeReplay._streams_and_logits
+    replay, original = replay_of_corrupted(exposed("gpt2")), BridgeReplay._streams_and_logits
 
     def off(self, variants):
-        streams, logits = own(self, variants)
+        streams, logits = original(self, variants)
         if variants.first:
             streams[index][0, 0] *= 1 + amount
         return streams, logits
@@ -393,11 +397,11 @@ def test_positions_are_tried_one_by_one(monkeypatch):
 @torch.no_grad()
 def test_later_blocks_are_trusted_where_earlier_ones_were_tried(monkeypatch):
     model, tried = exposed("gpt2"), []
-    own = BridgeReplay._test_start
+    original = BridgeReplay._test_start
 
     def watching(self, block, first, earlier):
         tried.append((block, first))
-        return own(self, block, first, earlier)
+        return original(self, block, first, earlier)
 
     monkeypatch.setattr(BridgeReplay, "_test_start", watching)
     replay = replay_of_corrupted(model)
@@ -416,13 +420,13 @@ def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = bridges.bridged(bridges.randomise(model.double().eval()))
     expose_neuron_heads(model)
-    frame, found = lengths(model, lambda: sweep(model))
-    assert set(found) == {POS}
+    frame, seen_lengths = lengths(model, lambda: sweep(model))
+    assert set(seen_lengths) == {POS}
     assert worst(model, frame) < EXACT
     # Control: the unpatched run, which `check` makes, does not tell.
     monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first, earlier: True)
-    frame, found = lengths(model, lambda: sweep(model))
-    assert min(found) < POS
+    frame, seen_lengths = lengths(model, lambda: sweep(model))
+    assert min(seen_lengths) < POS
     assert worst(model, frame) > 1e-3
 
 
@@ -450,16 +454,16 @@ def test_a_cache_gives_and_does_not_take():
     before = past.before(FIRST)
     new = torch.full((3 * BATCH, 1, 2, 14), 9.0, dtype=keys.dtype)
     for _ in range(2):
-        given, _ = before.update(new, new, 1)
-        assert torch.equal(given[..., :FIRST, :], keys[..., :FIRST, :].repeat(3, 1, 1, 1))
-        assert torch.equal(given[..., FIRST:, :], new)
+        returned, _ = before.update(new, new, 1)
+        assert torch.equal(returned[..., :FIRST, :], keys[..., :FIRST, :].repeat(3, 1, 1, 1))
+        assert torch.equal(returned[..., FIRST:, :], new)
         assert before.get_seq_length() == FIRST
 
 
 def test_a_hook_point_that_shows_more_than_was_run_is_refused():
-    heads, where = torch.tensor([[True, False]]), at(BATCH, POS, POS - 1)[None]
+    heads, places = torch.tensor([[True, False]]), mask_at(BATCH, POS, POS - 1)[None]
     source = torch.zeros(BATCH, POS, 2, 13)
-    hook = attention_edit(source, "value", heads, where, POS - 1)
+    hook = attention_edit(source, "value", heads, places, POS - 1)
     point = type("Point", (), {"name": "blocks.1.attn.hook_v"})
     assert torch.equal(hook(source[:, -1:], point), source[:, -1:])
     with pytest.raises(UnsupportedModelError, match=r"hook_v shows \[2, 11, 2, 13\]"):

@@ -38,8 +38,8 @@ def test_a_bridge(bridge):
     before = fingerprint(bridge)
     assert fingerprint(bridge) == before
     expose_neuron_heads(bridge)
-    found = resolve_sites(bridge, p.all_heads())
-    assert [(each.layer, each.kind, len(each.names)) for each in found] == [
+    groups = resolve_sites(bridge, p.all_heads())
+    assert [(group.layer, group.kind, len(group.names)) for group in groups] == [
         (0, "attention", 2),
         (0, "neuron", 37),
         (1, "attention", 2),

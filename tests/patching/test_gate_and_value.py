@@ -5,7 +5,7 @@ import pytest
 import torch
 from common import tokens
 from models import build
-from patched_runs import at, cached, hook_point, logit_diff, patched_logits
+from patched_runs import cached, hook_point, logit_diff, mask_at, patched_logits
 
 from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -51,15 +51,15 @@ def test_against_whole_runs_and_caches(family, layout, direction):
     # Layer by layer, there position by position, as sweeps of neurons are.
     names = [name for layer in (SITES[:1], SITES[1:3], SITES[3:]) for name in layer * 3]
     assert frame["name"].tolist() == names
-    target, other = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-    before, source = cached(model, target), cached(model, other)
+    target, source_prompts = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
+    before, source = cached(model, target), cached(model, source_prompts)
     last = torch.tensor([POS - 1, POS - 1])
 
     def value(logits):
         return logit_diff(logits, last, 7, 8)
 
     with torch.no_grad():
-        baseline, to = value(model(target)), value(model(other))
+        baseline, to = value(model(target)), value(model(source_prompts))
     span = to - baseline if direction == "denoise" else baseline - to
     for row in frame.itertuples():
         index = int(row.name.split("N")[1])
@@ -81,8 +81,8 @@ def test_against_whole_runs_and_caches(family, layout, direction):
             ("value", row.effect_value),
             ("z", row.effect),
         ):
-            where = at(2, POS, row.position)
-            logits = patched_logits(model, target, source, row.name, part, where)
+            places = mask_at(2, POS, row.position)
+            logits = patched_logits(model, target, source, row.name, part, places)
             assert got == pytest.approx((value(logits) - baseline) / span, rel=1e-7, abs=1e-9)
     for parts, whole in ((WRITES, "write"), (EFFECTS, "effect")):
         np.testing.assert_allclose(frame[parts].sum(axis=1), frame[whole], rtol=0, atol=1e-12)
@@ -118,9 +118,9 @@ def test_every_neuron_by_default_and_going_on(tmp_path):
     assert len(frame) == 3 * 37
     kept = p.gate_and_value(model, *pair(), METRIC, resume=tmp_path, **how)
     again = p.gate_and_value(model, *pair(), METRIC, resume=tmp_path, **how)
-    for other in (kept, again):
-        np.testing.assert_array_equal(other["effect_pattern"], frame["effect_pattern"])
-        assert other["name"].tolist() == frame["name"].tolist()
+    for copy_of in (kept, again):
+        np.testing.assert_array_equal(copy_of["effect_pattern"], frame["effect_pattern"])
+        assert copy_of["name"].tolist() == frame["name"].tolist()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pattern", "value", "z"]
 
 

@@ -62,12 +62,14 @@ def pair_of(model):
                 copies = [of_heads[head * N_SHARED // N_HEADS] for head in range(N_HEADS)]
                 state[key] = torch.cat(copies)
         alone.load_state_dict(state)
-        return tuple(expose_neuron_heads(bridges.bridged(each)).model for each in (shared, alone))
+        return tuple(
+            expose_neuron_heads(bridges.bridged(family)).model for family in (shared, alone)
+        )
     from models import build, written_out  # at the top it would skip the whole module under 4
 
     from attn_only_lens import convert
 
-    to_heads = convert if kind == "two blocks" else (lambda each: expose_neuron_heads(each).model)
+    to_heads = convert if kind == "two blocks" else (lambda model: expose_neuron_heads(model).model)
     return tuple(to_heads(make(name, scale=0.3)) for make in (build, written_out))
 
 
@@ -91,9 +93,9 @@ def by_site(of_sweep):
 
 def places(position):
     """[batch, pos], set where a label of `POSITIONS` is."""
-    where = torch.zeros(BATCH, POS, dtype=torch.bool)
-    where[torch.arange(BATCH), torch.tensor(ROLES.get(position, position))] = True
-    return where if position != "all" else torch.ones_like(where)
+    places = torch.zeros(BATCH, POS, dtype=torch.bool)
+    places[torch.arange(BATCH), torch.tensor(ROLES.get(position, position))] = True
+    return places if position != "all" else torch.ones_like(places)
 
 
 ROLES = {"subject": [3, 5], "verb": [7, 7], "all": [0, 0]}
@@ -101,10 +103,10 @@ ROLES = {"subject": [3, 5], "verb": [7, 7], "all": [0, 0]}
 
 def truths(alone, part, rows, noise=False):
     clean, corrupted = prompts()
-    target, other = (clean, corrupted) if noise else (corrupted, clean)
-    source, last = cached(alone, other), torch.tensor([POS - 1] * BATCH)
+    target, source_prompts = (clean, corrupted) if noise else (corrupted, clean)
+    source, last = cached(alone, source_prompts), torch.tensor([POS - 1] * BATCH)
     logits = [patched_logits(alone, target, source, *row[:1], part, places(row[1])) for row in rows]
-    values = [logit_diff(each, last, 7, 8) for each in logits]
+    values = [logit_diff(logits_of, last, 7, 8) for logits_of in logits]
     return pd.Series(values, pd.MultiIndex.from_tuples(rows, names=["name", "position"]))
 
 
@@ -113,16 +115,16 @@ def truths(alone, part, rows, noise=False):
 def test_one_share_is_a_plain_patch_of_heads_that_share_nothing(name, part):
     model, alone = pair_of(name)
     assert (model(prompts()[0]) - alone(prompts()[0])).abs().max() < 1e-10  # the same function
-    roles = {role: list(at) for role, at in ROLES.items() if role != "all"}
+    roles = {role: list(places) for role, places in ROLES.items() if role != "all"}
     for how in ({"positions": [4, 7, 10]}, {"positions": roles, "direction": "noise"}):
-        found = by_site(sweep(model, part=part, batch_size=5, **how))
-        expected = truths(alone, part, list(found.index), noise="direction" in how)
-        assert (found - expected).abs().max() < 1e-10
+        effects = by_site(sweep(model, part=part, batch_size=5, **how))
+        expected = truths(alone, part, list(effects.index), noise="direction" in how)
+        assert (effects - expected).abs().max() < 1e-10
         # Control: heads of a group are patched one by one, with other effects.
-        one = found.unstack()
+        one = effects.unstack()
         assert (one.loc["L0H0"] - one.loc["L0H1"]).abs().max() > 1e-5
         assert (one.loc["L0H3"] - one.loc["L0H4"]).abs().max() > 1e-5
-    assert (found - truths(alone, part, list(found.index))).abs().max() > 1e-4  # not denoised
+    assert (effects - truths(alone, part, list(effects.index))).abs().max() > 1e-4  # not denoised
     everywhere = by_site(sweep(model, part=part, positions="all"))
     assert (everywhere - truths(alone, part, list(everywhere.index))).abs().max() < 1e-10
 
@@ -133,15 +135,15 @@ def test_keys_that_are_normed_together(part):
     model = expose_neuron_heads(bridges.bridged(bridge("olmo2"))).model
     clean, corrupted = prompts()
     source, target = cached(model, clean), cached(model, corrupted)
-    found = by_site(sweep(model, part=part, positions=[4, 7]))
-    for head, position in found.index:
+    effects = by_site(sweep(model, part=part, positions=[4, 7]))
+    for head, position in effects.index:
         layer, index = int(head[1]), int(head[3])
         point = f"blocks.{layer}.attn.hook_{'v' if part == 'value' else part}"
         z_point = f"blocks.{layer}.attn.hook_z"
 
-        def put(value, hook, at=position, group=index * N_SHARED // N_HEADS):
+        def put(value, hook, position=position, group=index * N_SHARED // N_HEADS):
             value = value.clone()
-            value[:, at, group] = source[hook.name][:, at, group]
+            value[:, position, group] = source[hook.name][:, position, group]
             return value
 
         def restore(value, hook, index=index):
@@ -152,7 +154,7 @@ def test_keys_that_are_normed_together(part):
         hooks = [(point, put), (z_point, restore)]
         logits = model.run_with_hooks(corrupted, fwd_hooks=hooks)
         expected = logit_diff(logits, torch.tensor([POS - 1] * BATCH), 7, 8)
-        assert found[head, position] == pytest.approx(expected, rel=0, abs=1e-10)
+        assert effects[head, position] == pytest.approx(expected, rel=0, abs=1e-10)
 
 
 METHODS = [("value", "gradient"), ("k", "gradient"), ("value", "integrated"), ("k", "integrated")]
@@ -163,9 +165,9 @@ METHODS = [("value", "gradient"), ("k", "gradient"), ("value", "integrated"), ("
 def test_estimates_are_those_of_heads_that_share_nothing(name, part, method):
     model, alone = pair_of(name)
     how = {"part": part, "method": method, "budget": 0}
-    found, expected = (by_site(sweep(each, p.attribution, **how)) for each in (model, alone))
-    assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
-    assert found.std() > 1e-5
+    effects, expected = (by_site(sweep(model, p.attribution, **how)) for model in (model, alone))
+    assert (effects - expected).abs().max() < 1e-10 * expected.abs().max()
+    assert effects.std() > 1e-5
 
 
 def test_estimates_where_keys_are_normed_together():
@@ -180,7 +182,7 @@ def test_estimates_where_keys_are_normed_together():
     moved = by_site(of_sweep) - of_sweep.corrupted_value
     for name in HEADS:
         layer, index = int(name[1]), int(name[3])
-        point, z_point = (f"blocks.{layer}.attn.hook_{at}" for at in "kz")
+        point, z_point = (f"blocks.{layer}.attn.hook_{part}" for part in "kz")
         size = torch.zeros((), dtype=torch.float64, requires_grad=True)
 
         def put(value, hook, size=size, group=index * N_SHARED // N_HEADS):
@@ -221,9 +223,9 @@ def test_float32(part):
     _, alone = pair_of("llama bridge")
     wide = by_site(sweep(alone, part=part, positions=[4, 7]))
     narrow = expose_neuron_heads(bridges.bridged(bridge("llama").float())).model
-    found = by_site(sweep(narrow, part=part, positions=[4, 7]))
+    effects = by_site(sweep(narrow, part=part, positions=[4, 7]))
     largest = narrow(prompts()[0]).abs().max().item()
-    assert (found - wide).abs().max() < 2 * LOGIT_TOLERANCE[torch.float32] * largest
+    assert (effects - wide).abs().max() < 2 * LOGIT_TOLERANCE[torch.float32] * largest
 
 
 def test_groups_in_another_order_are_refused(monkeypatch):

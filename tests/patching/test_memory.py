@@ -65,9 +65,9 @@ def test_what_variants_hold_at_once_is_about_what_is_estimated(name, monkeypatch
     def filling(self, values, alive, numbers_each, run):
         def counted(chosen):
             with Allocated() as allocated:
-                found = run(chosen)
+                result = run(chosen)
             shares.append(4 * numbers_each * len(chosen) / allocated.most)
-            return found
+            return result
 
         return fill(self, values, alive, numbers_each, counted)
 

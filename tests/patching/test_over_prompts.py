@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from common import tokens
-from patched_runs import at, cached, logit_diff, patched_logits
+from patched_runs import cached, logit_diff, mask_at, patched_logits
 
 from attn_only_lens import InputError
 from attn_only_lens import patching as p
@@ -36,14 +36,14 @@ def pair():
 
 def alone(model, prompt, name, pos, direction):
     """The logit difference of a prompt run without the others, unpatched and patched by hooks."""
-    clean, corrupted, _ = (each[prompt : prompt + 1, : LENGTHS[prompt]] for each in pair())
+    clean, corrupted, _ = (tensor[prompt : prompt + 1, : LENGTHS[prompt]] for tensor in pair())
     into, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     end = torch.tensor([LENGTHS[prompt] - 1])
     logits = patched = model(into)
     if pos < LENGTHS[prompt]:
-        where = at(1, LENGTHS[prompt], pos)
-        patched = patched_logits(model, into, cached(model, source), name, "z", where)
-    return [logit_diff(each, end, RIGHT[prompt], WRONG[prompt]) for each in (logits, patched)]
+        places = mask_at(1, LENGTHS[prompt], pos)
+        patched = patched_logits(model, into, cached(model, source), name, "z", places)
+    return [logit_diff(values, end, RIGHT[prompt], WRONG[prompt]) for values in (logits, patched)]
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
@@ -86,9 +86,11 @@ def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, p
     whole = p.attribution(model, clean, corrupted, metric, mask=mask, **settings)
     rows = p.attribution(model, clean, corrupted, metric, mask=mask, per_prompt=True, **settings)
     for prompt, length in enumerate(LENGTHS):
-        own = metric if metric is not METRIC else p.logit_diff(RIGHT[prompt], WRONG[prompt])
-        ends = [each[prompt : prompt + 1, :length] for each in (clean, corrupted)]
-        single = p.attribution(model, *ends, own, **settings)
+        metric_of_one = (
+            metric if metric is not METRIC else p.logit_diff(RIGHT[prompt], WRONG[prompt])
+        )
+        ends = [tokens_of[prompt : prompt + 1, :length] for tokens_of in (clean, corrupted)]
+        single = p.attribution(model, *ends, metric_of_one, **settings)
         got = rows.frame.query("prompt == @prompt and position < @length")
         np.testing.assert_allclose(got["value"], single.frame["value"], atol=EXACT)
         np.testing.assert_allclose(got["unpatched"], single.corrupted_value, atol=EXACT)
@@ -119,10 +121,10 @@ def test_positions_by_role_are_each_prompts_own(model, tmp_path):
         [str(token) if i < n else None for i, token in enumerate(row)]
         for n, row in zip(LENGTHS, clean.tolist(), strict=True)
     ]
-    for found in (sweep, loaded.query("prompt == 1"), estimates):
-        assert found.tokens.clean == texts
-        assert found.tokens.corrupted[2][1] == str(corrupted[2, 1].item())
-        assert found.tokens.roles == {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}
+    for result in (sweep, loaded.query("prompt == 1"), estimates):
+        assert result.tokens.clean == texts
+        assert result.tokens.corrupted[2][1] == str(corrupted[2, 1].item())
+        assert result.tokens.roles == {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}
     assert set(zip(estimates.frame["position"], estimates.frame["name"], strict=True)) == {
         (role, site) for role in roles for site in SITES
     }
@@ -134,18 +136,18 @@ def test_positions_by_role_are_each_prompts_own(model, tmp_path):
             ]
             np.testing.assert_allclose(got, expected, atol=EXACT)
     # The label alone does not say where: another sweep is not resumed.
-    other = {"changed": [1, 1, -3], "end": -1}
+    positions = {"changed": [1, 1, -3], "end": -1}
     with pytest.raises(InputError, match="where: got"):
-        p.activation_patch(model, clean, corrupted, METRIC, positions=other, **settings)
+        p.activation_patch(model, clean, corrupted, METRIC, positions=positions, **settings)
 
 
 def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_path):
     clean, corrupted, mask = pair()
     settings = {"sites": SITES, "mask": mask, "progress": False, "positions": [1, 2]}
-    each = p.custom(lambda logits: logits[:, 2, 3], name="each")
+    each_prompt = p.custom(lambda logits: logits[:, 2, 3], name="each")
     mean = p.custom(lambda logits: logits[:, 2, 3].mean(), name="mean")
     for run in (p.activation_patch, p.attribution):
-        rows = run(model, clean, corrupted, each, **settings)
+        rows = run(model, clean, corrupted, each_prompt, **settings)
         blind = run(model, clean, corrupted, mean, **settings)
         np.testing.assert_allclose(rows.frame["value"], blind.frame["value"], atol=EXACT)
         assert rows.frame["score_standard_error"].max() > 0

@@ -37,15 +37,15 @@ SENDERS = ("L0H1", "L0N3", "L1H1", "L1N29")
 RECEIVERS = ("L1H0", "L1N5", "L2H1", "L2N36")
 
 
-def compare(found, oracle, positions, tolerance=1e-10):
+def compare(sweep, oracle, positions, tolerance=1e-10):
     """Every row with what the oracle has; return how many."""
-    frame, moved = found.to_frame(), 0.0
-    span = abs(found.clean_value - found.corrupted_value)
+    frame, moved = sweep.to_frame(), 0.0
+    span = abs(sweep.clean_value - sweep.corrupted_value)
     for row in frame.itertuples():
         to = row.receiver if row.receiver == "logits" else HeadName.parse(row.receiver)
         expected = oracle.value(HeadName.parse(row.sender), to, row.part, positions)
         assert abs(row.value - expected) < tolerance * span, row
-        moved = max(moved, abs(expected - found.corrupted_value))
+        moved = max(moved, abs(expected - sweep.corrupted_value))
     assert moved > 1e-4 * span  # control: paths do something
     return len(frame)
 
@@ -58,11 +58,11 @@ def test_equals_hooks(family):
     converted = convert(source)
     pair = {"senders": SENDERS, "receivers": [*RECEIVERS, "logits"], "progress": False}
     with expose_neuron_heads(source, copy=True) as exposed:
-        found = p.path_patch(converted, clean, corrupted, METRIC, positions=AT, part="z", **pair)
-        n = compare(found, held, AT)
+        sweep = p.path_patch(converted, clean, corrupted, METRIC, positions=AT, part="z", **pair)
+        n = compare(sweep, held, AT)
         assert n == 17 - source.cfg.parallel_attn_mlp  # there L1H1 does not reach L1N5
         again = p.path_patch(exposed, clean, corrupted, METRIC, positions=AT, part="z", **pair)
-        pd.testing.assert_frame_equal(found.frame, again.frame, rtol=1e-9)
+        pd.testing.assert_frame_equal(sweep.frame, again.frame, rtol=1e-9)
         by = {part: RECEIVERS for part in ("q", "value", "pattern")} | {"k": ("L1H0", "L2H1")}
         for part, to in by.items():
             few = pair | {"senders": ("L0H1", "L0N3"), "receivers": to}
@@ -96,7 +96,7 @@ def test_bridges_equal_hooks(name):
     Bridged RMS norms compute in float32: what is compared with them agrees to that.
     """
     model, (clean, corrupted) = bridges.exposed_copy(bridges.boot(name)), prompts()
-    found = p.path_patch(
+    sweep = p.path_patch(
         model,
         *(clean, corrupted, METRIC),
         senders=["L0H1", "L0N3", "L1H0"],
@@ -108,7 +108,7 @@ def test_bridges_equal_hooks(name):
     gated = name != "gpt2"
     norm = model.blocks[1].ln2
     w = norm.original_component.weight.detach() + (name == "gemma2")
-    rows = found.frame.set_index(["sender", "receiver"])["value"]
+    rows = sweep.frame.set_index(["sender", "receiver"])["value"]
     for sender in ("L0H1", "L0N3", "L1H0"):
         head = HeadName.parse(sender)
         block, sublayer = model.blocks[head.layer], "attn" if head.kind == "attention" else "mlp"
@@ -118,9 +118,9 @@ def test_bridges_equal_hooks(name):
             part = block.attn.W_O if sublayer == "attn" else block.mlp.W_out[:, None]
             out = z @ part[head.index]
             if name == "gemma2":
-                at = f"blocks.{head.layer}.ln{1 if sublayer == 'attn' else 2}_post"
-                after = getattr(block, at.rpartition(".")[2]).original_component.weight
-                out = out / seen(model, prompt, f"{at}.hook_scale")[:, END] * (1 + after)
+                prefix = f"blocks.{head.layer}.ln{1 if sublayer == 'attn' else 2}_post"
+                after = getattr(block, prefix.rpartition(".")[2]).original_component.weight
+                out = out / seen(model, prompt, f"{prefix}.hook_scale")[:, END] * (1 + after)
             wrote.append(out)
         delta = wrote[0] - wrote[1]
         delta = delta if gated else delta - delta.mean(-1, keepdim=True)
@@ -134,25 +134,27 @@ def test_bridges_equal_hooks(name):
 
         edits = [("blocks.1.mlp.hook_pre", (mlp.W_gate if gated else mlp.W_in)[:, 5])]
         edits += [("blocks.1.mlp.hook_pre_linear", mlp.W_in[:, 5])] * gated
-        hooks = [(at, lambda x, hook, m=entering @ W: add(x, hook, m)) for at, W in edits]
+        hooks = [
+            (hook_name, lambda x, hook, m=entering @ W: add(x, hook, m)) for hook_name, W in edits
+        ]
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
             expected = difference(model(corrupted))
-        span = abs(found.clean_value - found.corrupted_value)
+        span = abs(sweep.clean_value - sweep.corrupted_value)
         got = rows[sender, "L1N5"]
         assert abs(got - expected) < (1e-6 if gated else 1e-10) * span
-        assert abs(got - found.corrupted_value) > 1e-4 * span
+        assert abs(got - sweep.corrupted_value) > 1e-4 * span
 
 
 def test_equals_transformerlens():
     """Its direct paths between attention heads: 3.9 holds norms' scales, 4 computes them anew."""
     source, (clean, corrupted) = bridges.boot("gpt2", state="processed"), prompts()
-    theirs_is, other = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
+    theirs_is, other_scale = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
     with torch.no_grad():
-        caches = [source.run_with_cache(each)[1] for each in (clean, corrupted)]
+        caches = [source.run_with_cache(prompts)[1] for prompts in (clean, corrupted)]
     with expose_neuron_heads(source, copy=True) as model:
         for part, component in (("q", "q"), ("k", "k"), ("value", "v")):
             with torch.no_grad():
-                theirs = get_act_patch_direct_path(
+                reference = get_act_patch_direct_path(
                     *(source, corrupted, *caches, lambda x: torch.tensor(difference(x))),
                     *(0, 1, component),
                     verbose=False,
@@ -167,12 +169,14 @@ def test_equals_transformerlens():
                     scale=scale,
                     progress=False,
                 ).frame
-                for scale in (theirs_is, other)
+                for scale in (theirs_is, other_scale)
             )
             assert ours["receiver"].tolist() == ["L1H0", "L1H1"]
-            got, control = (torch.tensor(each["value"].to_numpy()).float() for each in (ours, off))
-            assert torch.allclose(got, theirs[1], rtol=1e-6)  # it keeps values in float32
-            assert not torch.allclose(control, theirs[1], rtol=1e-6)
+            got, control = (
+                torch.tensor(frame["value"].to_numpy()).float() for frame in (ours, off)
+            )
+            assert torch.allclose(got, reference[1], rtol=1e-6)  # it keeps values in float32
+            assert not torch.allclose(control, reference[1], rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -233,15 +237,15 @@ def test_resumes(small, tmp_path, monkeypatch):
         pd.testing.assert_frame_equal(expected.frame, again.frame, check_exact=True)
         assert 0 < sum(runs) < len(expected.frame)
         assert not top or (len(picked) == 1 and len(chunks) > 3)
-        for name, other in {"part": "q", "scale": "anew", "direction": "noise", "top": 3}.items():
-            changed = options | {"top": top, name: other}
+        for name, value in {"part": "q", "scale": "anew", "direction": "noise", "top": 3}.items():
+            changed = options | {"top": top, name: value}
             with pytest.raises(InputError, match=f"{name}: got"):
                 p.path_patch(model, clean, corrupted, METRIC, **changed)
         expected.save(tmp_path / "paths.csv")
         loaded = p.Paths.load(tmp_path / "paths.csv")
         pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
         assert loaded.tokens == expected.tokens
-        assert expected.tokens.clean == [[str(each) for each in row] for row in clean.tolist()]
+        assert expected.tokens.clean == [[str(token) for token in row] for row in clean.tolist()]
     roles = options | {"resume": tmp_path / "roles", "positions": {"role": 1}}
     p.path_patch(model, clean, corrupted, METRIC, **roles)
     with pytest.raises(InputError, match="where: got"):  # of one name, and elsewhere
@@ -252,7 +256,7 @@ def test_heads_that_share_a_neuron():
     """Bilinear gates: the heads of a neuron read together, and one alone writes its share."""
     source, (clean, corrupted) = bridges.boot("gpt2"), prompts()
     model = bridges.exposed_copy(source, gate=Bilinear(2))
-    found = p.path_patch(
+    sweep = p.path_patch(
         model,
         *(clean, corrupted, METRIC),
         senders=["L0N3", "L0N3.0", "L0N3.1"],
@@ -261,9 +265,11 @@ def test_heads_that_share_a_neuron():
         positions=END,
         progress=False,
     )
-    effect = found.frame.assign(e=found.effect).set_index(["sender", "receiver"])["e"]
+    effect = sweep.frame.assign(e=sweep.effect).set_index(["sender", "receiver"])["e"]
     norm, mlp = model.blocks[1].ln2, model.blocks[1].mlp
-    z = [model.run_with_cache(each)[1]["blocks.0.mlp.hook_post"] for each in (clean, corrupted)]
+    z = [
+        model.run_with_cache(prompts)[1]["blocks.0.mlp.hook_post"] for prompts in (clean, corrupted)
+    ]
     delta = (z[0] - z[1])[:, END, 3, None] * model.blocks[0].mlp.W_out[3]
     delta = delta - delta.mean(-1, keepdim=True)
     scale = seen(model, corrupted, "blocks.1.ln2.hook_scale")[:, END]
@@ -276,12 +282,12 @@ def test_heads_that_share_a_neuron():
 
     with torch.no_grad(), model.hooks(fwd_hooks=[("blocks.1.mlp.hook_pre", add)]):
         expected = difference(model(corrupted))
-    got = found.frame.set_index(["sender", "receiver"])["value"]["L0N3", "L1N5"]
-    assert abs(got - expected) < 1e-10 * abs(found.clean_value - found.corrupted_value)
+    got = sweep.frame.set_index(["sender", "receiver"])["value"]["L0N3", "L1N5"]
+    assert abs(got - expected) < 1e-10 * abs(sweep.clean_value - sweep.corrupted_value)
     # To the logits, with scales held, what two heads send adds up.
     parts = [effect["L0N3.0", "logits"], effect["L0N3.1", "logits"]]
     assert abs(sum(parts) - effect["L0N3", "logits"]) < 1e-10
-    assert all(abs(each) > 1e-6 for each in parts)
+    assert all(abs(value) > 1e-6 for value in parts)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -301,24 +307,26 @@ def test_padding_changes_nothing(small, side):
         return torch.cat([x[:1], torch.cat(row, dim=1)])
 
     mask[1, slice(2) if side == "left" else slice(3, None)] = 0
-    found = p.path_patch(model, padded(clean), padded(corrupted), METRIC, mask=mask, **options)
+    sweep = p.path_patch(model, padded(clean), padded(corrupted), METRIC, mask=mask, **options)
     expected = (whole.frame["value"] + short.frame["value"]) / 2
-    assert (found.frame["value"] - expected).abs().max() < 1e-12
-    assert (found.frame["value"] - found.clean_value).abs().min() > 1e-9
+    assert (sweep.frame["value"] - expected).abs().max() < 1e-12
+    assert (sweep.frame["value"] - sweep.clean_value).abs().min() > 1e-9
 
 
 def test_senders_that_say_where(small):
     model, clean, corrupted = small
     options = {"receivers": ["L1H0", "logits"], "part": "z", "progress": False}
-    given = p.path_patch(model, clean, corrupted, METRIC, senders=["L0H1@4", "L0N3@1"], **options)
-    assert list(given.frame[["sender", "position"]].itertuples(index=False, name=None)) == [
+    sweep = p.path_patch(model, clean, corrupted, METRIC, senders=["L0H1@4", "L0N3@1"], **options)
+    assert list(sweep.frame[["sender", "position"]].itertuples(index=False, name=None)) == [
         ("L0H1", END), ("L0H1", END), ("L0N3", 1), ("L0N3", 1)
     ]  # fmt: skip
-    for sender, at in (("L0H1", END), ("L0N3", 1)):
-        one = p.path_patch(model, clean, corrupted, METRIC, senders=sender, positions=at, **options)
-        mine = given.frame["value"][given.frame["sender"] == sender]
-        assert mine.tolist() == pytest.approx(one.frame["value"].tolist(), abs=1e-12)
-        assert mine.nunique() > 1
+    for sender, position in (("L0H1", END), ("L0N3", 1)):
+        one = p.path_patch(
+            model, clean, corrupted, METRIC, senders=sender, positions=position, **options
+        )
+        values = sweep.frame["value"][sweep.frame["sender"] == sender]
+        assert values.tolist() == pytest.approx(one.frame["value"].tolist(), abs=1e-12)
+        assert values.nunique() > 1
 
 
 def test_refusals(small):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 LENGTHS, SITES = (3, 7, 5, 6, 7, 2, 4), ["L0H1", "L0N29", "L1N3", "L1H0"]
 RIGHT, WRONG = [3, 5, 7, 1, 2, 3, 4], [11, 13, 2, 4, 5, 6, 7]
 DIFF, EXACT = p.logit_diff(RIGHT, WRONG), 1e-11
-CHANCES = p.probability_diff([[each] for each in RIGHT], [[each, 17] for each in WRONG])
+CHANCES = p.probability_diff([[answer] for answer in RIGHT], [[answer, 17] for answer in WRONG])
 ROLES = {"changed": [1, 1, -4, 1, 1, 1, -3], "end": -1}
 
 
@@ -38,15 +38,15 @@ def prompts(n=7, pos=7, padded=True):
     return {"clean": clean, "corrupted": corrupted, "mask": mask}
 
 
-def assert_same(one, other):
-    assert list(one.frame) == list(other.frame)
-    for name, column in one.frame.items():
+def assert_same(first, second):
+    assert list(first.frame) == list(second.frame)
+    for name, column in first.frame.items():
         if column.dtype == float:
-            np.testing.assert_allclose(other.frame[name], column, atol=EXACT, err_msg=name)
+            np.testing.assert_allclose(second.frame[name], column, atol=EXACT, err_msg=name)
         else:
-            assert (other.frame[name] == column).all()
+            assert (second.frame[name] == column).all()
     for name in ("clean_value", "corrupted_value"):
-        assert getattr(one, name) == pytest.approx(getattr(other, name), abs=EXACT)
+        assert getattr(first, name) == pytest.approx(getattr(second, name), abs=EXACT)
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 5])
@@ -210,5 +210,5 @@ def test_a_model_that_attends_to_padding_keeps_it():
     model = expose_neuron_heads(build("bidirectional")).model
     how = {"sites": ["L0N29", "L1H0"], "positions": 1, "progress": False}
     expected = p.activation_patch(model, **prompts(), metric=DIFF, **how)
-    found = p.activation_patch(model, **prompts(), metric=DIFF, **how, prompts_at_once=1)
-    assert_same(expected, found)
+    sweep = p.activation_patch(model, **prompts(), metric=DIFF, **how, prompts_at_once=1)
+    assert_same(expected, sweep)

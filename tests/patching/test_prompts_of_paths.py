@@ -32,8 +32,8 @@ def prompts(side="right"):
     """Three pairs of unequal length, padded, and the pairs themselves."""
     clean = tokens(0, batch=3, pos=7)
     corrupted = clean.clone()
-    for row, at in enumerate(ROLES["subject"]):
-        corrupted[row, at] = (clean[row, at] + 7) % 41
+    for row, place in enumerate(ROLES["subject"]):
+        corrupted[row, place] = (clean[row, place] + 7) % 41
     alone = [(clean[i, :n], corrupted[i, :n]) for i, n in enumerate(LENGTHS)]
     mask = torch.zeros(3, 7, dtype=torch.long)
     padded = [torch.zeros_like(clean) for _ in range(2)]
@@ -70,9 +70,9 @@ def test_paths(model, side, how, tmp_path):
             {ROLES["subject"][i]: "subject", LENGTHS[i] - 1: "end"}
         )
         expected = one.astype({"sender": str, "receiver": str}).set_index(key)["value"]
-        mine = rows.frame[rows.frame["prompt"] == i].astype({"sender": str, "receiver": str})
-        mine = mine.set_index(key)["value"]
-        np.testing.assert_allclose(mine, expected[mine.index], **EXACT)
+        of_prompt = rows.frame[rows.frame["prompt"] == i].astype({"sender": str, "receiver": str})
+        of_prompt = of_prompt.set_index(key)["value"]
+        np.testing.assert_allclose(of_prompt, expected[of_prompt.index], **EXACT)
     values = rows.frame["value"].to_numpy().reshape(n, 3)
     assert np.ptp(values, axis=1).max() > 1e-3  # control: prompts differ
     unpatched = rows.frame["unpatched"].to_numpy().reshape(n, 3)
@@ -112,12 +112,12 @@ def test_gate_and_value(model):
     ratios = []
     for i in range(3):
         one = p.gate_and_value(model, *alone[i], METRIC, **how | of_one(i))
-        mine = rows[rows["prompt"] == i].reset_index(drop=True)
-        np.testing.assert_allclose(mine[WRITES], one[WRITES], **EXACT)
-        assert (mine["write"] != 0).all()
+        of_prompt = rows[rows["prompt"] == i].reset_index(drop=True)
+        np.testing.assert_allclose(of_prompt[WRITES], one[WRITES], **EXACT)
+        assert (of_prompt["write"] != 0).all()
         # Effects are shares of the difference of the means of all prompts.
-        ratios.append(mine["effect"][1] / one["effect"][1])
-        np.testing.assert_allclose(mine[EFFECTS], one[EFFECTS] * ratios[-1], rtol=0, atol=1e-9)
+        ratios.append(of_prompt["effect"][1] / one["effect"][1])
+        np.testing.assert_allclose(of_prompt[EFFECTS], one[EFFECTS] * ratios[-1], rtol=0, atol=1e-9)
     assert sum(ratios) / 3 == pytest.approx(1.0)
 
 

@@ -62,8 +62,8 @@ def scores(sweep):
 def test_some_rows_are_patches_and_the_rest_estimates(model):
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     plain = scores(p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=0, progress=False))
-    found = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=3, progress=False)
-    mended, flags = scores(found), found.frame.set_index(SITE)["exact"]
+    sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=3, progress=False)
+    mended, flags = scores(sweep), sweep.frame.set_index(SITE)["exact"]
     assert 0 < flags.sum() < len(flags)
     assert (mended - exact)[flags].abs().max() < 1e-10
     assert mended[~flags].equals(plain[~flags])
@@ -85,17 +85,17 @@ def test_some_rows_are_patches_and_the_rest_estimates(model):
         {"direction": "mean", "positions": [1, -1]},
         {"direction": "bias", "sites": p.neuron_heads()},
     ],
-    ids=lambda how: " ".join(str(each) for each in how.values() if isinstance(each, str)),
+    ids=lambda how: " ".join(str(value) for value in how.values() if isinstance(value, str)),
 )
 def test_enough_budget_repairs_every_site(how):
     """All that can have an effect; the others have none, in both."""
     model = bridge()
-    found = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=1e6, progress=False, **how)
-    given = {name: each for name, each in how.items() if name != "method"}
-    exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False, **given))
-    assert (scores(found) - exact).abs().max() < 1e-10
-    assert set(found.expected_pearson.values()) == {1.0}
-    assert set(found.expected_pearson) == set(found.frame["kind"])
+    sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=1e6, progress=False, **how)
+    options = {name: value for name, value in how.items() if name != "method"}
+    exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False, **options))
+    assert (scores(sweep) - exact).abs().max() < 1e-10
+    assert set(sweep.expected_pearson.values()) == {1.0}
+    assert set(sweep.expected_pearson) == set(sweep.frame["kind"])
 
 
 def spent_at_least(sweep):
@@ -106,10 +106,10 @@ def spent_at_least(sweep):
 
 @pytest.mark.parametrize("budget", [0.3, 1, 4])
 def test_a_budget_is_kept(model, budget):
-    found = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=budget, progress=False)
-    assert found.frame["exact"].any()
-    assert spent_at_least(found) < budget
-    assert 0 < found.forwards <= budget
+    sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=budget, progress=False)
+    assert sweep.frame["exact"].any()
+    assert spent_at_least(sweep) < budget
+    assert 0 < sweep.forwards <= budget
 
 
 def flops_of_forward(model):
@@ -119,11 +119,11 @@ def flops_of_forward(model):
 
 def test_by_default_all_sites_of_a_small_model_are_patched(model, monkeypatch):
     """And of a large one as many as ten forward passes pay for, if more are needed than three."""
-    found = p.attribution(model, CLEAN, CORRUPTED, METRIC, progress=False)
+    sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, progress=False)
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
-    assert (scores(found) - exact).abs().max() < 1e-10
-    assert found.expected_pearson == {"attention": 1.0, "neuron": 1.0}
-    assert found.forwards > 30
+    assert (scores(sweep) - exact).abs().max() < 1e-10
+    assert sweep.expected_pearson == {"attention": 1.0, "neuron": 1.0}
+    assert sweep.forwards > 30
 
     monkeypatch.setattr(repairs, "_AT_LEAST", (3.0, 0.0))
     monkeypatch.setattr(repairs, "_AT_MOST", (10.0, 0.0))
@@ -142,18 +142,18 @@ def test_by_default_all_sites_of_a_small_model_are_patched(model, monkeypatch):
 
 
 def test_what_is_expected_of_each_kind_is_said(model):
-    found = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=4, progress=False)
+    sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=4, progress=False)
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
-    n_exact = found.frame.groupby("kind", observed=True)["exact"].sum()
+    n_exact = sweep.frame.groupby("kind", observed=True)["exact"].sum()
     assert n_exact["attention"] < 16 <= n_exact["neuron"]
-    assert found.expected_pearson["attention"] is None
-    neurons = (found.frame["kind"] == "neuron").to_numpy()
-    reached = np.corrcoef(scores(found)[neurons], exact[neurons])[0, 1]
+    assert sweep.expected_pearson["attention"] is None
+    neurons = (sweep.frame["kind"] == "neuron").to_numpy()
+    reached = np.corrcoef(scores(sweep)[neurons], exact[neurons])[0, 1]
     # Held out models are the test of how honest it is: here, one neuron's weights are 40 times as
     # large, and what its error teaches of the others need not hold.
-    assert min(found.expected_pearson["neuron"], reached) > 0.8
+    assert min(sweep.expected_pearson["neuron"], reached) > 0.8
     shown = f"{n_exact.sum()} of them exact patches (expected correlation with patching: "
-    assert shown + "attention unknown, neuron 0." in repr(found)
+    assert shown + "attention unknown, neuron 0." in repr(sweep)
 
 
 def by_hand(model, layer, part):
@@ -189,30 +189,30 @@ def by_hand(model, layer, part):
         "neuron": g_post.norm(dim=-1) / dirty["x"].norm(dim=-1),
         "attention": g_mid.norm(dim=-1) / (dirty["pre"] + dirty["out"]).norm(dim=-1),
     }
-    found = {}
+    expected = {}
     for t in range(5):
         for i in range(37):
             a = (clean["post"] - dirty["post"])[0, t, i, 0] * model.blocks[layer].mlp.W_out[
                 i
             ].norm()
             if part == "z":
-                found[f"L{layer}N{i}", t] = float(a**2 * slopes["neuron"][0, t])
+                expected[f"L{layer}N{i}", t] = float(a**2 * slopes["neuron"][0, t])
         for h in range(2):
             if part == "z":
                 a = ((clean["z"] - dirty["z"])[0, t, h] @ W_O[h]).norm()
-                found[f"L{layer}H{h}", t] = float(a**2 * slopes["attention"][0, t])
+                expected[f"L{layer}H{h}", t] = float(a**2 * slopes["attention"][0, t])
             elif part == "pattern":
                 a = ((clean["pattern"] - dirty["pattern"])[0, h, t] @ dirty["v"][0, :, h]) @ W_O[h]
-                found[f"L{layer}H{h}", t] = float(a.norm() ** 2 * slopes["attention"][0, t])
+                expected[f"L{layer}H{h}", t] = float(a.norm() ** 2 * slopes["attention"][0, t])
             elif part == "k":
                 moved = (dirty["v"][0, t, h] - dirty["z"][0, :, h]) @ W_O[h]
                 a = (shown - dirty["pattern"])[0, h, :, t] * moved.norm(dim=-1)
-                found[f"L{layer}H{h}", t] = float((a**2 * slopes["attention"][0]).sum())
+                expected[f"L{layer}H{h}", t] = float((a**2 * slopes["attention"][0]).sum())
             else:
                 dv = (clean["v"] - dirty["v"])[0, t, h] @ W_O[h]
                 terms = dirty["pattern"][0, h, :, t] ** 2 * slopes["attention"][0]
-                found[f"L{layer}H{h}", t] = float(dv.norm() ** 2 * terms.sum())
-    return found
+                expected[f"L{layer}H{h}", t] = float(dv.norm() ** 2 * terms.sum())
+    return expected
 
 
 @pytest.mark.parametrize("part", ["z", "value", "pattern", "k"])
@@ -239,15 +239,15 @@ def test_several_prompts_row_by_row():
     model, clean = bridge(), torch.cat([CLEAN, CLEAN + 1])
     corrupted = torch.cat([CORRUPTED, CORRUPTED + 2])
     how = {"sites": p.neuron_heads(0), "progress": False, "per_prompt": True}
-    found = p.attribution(model, clean, corrupted, METRIC, budget=3, **how).frame
+    frame = p.attribution(model, clean, corrupted, METRIC, budget=3, **how).frame
     exact = p.activation_patch(model, clean, corrupted, METRIC, **how).frame
-    flags = found["exact"]
-    assert 0 < flags.sum() < len(found)
+    flags = frame["exact"]
+    assert 0 < flags.sum() < len(frame)
     assert (
-        flags.groupby(found["name"].astype(str) + found["position"].astype(str)).nunique().max()
+        flags.groupby(frame["name"].astype(str) + frame["position"].astype(str)).nunique().max()
         == 1
     )
-    assert (found["score"] - exact["score"])[flags].abs().max() < 1e-10
+    assert (frame["score"] - exact["score"])[flags].abs().max() < 1e-10
 
 
 def test_names_that_say_where(model):
@@ -255,13 +255,13 @@ def test_names_that_say_where(model):
     names = ["L0N5@1", "L0N5@-1", "L2H1@3", "L0N7@1"]
     whole = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     for run in (p.activation_patch, p.attribution):
-        found = run(model, CLEAN, CORRUPTED, METRIC, sites=names, progress=False)
-        assert set(found.frame[SITE].itertuples(index=False, name=None)) == {
+        result = run(model, CLEAN, CORRUPTED, METRIC, sites=names, progress=False)
+        assert set(result.frame[SITE].itertuples(index=False, name=None)) == {
             *(("L0N5", 1), ("L0N5", -1), ("L2H1", 3), ("L0N7", 1))
         }
         if run is p.activation_patch:
-            assert abs(scores(found)["L0N5", -1] - whole["L0N5", 4]) < 1e-10
-            assert abs(scores(found)["L2H1", 3] - whole["L2H1", 3]) < 1e-10
+            assert abs(scores(result)["L0N5", -1] - whole["L0N5", 4]) < 1e-10
+            assert abs(scores(result)["L2H1", 3] - whole["L2H1", 3]) < 1e-10
     mixed = p.activation_patch(
         *(model, CLEAN, CORRUPTED, METRIC), sites=["L1N3@2", "L1N7"], positions=[3], progress=False
     )
@@ -294,24 +294,24 @@ def test_names_that_cannot_be_placed(sites, positions, reason):
 def test_one_place_has_two_numbers():
     """-1 is 4 here: a site of its own for another head, also beside one that is everywhere."""
     model, how = bridge(), {"progress": False}
-    found = p.activation_patch(
+    patched = p.activation_patch(
         model, CLEAN, CORRUPTED, METRIC, sites=["L0N5@4", "L1H1@-1", "L0N7"], **how
     )
     whole = p.activation_patch(
         *(model, CLEAN, CORRUPTED, METRIC), sites=["L0N5", "L1H1"], positions=-1, **how
     )
-    assert abs(scores(found)["L0N5", 4] - scores(whole)["L0N5", -1]) < 1e-12
-    assert abs(scores(found)["L1H1", -1] - scores(whole)["L1H1", -1]) < 1e-12
-    assert len(found.frame) == 7
+    assert abs(scores(patched)["L0N5", 4] - scores(whole)["L0N5", -1]) < 1e-12
+    assert abs(scores(patched)["L1H1", -1] - scores(whole)["L1H1", -1]) < 1e-12
+    assert len(patched.frame) == 7
 
 
 def test_too_little_to_say_what_to_expect(tmp_path):
     """No patch fits: nothing is expected, and what was found can be kept."""
-    found = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=1e-9, progress=False)
-    assert found.expected_pearson == {"attention": None, "neuron": None}
-    assert not found.frame["exact"].any()
-    found.save(tmp_path / "sweep.csv")
-    assert p.Sweep.load(tmp_path / "sweep.csv").expected_pearson == found.expected_pearson
+    sweep = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=1e-9, progress=False)
+    assert sweep.expected_pearson == {"attention": None, "neuron": None}
+    assert not sweep.frame["exact"].any()
+    sweep.save(tmp_path / "sweep.csv")
+    assert p.Sweep.load(tmp_path / "sweep.csv").expected_pearson == sweep.expected_pearson
 
 
 def test_one_prompt_alone(model):
@@ -332,8 +332,8 @@ def test_one_prompt_alone(model):
         left = model(CLEAN)[0, -1]
     assert abs(scores(sweep)["L1H1", "all"] - float(left[7] - left[11]) / whole) < 1e-10
     assert (sweep.clean_value, sweep.corrupted_value) == (pytest.approx(whole), 0.0)
-    found = p.attribution(model, CLEAN, None, METRIC, budget=1e6, **how)
-    assert (scores(found) - scores(sweep)).abs().max() < 1e-10
+    estimates = p.attribution(model, CLEAN, None, METRIC, budget=1e6, **how)
+    assert (scores(estimates) - scores(sweep)).abs().max() < 1e-10
     estimate = p.attribution(model, CLEAN, None, METRIC, budget=0, **how)
     assert (scores(estimate) - scores(sweep)).abs().max() > 0
     for run in (p.activation_patch, p.attribution):
@@ -344,12 +344,12 @@ def test_one_prompt_alone(model):
 def test_kept_in_a_file(tmp_path):
     """With little spent and with enough: which rows are exact, and what is expected of the rest."""
     for budget, suffix in ((1e-9, "csv"), (4, "csv"), (4, "parquet")):
-        found = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=budget, progress=False)
-        found.save(tmp_path / f"found.{suffix}")
+        sweep = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=budget, progress=False)
+        sweep.save(tmp_path / f"found.{suffix}")
         again = p.Sweep.load(tmp_path / f"found.{suffix}")
-        assert again.frame["exact"].tolist() == found.frame["exact"].tolist()
-        assert again.expected_pearson == found.expected_pearson
-        assert (again.forwards, repr(again)) == (found.forwards, repr(found))
+        assert again.frame["exact"].tolist() == sweep.frame["exact"].tolist()
+        assert again.expected_pearson == sweep.expected_pearson
+        assert (again.forwards, repr(again)) == (sweep.forwards, repr(sweep))
 
 
 @pytest.mark.parametrize("budget", [-1, "all", float("nan"), None, True])

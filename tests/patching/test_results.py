@@ -31,22 +31,22 @@ def test_columns_and_scores():
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 def test_the_scale_is_the_same_in_both_directions(direction):
     ends = values().iloc[:2].assign(value=[RUN["corrupted_value"], RUN["clean_value"]])
-    found = sweep(frame=ends, direction=direction)
-    assert found.frame["score"].tolist() == [0.0, 1.0]
+    result = sweep(frame=ends, direction=direction)
+    assert result.frame["score"].tolist() == [0.0, 1.0]
     # What leaves the run as it was comes last.
     moved = 1 if direction == "denoise" else 0
-    assert found.top(1)["score"].tolist() == [float(moved)]
-    assert found.effect.tolist() == ([0.0, 1.0] if moved else [-1.0, 0.0])
+    assert result.top(1)["score"].tolist() == [float(moved)]
+    assert result.effect.tolist() == ([0.0, 1.0] if moved else [-1.0, 0.0])
 
 
 def test_top_is_a_sort():
-    found = sweep(direction="noise")
-    expected = sorted(range(SITES * POSITIONS), key=lambda i: -abs(found.frame["score"][i] - 1.0))
-    assert found.top(11).index.tolist() == expected[:11]
-    assert len(found.top(1000)) == SITES * POSITIONS
+    result = sweep(direction="noise")
+    expected = sorted(range(SITES * POSITIONS), key=lambda i: -abs(result.frame["score"][i] - 1.0))
+    assert result.top(11).index.tolist() == expected[:11]
+    assert len(result.top(1000)) == SITES * POSITIONS
     for k in (0, -1, True, 2.0):
         with pytest.raises(InputError, match="expected 1 or more"):
-            found.top(k)
+            result.top(k)
 
 
 @pytest.mark.parametrize("column", ["name", "kind"])
@@ -86,30 +86,30 @@ def test_whole_floats_are_numbers():
 
 def test_a_change_of_the_frame_that_was_given_reaches_no_result():
     frame = values().assign(prompt=2, unpatched=0.5).astype({"name": "category"})
-    found, expected = sweep(frame=frame), sweep(frame=frame.copy())
+    got, expected = sweep(frame=frame), sweep(frame=frame.copy())
     frame.loc[0, ["value", "prompt", "unpatched"]] = [99.0, 9, 9.0]
     frame.loc[0, "name"] = frame["name"].iloc[-1]
-    pd.testing.assert_frame_equal(found.frame, expected.frame)
+    pd.testing.assert_frame_equal(got.frame, expected.frame)
 
 
 def test_categories_are_those_that_there_are():
     plain, texts = sweep().frame, values()
     for categories in (sorted({*texts["name"]}), ["L9N9", *dict.fromkeys(texts["name"])]):
-        found = sweep(frame=texts.assign(name=pd.Categorical(texts["name"], categories)))
-        pd.testing.assert_frame_equal(found.frame, plain, check_categorical=False)
-        assert set(found.frame["name"].cat.categories) == {*texts["name"]}
+        result = sweep(frame=texts.assign(name=pd.Categorical(texts["name"], categories)))
+        pd.testing.assert_frame_equal(result.frame, plain, check_categorical=False)
+        assert set(result.frame["name"].cat.categories) == {*texts["name"]}
 
 
 def test_query_keeps_what_was_run():
-    found = sweep(direction="noise").query("layer == 1 and position == 3")
-    assert (found.direction, found.metric) == ("noise", RUN["metric"])
-    assert set(found.frame["layer"]) == {1}
-    assert found.frame["name"].cat.categories.tolist() == found.frame["name"].tolist()
-    names = found.frame["name"].tolist()[:3]
-    assert len(found.query("name in @names")) == len(names)
+    rows = sweep(direction="noise").query("layer == 1 and position == 3")
+    assert (rows.direction, rows.metric) == ("noise", RUN["metric"])
+    assert set(rows.frame["layer"]) == {1}
+    assert rows.frame["name"].cat.categories.tolist() == rows.frame["name"].tolist()
+    names = rows.frame["name"].tolist()[:3]
+    assert len(rows.query("name in @names")) == len(names)
     for condition in ("layer", "layer + 1", "nothing == 1", "layer ==", "position < 'a'"):
         with pytest.raises(InputError, match="no rows can be picked"):
-            found.query(condition)
+            rows.query(condition)
 
 
 OPTIONAL = {
@@ -126,7 +126,7 @@ def test_saved_and_loaded(ending, positions, columns, tmp_path):
     path = tmp_path / "deep" / f"sweep.{ending}"
     frame = values(positions=positions)
     optional = {
-        name: np.resize(np.array(each), len(frame)) for name, each in OPTIONAL[columns].items()
+        name: np.resize(np.array(values), len(frame)) for name, values in OPTIONAL[columns].items()
     }
     saved = sweep(frame=frame.assign(**optional), tokens=TOKENS)
     saved.save(path)
@@ -135,7 +135,7 @@ def test_saved_and_loaded(ending, positions, columns, tmp_path):
     pd.testing.assert_frame_equal(loaded.frame, saved.frame, check_exact=True)
     assert {key: getattr(loaded, key) for key in RUN} == RUN
     assert loaded.tokens == saved.tokens == saved.query("layer == 0").tokens
-    left = {each.name for each in path.parent.iterdir()}
+    left = {entry.name for entry in path.parent.iterdir()}
     assert left == {path.name} | ({f"{path.name}.json"} if ending == "csv" else set())
 
 
@@ -151,9 +151,9 @@ def test_a_flipped_bit_is_noticed_or_harmless(ending, tmp_path):
     saved = sweep()
     saved.save(path)
     whole = path.read_bytes()
-    for at in range(0, len(whole), 37):
+    for index in range(0, len(whole), 37):
         broken = bytearray(whole)
-        broken[at] ^= 0x10
+        broken[index] ^= 0x10
         path.write_bytes(broken)
         try:
             loaded = p.Sweep.load(path)
@@ -214,13 +214,13 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_shown():
-    found = sweep()
-    text, html = repr(found), found._repr_html_()
+    result = sweep()
+    text, html = repr(result), result._repr_html_()
     assert "z, denoise, 65 rows, 7 prompts" in text
-    assert found.top(1)["name"].iloc[0] in text.splitlines()[2]
+    assert result.top(1)["name"].iloc[0] in text.splitlines()[2]
     assert "<table" in html
     assert "<tiny>" not in html
-    assert "no rows" in repr(found.query("layer == 9"))
+    assert "no rows" in repr(result.query("layer == 9"))
 
 
 BAD = {
@@ -248,7 +248,7 @@ def test_cheap_at_the_size_of_gpt2_small():
     n, pos = 36_864, 15
     names = np.array([f"L{i // 3072}N{i % 3072}" for i in range(n)], dtype=object)
     index = np.repeat(np.arange(n), pos)
-    found = sweep(
+    result = sweep(
         frame=pd.DataFrame(
             {
                 "layer": index // 3072,
@@ -261,7 +261,7 @@ def test_cheap_at_the_size_of_gpt2_small():
         )
     )
     start = time.perf_counter()
-    assert len(found.top(20)) == 20
+    assert len(result.top(20)) == 20
     assert time.perf_counter() - start < 1.0  # 0.02 s measured
     # 49 bytes a row measured; names as text alone would take more than that.
-    assert found.frame.memory_usage(deep=True).sum() < 64 * n * pos
+    assert result.frame.memory_usage(deep=True).sum() < 64 * n * pos

@@ -22,43 +22,43 @@ def exact_sweeps(form):
     """What to patch, and the patches of every site: two pairs, both ways."""
     model = brackets.load_bridge() if form == "bridge" else brackets.load()
     model = expose_neuron_heads(model).model
-    found = []
+    sweeps = []
     for clean, corrupted in islice(brackets.pairs(model, seed=3), 2):
         for direction in ("denoise", "noise"):
-            given = model, clean, corrupted, brackets.BALANCED
+            arguments = model, clean, corrupted, brackets.BALANCED
             how = {"direction": direction, "progress": False}
-            found.append((given, how, p.activation_patch(*given, **how)))
-    return found
+            sweeps.append((arguments, how, p.activation_patch(*arguments, **how)))
+    return sweeps
 
 
-def pearson(exact, found, kind):
+def pearson(exact, estimated, kind):
     """The correlation of their effects among heads of a kind."""
     here = (exact.frame["kind"] == kind).to_numpy()
-    return np.corrcoef(exact.effect[here], found.effect[here])[0, 1]
+    return np.corrcoef(exact.effect[here], estimated.effect[here])[0, 1]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_default_gives_what_patches_give(form):
     alone = []
-    for given, how, exact in exact_sweeps(form):
-        found = p.attribution(*given, **how)
-        assert min(pearson(exact, found, kind) for kind in KINDS) > 0.999
-        assert min(found.expected_pearson.values()) > 0.98
+    for arguments, how, exact in exact_sweeps(form):
+        sweep = p.attribution(*arguments, **how)
+        assert min(pearson(exact, sweep, kind) for kind in KINDS) > 0.999
+        assert min(sweep.expected_pearson.values()) > 0.98
         # control: estimates alone are of another order
-        plain = p.attribution(*given, budget=0, **how)
+        plain = p.attribution(*arguments, budget=0, **how)
         alone += [pearson(exact, plain, kind) for kind in KINDS]
     assert min(alone) < 0.5
-    assert sum(each < 0.98 for each in alone) > len(alone) / 2
+    assert sum(value < 0.98 for value in alone) > len(alone) / 2
 
 
 def test_no_more_is_expected_than_is_reached():
     """With budgets that leave most sites to estimates, on a model that they do badly on."""
     n_low = 0
-    for given, how, exact in exact_sweeps("bridge"):
+    for arguments, how, exact in exact_sweeps("bridge"):
         for budget in (1, 3):
-            found = p.attribution(*given, budget=budget, **how)
-            for kind, expected in found.expected_pearson.items():
-                reached = pearson(exact, found, kind)
+            sweep = p.attribution(*arguments, budget=budget, **how)
+            for kind, expected in sweep.expected_pearson.items():
+                reached = pearson(exact, sweep, kind)
                 n_low += reached < 0.98
                 assert expected is None or expected - reached <= 0.02
     assert n_low >= 5
@@ -77,8 +77,8 @@ def test_the_classifier_is_right_and_is_the_same_in_both_forms():
 def test_the_bridge_has_the_weights_of_the_hooked_transformer():
     tokens, _ = brackets.batch(brackets.Recipe(), torch.Generator().manual_seed(7))
     with torch.no_grad():
-        found, expected = (model(tokens) for model in (brackets.load_bridge(), brackets.load()))
-    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+        got, expected = (model(tokens) for model in (brackets.load_bridge(), brackets.load()))
+    assert (got - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
 @needs_hooked_transformer

@@ -24,10 +24,10 @@ def arrays(seed=0):
     }
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_array_equal(other[name], array, strict=True)
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(second[name], array, strict=True)
 
 
 def test_resumed(tmp_path):
@@ -51,9 +51,9 @@ def test_resumed(tmp_path):
 
 def test_other_settings_are_named(tmp_path):
     ChunkStore(tmp_path, SETTINGS)
-    other = {"model": "abd", "metric": "kl", "sites": ["L0N1"], "part": "z"}
+    settings = {"model": "abd", "metric": "kl", "sites": ["L0N1"], "part": "z"}
     with pytest.raises(InputError, match="belongs to another job") as caught:
-        ChunkStore(tmp_path, other)
+        ChunkStore(tmp_path, settings)
     assert [reason.split(":")[0] for reason in caught.value.reasons] == [
         "model",
         "part",
@@ -64,11 +64,11 @@ def test_other_settings_are_named(tmp_path):
 
 
 def test_a_chunk_of_another_job_is_refused(tmp_path):
-    theirs = ChunkStore(tmp_path / "theirs", SETTINGS | {"metric": "loss"})
+    foreign = ChunkStore(tmp_path / "theirs", SETTINGS | {"metric": "loss"})
     ours = ChunkStore(tmp_path / "ours", SETTINGS)
-    theirs.put("a", arrays())
+    foreign.put("a", arrays())
     ours.put("b", arrays())
-    ours.path("a").write_bytes(theirs.path("a").read_bytes())
+    ours.path("a").write_bytes(foreign.path("a").read_bytes())
     with pytest.raises(CheckpointError, match="its settings differ"):
         ours.get("a")
     ours.path("b").rename(ours.path("a"))
@@ -139,8 +139,8 @@ def test_fingerprint_rests_on_nothing_of_this_process():
         again = build("silu")
         expose_neuron_heads(again, gate=gate)
         assert fingerprint(model) == fingerprint(again)
-        for each in (model, convert(build("silu"), gate=gate)):
-            assert "0x" not in json.dumps(_description(each))
+        for host in (model, convert(build("silu"), gate=gate)):
+            assert "0x" not in json.dumps(_description(host))
 
 
 def test_fingerprint_tells_models_apart():

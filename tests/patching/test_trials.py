@@ -6,7 +6,7 @@ Under transformer-lens 3.9 and 4 alike.
 import bridges
 import pytest
 import torch
-from patched_runs import at, cached, hook_point, logit_diff, patched_logits
+from patched_runs import cached, hook_point, logit_diff, mask_at, patched_logits
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens import UnsupportedModelError, circuits, expose_neuron_heads
@@ -42,8 +42,8 @@ def require_exact(model, frame, part="z"):
     clean, corrupted = pair()
     source = cached(model, clean)
     for row in frame.itertuples():
-        where = at(BATCH, POS, row.position)
-        logits = patched_logits(model, corrupted, source, row.name, part, where)
+        places = mask_at(BATCH, POS, row.position)
+        logits = patched_logits(model, corrupted, source, row.name, part, places)
         expected = logit_diff(logits, torch.tensor([POS - 1] * BATCH), 7, 8)
         assert row.value == pytest.approx(expected, rel=0, abs=EXACT), row
 
@@ -88,7 +88,7 @@ def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monke
     leaving = BridgeReplay.block_output
     assert len(sweep(exposed("gpt2"), [site], part=part))
 
-    def other(self, variants, times):
+    def wrong_output(self, variants, times):
         hooks = [(name, lambda x, hook, f=f: f(x, hook) * times) for name, f in variants.hooks]
         if not times:
             hooks = []
@@ -100,7 +100,9 @@ def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monke
 
     for times in (0, 2):
         monkeypatch.setattr(
-            BridgeReplay, "block_output", lambda self, variants, n=times: other(self, variants, n)
+            BridgeReplay,
+            "block_output",
+            lambda self, variants, n=times: wrong_output(self, variants, n),
         )
         with pytest.raises(UnsupportedModelError, match="layer 1: noise at"):
             sweep(exposed("gpt2"), [site], part=part)
@@ -148,16 +150,16 @@ class Silent(HookPoint):
 def ask(model, ranking):
     """What edits, by what it is called."""
     clean, corrupted = pair()
-    given = {"sites": ["L0H1", "L1H0", "L0N3"], "positions": [POS - 1]}
+    options = {"sites": ["L0H1", "L1H0", "L0N3"], "positions": [POS - 1]}
     return {
-        "sweep": lambda: sweep(model, **given),
-        "attribution": lambda: p.attribution(model, clean, corrupted, METRIC, **given),
+        "sweep": lambda: sweep(model, **options),
+        "attribution": lambda: p.attribution(model, clean, corrupted, METRIC, **options),
         "integrated": lambda: p.attribution(
-            model, clean, corrupted, METRIC, method="integrated", progress=False, **given
+            model, clean, corrupted, METRIC, method="integrated", progress=False, **options
         ),
         "graph": lambda: circuits.attribution_graph(model, clean, METRIC, top=5),
         "faithfulness": lambda: circuits.faithfulness(model, clean, corrupted, METRIC, ranking),
-        "discover": lambda: circuits.discover(model, clean, corrupted, METRIC, **given),
+        "discover": lambda: circuits.discover(model, clean, corrupted, METRIC, **options),
     }
 
 

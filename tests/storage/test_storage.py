@@ -50,24 +50,24 @@ def write(folder, text):
 def text_in(folder):
     """What a reader finds, all of it from one atomic."""
     folder = atomic.open_folder(folder)
-    found = {(folder / "a").read_text(), (folder / "b" / "c").read_text()}
-    assert sorted(each.name for each in folder.rglob("*")) == ["a", "b", "c"]
-    return found.pop() if len(found) == 1 else found
+    texts = {(folder / "a").read_text(), (folder / "b" / "c").read_text()}
+    assert sorted(path.name for path in folder.rglob("*")) == ["a", "b", "c"]
+    return texts.pop() if len(texts) == 1 else texts
 
 
 class Death(BaseException):
     """Nothing catches it, as nothing catches SIGKILL."""
 
 
-def interrupt(monkeypatch, at, after, dies):
+def interrupt(monkeypatch, step, after, dies):
     """Raise at the given one of all calls that touch the disk: once, or at every one from then."""
     calls = itertools.count()
 
     def broken(call):
         def instead(*args, **kwargs):
             now = next(calls)
-            hit = now >= at if dies else now == at
-            if hit and not (after and now == at):
+            hit = now >= step if dies else now == step
+            if hit and not (after and now == step):
                 raise Death
             try:
                 return call(*args, **kwargs)
@@ -93,23 +93,23 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
     dies, after, tmp_path, monkeypatch
 ):
     folder, seen = tmp_path / "folder", []
-    for at in itertools.count():
+    for step in itertools.count():
         write(folder, "old")
         with monkeypatch.context() as patch:
-            calls = interrupt(patch, at, after, dies)
+            calls = interrupt(patch, step, after, dies)
             try:
                 write(folder, "new")
             except Death:
                 pass
             else:
-                assert next(calls) <= at, "somebody has caught it"
+                assert next(calls) <= step, "somebody has caught it"
                 break
         if not dies:  # nobody has to put anything back
             assert folder.is_dir()
         seen.append(text_in(folder))
         write(folder, "next")
         assert text_in(folder) == "next"
-        assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert seen[0] == "old"
     assert seen[-1] == "new"
     assert len(seen) > 8
@@ -118,10 +118,10 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_file_is_the_old_or_the_new_one_at_whatever_call_it_ends(dies, tmp_path, monkeypatch):
     path = tmp_path / ("x" * 255)  # as long as a name may be
-    for at in itertools.count():
+    for step in itertools.count():
         atomic.write_text(path, "old")
         with monkeypatch.context() as patch:
-            interrupt(patch, at, True, dies)
+            interrupt(patch, step, True, dies)
             try:
                 atomic.write_text(path, "new")
             except Death:
@@ -160,7 +160,7 @@ def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_p
         text=True,
     ) as process:
         assert process.stdout.readline() == "writing\n"
-        (hidden,) = (each for each in tmp_path.iterdir() if each != folder)
+        (hidden,) = (path for path in tmp_path.iterdir() if path != folder)
         write(folder, "first")  # the other lives
         assert (hidden / "new" / "a").read_text() == "never"
         process.communicate("\n")
@@ -170,16 +170,16 @@ def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_p
     assert hidden.exists()
     write(folder, "second")
     assert text_in(folder) == "second"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["another", "folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "folder"]
 
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path):
     folder = tmp_path / "folder"
-    other = tmp_path / f"{atomic._hidden_prefix(folder)}{16 * 'a'}"
-    other.mkdir()
-    (other / "thesis.tex").write_text("years of work")
+    foreign = tmp_path / f"{atomic._hidden_prefix(folder)}{16 * 'a'}"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
     write(folder, "text")
-    assert (other / "thesis.tex").exists()
+    assert (foreign / "thesis.tex").exists()
 
 
 def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monkeypatch):
@@ -230,7 +230,7 @@ def resumed(folder):
     training = started()
     training.resume(folder / "training.safetensors")
     state = training.optimizer.state_dict()["state"]
-    tensors = {f"{i} {key}": each for i, of in state.items() for key, each in of.items()}
+    tensors = {f"{i} {key}": value for i, of in state.items() for key, value in of.items()}
     return {**training.model.state_dict(), **tensors, "done": training.done}
 
 
@@ -245,8 +245,8 @@ def store(folder):
 
 
 def loaded(path):
-    found = p.Sweep.load(path)
-    return {**vars(found), "rows": found.to_frame()}
+    sweep = p.Sweep.load(path)
+    return {**vars(sweep), "rows": sweep.to_frame()}
 
 
 def chunks(folder):
@@ -305,15 +305,15 @@ KINDS = {
 }
 
 
-def same(one, other):
-    assert one.keys() == other.keys()
-    for key, value in one.items():
+def same(first, second):
+    assert first.keys() == second.keys()
+    for key, value in first.items():
         if isinstance(value, torch.Tensor):
-            assert torch.equal(value, other[key]), key
+            assert torch.equal(value, second[key]), key
         elif isinstance(value, pd.DataFrame):
-            pd.testing.assert_frame_equal(value, other[key], check_exact=True)
+            pd.testing.assert_frame_equal(value, second[key], check_exact=True)
         else:
-            assert value == other[key], key
+            assert value == second[key], key
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -323,26 +323,26 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
     make(folder)
     whole = read(folder)
     refused = 0
-    for where in flips(folder):
+    for change in flips(folder):
         try:
             same(read(folder), whole)
         except AttnOnlyLensError:
             refused += 1
         except AssertionError as error:
-            raise AssertionError(f"{where}: {error}") from error
+            raise AssertionError(f"{change}: {error}") from error
     assert refused > 20
     same(read(folder), whole)
 
 
 def test_a_comparison_comes_back(tmp_path):
-    found = comparison()
-    same(vars(Comparison.load(found.save(tmp_path / "folder"))), vars(found))
-    found.about["faithfulness"] = [float("nan")]
-    assert Comparison.load(found.save(tmp_path / "folder")).about["faithfulness"] == [None]
+    stored = comparison()
+    same(vars(Comparison.load(stored.save(tmp_path / "folder"))), vars(stored))
+    stored.about["faithfulness"] = [float("nan")]
+    assert Comparison.load(stored.save(tmp_path / "folder")).about["faithfulness"] == [None]
     table = tmp_path / "folder" / "new.csv"
-    other = comparison()
-    other.new.loc[0, "kept"] = 4
-    other.save(tmp_path / "other")
+    another = comparison()
+    another.new.loc[0, "kept"] = 4
+    another.save(tmp_path / "other")
     for name in ("new.csv", "new.csv.json"):  # a table that is whole, and of another comparison
         shutil.copy(tmp_path / "other" / name, table.with_name(name))
     with pytest.raises(AttnOnlyLensError, match=r"new\.csv was changed"):
@@ -373,9 +373,9 @@ def folders(tmp_path_factory):
     return [save(model, folder / name) for name, model in models.items()]
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(at, folders):
-    folder = folders[at]
+@pytest.mark.parametrize("index", [0, 1])
+def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(index, folders):
+    folder = folders[index]
     path = folder / MANIFEST
     text, tensors = path.read_text(), load(folder).state_dict()
     outcomes = set()
@@ -388,9 +388,9 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(at, folders):
                 try:
                     if sealed:
                         rewrite(path)
-                    found = load(folder).state_dict()
+                    state = load(folder).state_dict()
                     outcomes.add("loaded" if sealed else "unharmed")
-                    same(found, tensors)
+                    same(state, tensors)
                 except (CheckpointError, RecursionError) as error:
                     outcomes.add(type(error).__name__)
                 except BaseException as error:
@@ -541,7 +541,7 @@ TAKES_FILE = {
 
 @pytest.mark.parametrize("name", [*TAKES, *TAKES_FILE])
 def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
-    text, folder, ring = (tmp_path / each for each in ("text", "folder", "ring"))
+    text, folder, ring = (tmp_path / name for name in ("text", "folder", "ring"))
     text.write_text("a file")
     (folder / "text").mkdir(parents=True)
     ring.symlink_to(ring)
@@ -552,7 +552,7 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
         with pytest.raises(AttnOnlyLensError):
             (TAKES | TAKES_FILE)[name](path)
     assert text.read_text() == "a file"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "ring", "text"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "ring", "text"]
 
 
 def test_a_writer_leaves_links_alone(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from common import D_VOCAB
-from patched_runs import at, cached, logit_diff, patched_logits
+from patched_runs import cached, logit_diff, mask_at, patched_logits
 from task_tokenizer import task_tokenizer
 from tiny_tokenizer import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -59,11 +59,11 @@ def rows(tokenizer, made):
         ]
         assert len(ids[0]) == len(ids[1])
         roles = [
-            {role: tokenizer.decode(side[where[i]]) for role, where in made.roles.items()}
+            {role: tokenizer.decode(side[places[i]]) for role, places in made.roles.items()}
             for side in ids
         ]
         answers = [
-            [tokenizer.decode(each) for each in side[i]] for side in (made.answers, made.wrong)
+            [tokenizer.decode(token) for token in side[i]] for side in (made.answers, made.wrong)
         ]
         yield ids, roles, answers
 
@@ -76,7 +76,7 @@ def check_ioi(row, swapped):
         assert (there["IO"], there["S1"], there["S2"]) == (right, wrong, right)
     else:
         assert len({right, wrong, there["IO"], there["S1"], there["S2"]}) == 5
-    changed = sum(one != other for one, other in zip(clean, corrupted, strict=True))
+    changed = sum(first != second for first, second in zip(clean, corrupted, strict=True))
     assert changed == (1 if swapped else 3)
     assert counts.most_common()[0][1] >= 2
 
@@ -84,16 +84,16 @@ def check_ioi(row, swapped):
 def check_greater(row):
     _, (here, there), (right, wrong) = row
     year = int(here["year"])
-    assert [int(each) for each in right] == list(range(year + 1, 100))
-    assert [int(each) for each in wrong] == list(range(year + 1))
+    assert [int(year_token) for year_token in right] == list(range(year + 1, 100))
+    assert [int(year_token) for year_token in wrong] == list(range(year + 1))
     assert int(there["year"]) == 1
     assert here["century"] == there["century"] == here["end"]
 
 
 def check_agreement(row, forms):
     (clean, corrupted), (here, there), ((right,), (wrong,)) = row
-    assert sum(one != other for one, other in zip(clean, corrupted, strict=True)) == 1
-    which = [each["subject"] != each["subject"].rstrip("s") for each in (here, there)]
+    assert sum(first != second for first, second in zip(clean, corrupted, strict=True)) == 1
+    which = [words_of["subject"] != words_of["subject"].rstrip("s") for words_of in (here, there)]
     if forms is not None:
         assert which[0] != which[1]
         assert (right in forms, wrong in forms) == tuple(which)
@@ -110,7 +110,7 @@ def check_induction(row):
     assert len(clean) == 11
     assert here["first"] == here["end"] == there["end"]
     assert (here["repeated"], there["repeated"]) == (right, wrong)
-    assert sum(one != other for one, other in zip(clean, corrupted, strict=True)) == 1
+    assert sum(first != second for first, second in zip(clean, corrupted, strict=True)) == 1
     assert len(set(clean)) == 10
 
 
@@ -118,7 +118,7 @@ def check_brackets(row, nested):
     (clean, corrupted), (here, there), ((right,), (wrong,)) = row
     closing = {" (": ")", " [": "]", ' "': '"'}
     assert (closing[here["open"]], closing[there["open"]]) == (right, wrong)
-    assert sum(one != other for one, other in zip(clean, corrupted, strict=True)) == 1
+    assert sum(first != second for first, second in zip(clean, corrupted, strict=True)) == 1
     assert ("closed" in here) == nested
     assert not nested or here["closed"] == there["closed"] == wrong
 
@@ -180,9 +180,9 @@ def test_templates_of_ones_own():
     templates = ["The {thing} in the bag", "The bag near the {thing}"]
     made = tasks.from_templates(task_tokenizer(), 6, templates, words)
     expected = {
-        (template.format(thing=one), template.format(thing=other))
+        (template.format(thing=first), template.format(thing=second))
         for template in templates
-        for one, other in [("key", "keys"), ("key", "cars"), ("keys", "key"), ("cars", "key")]
+        for first, second in [("key", "keys"), ("key", "cars"), ("keys", "key"), ("cars", "key")]
     }
     assert set(zip(made.clean, made.corrupted, strict=True)) <= expected
     assert set(made.roles["thing"]) == {-4, -1}
@@ -230,8 +230,8 @@ def write_rows(path, rows):
     return path
 
 
-def row_of(one, other, answer=" are", wrong=" is"):
-    prompts = f"The {one} near the car", f"The {other} near the car"
+def row_of(first, second, answer=" are", wrong=" is"):
+    prompts = f"The {first} near the car", f"The {second} near the car"
     return dict(zip(tasks._custom.KEYS, (*prompts, answer, wrong), strict=True))
 
 
@@ -338,8 +338,8 @@ def test_prompts_of_several_lengths_are_patched_by_role(side, bos, tmp_path):
         assert run.shape[1] == len(clean.split()) + bos
         for role, pos in {"thing": changed[0], "end": last}.items():
             for name in sites:
-                where = at(1, last + 1, pos)
-                logits = patched_logits(model, into, seen, name, "z", where)
+                places = mask_at(1, last + 1, pos)
+                logits = patched_logits(model, into, seen, name, "z", places)
                 expected = logit_diff(logits, last, task.answers[i][0], task.wrong[i][0])
                 frame = sweep.frame[sweep.frame["prompt"] == i]
                 row = frame[(frame["name"] == name) & (frame["position"] == role)]

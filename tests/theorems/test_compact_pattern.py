@@ -96,9 +96,9 @@ def test_neuron_heads_entry_by_entry(both):
             dense = run.patterns[block]
             assert dense.shape == (D_MLP + 1, POS + 1, POS + 1)  # the last is b_2's neuron
             for neuron in range(D_MLP):
-                own, bias = compact[text, neuron].unbind(-1)
+                on_neuron, bias = compact[text, neuron].unbind(-1)
                 expected = torch.zeros(POS + 1, POS + 1, dtype=torch.float64)
-                expected[range(POS), range(POS)] = own
+                expected[range(POS), range(POS)] = on_neuron
                 expected[:POS, POS] = bias
                 expected[POS, POS] = 1.0
                 assert_same(dense[neuron], expected)
@@ -148,9 +148,9 @@ def test_another_models_reference_is_noticed():
     model.blocks[1].mlp.b_in[5] += 1e-6
     X = model.embed(tokens()) + model.pos_embed(tokens())
     run = reference_of(model, POS).run(direct_sum(append_ones(X[0]), 1.0))
-    own = cache["pattern", 3][0, :, :, 0]
+    on_neuron = cache["pattern", 3][0, :, :, 0]
     dense = run.patterns[3][:D_MLP].diagonal(dim1=1, dim2=2)[:, :POS]
-    differs = (dense - own).abs().amax(1) > 1e-9
+    differs = (dense - on_neuron).abs().amax(1) > 1e-9
     assert differs.nonzero().flatten().tolist() == [5]
     got = run.result[:POS, : X.shape[-1]] @ model.W_U + model.b_U
     assert relative(got, logits[0]) > 1e-9

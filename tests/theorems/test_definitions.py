@@ -197,8 +197,8 @@ def test_transformer_encompasses_the_classical_one(pre_norm):
         assert relative(run.stream[2 * index + 2], expected) < 1e-12
     assert torch.equal(run.result, run.stream[-1])
     # Control: the other order of norm and sublayer is another function.
-    other = Transformer(tuple(sublayers), tuple(norms), not pre_norm)
-    assert relative(other(X), expected) > 0.01
+    control = Transformer(tuple(sublayers), tuple(norms), not pre_norm)
+    assert relative(control(X), expected) > 0.01
 
 
 def test_run_keeps_what_each_sublayer_read_and_wrote():

@@ -130,14 +130,14 @@ def case(seed):
 
 
 def ours(x, layers, omega, slope, causal, width, gauge="post"):
-    tensors = [{name: torch.from_numpy(each) for name, each in w.items()} for w in layers]
+    tensors = [{name: torch.from_numpy(value) for name, value in w.items()} for w in layers]
     plain = PlainTransformer(tuple(PlainLayer(**w) for w in tensors), causal)
     options = {"omega": omega, "slope": slope, "d_head": width, "gauge": gauge}
     run = post_transformer(plain, len(x), **options).run(torch.from_numpy(x))
     return run.streams.flatten(0, 1).numpy(), run.output.numpy()
 
 
-def theirs(x, layers, omega, slope, causal, change=lambda post: None):
+def reference(x, layers, omega, slope, causal, change=lambda post: None):
     post = Post(len(x), x.shape[1], layers[0]["W_1"].shape[1], 2 * omega)
     change(post)
     return post.run(x, layers, causal, slope)
@@ -150,7 +150,7 @@ def error(got, expected):
 @pytest.mark.parametrize("seed", range(24))
 def test_every_number_of_every_sublayer(seed):
     x, layers, omega, slope, causal, width = case(seed)
-    expected = theirs(x, layers, omega, slope, causal)
+    expected = reference(x, layers, omega, slope, causal)
     for gauge in ("post", "shifted"):
         streams, output = ours(x, layers, omega, slope, causal, width, gauge)
         assert error(streams, expected) < 1e-10
@@ -204,5 +204,5 @@ def test_control_a_wrong_clause_is_seen(wrong):
     x, layers, omega, slope, causal, width = case(4)
     assert omega == 3.0
     streams, _ = ours(x, layers, omega, slope, causal, width)
-    assert error(streams, theirs(x, layers, omega, slope, causal)) < 1e-10
-    assert error(streams, theirs(x, layers, omega, slope, causal, WRONG[wrong])) > 1e-5
+    assert error(streams, reference(x, layers, omega, slope, causal)) < 1e-10
+    assert error(streams, reference(x, layers, omega, slope, causal, WRONG[wrong])) > 1e-5

@@ -140,8 +140,8 @@ def run(model):
     seen = {}
 
     def watch(layer):
-        def keep(_, given, out):
-            seen["in", layer], seen["out", layer] = given[0], out
+        def keep(_, inputs, out):
+            seen["in", layer], seen["out", layer] = inputs[0], out
 
         return keep
 
@@ -229,15 +229,15 @@ def test_converts_heads_entry_by_entry(source, stock, part):
     expected_logits, converted = convert(source()).run_with_cache(tokens())
     for layer in range(SIZES["n_layers"]):
         got = with_sink(cache[f"blocks.{layer}.mlp.hook_pattern"])
-        own, bias = converted["pattern", 2 * layer + 1].unbind(-1)
-        assert_same(got[..., :POS], torch.diag_embed(own))
+        on_neuron, bias = converted["pattern", 2 * layer + 1].unbind(-1)
+        assert_same(got[..., :POS], torch.diag_embed(on_neuron))
         assert_same(got[..., POS], bias, SINK_ATOL[part])
         if part == "transformer_lens":  # torch does not show it
             z = cache[f"blocks.{layer}.mlp.hook_z"]
             assert z.shape == (BATCH, POS, D_MLP, 1)
             assert relative(z, converted["z", 2 * layer + 1]) <= TOLERANCE
         # Control: (bias, self) in the place of (self, bias) is far away.
-        assert (got[..., POS] - own).abs().max() > 0.5
+        assert (got[..., POS] - on_neuron).abs().max() > 0.5
     assert relative(logits, expected_logits) <= TOLERANCE
 
 
@@ -261,9 +261,9 @@ def test_wrong_parts_fail(part, wrong):
     assert relative(cache["out", 0], expected["out", 0]) > 0.05
     good, bad = (with_sink(c["blocks.0.mlp.hook_pattern"]) for c in (right, cache))
     assert (good - bad).abs().max() > 0.1
-    own = good[..., :POS]
+    square = good[..., :POS]
     if wrong == "sees no sink":
-        assert torch.equal(bad[..., :POS], torch.eye(POS, dtype=torch.float64).expand_as(own))
+        assert torch.equal(bad[..., :POS], torch.eye(POS, dtype=torch.float64).expand_as(square))
     if wrong == "key of the wrong sign":  # what the sink took is the token's, and the reverse
         swapped = torch.diag_embed(good[..., POS])
         torch.testing.assert_close(bad[..., :POS], swapped, rtol=0, atol=TOLERANCE)

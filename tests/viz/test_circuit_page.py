@@ -22,8 +22,8 @@ PLAIN = 22  # nodes of `circuit()` that are not behind a switch
 
 def page(**changes):
     nodes, edges = circuit()
-    given = {"nodes": nodes, "edges": edges, "meta": META, "details": details()}
-    return viz.circuit_page(**given | changes)
+    arguments = {"nodes": nodes, "edges": edges, "meta": META, "details": details()}
+    return viz.circuit_page(**arguments | changes)
 
 
 @needs_browser
@@ -40,7 +40,7 @@ def test_the_first_view(opened):
     assert shown.texts(".row") == rows
     # Embeddings have their token's name; everything is said in 10 pixels or more.
     labels = shown.texts(".node.embed text")
-    assert {each.lstrip("+− ") for each in labels} >= set(signs)
+    assert {label.lstrip("+− ") for label in labels} >= set(signs)
     sizes = shown.js(
         "return [...document.querySelectorAll('#stage text')].filter(t => t.checkVisibility())"
         ".map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)"
@@ -134,15 +134,19 @@ def test_a_click_tells_of_the_node(opened):
     shown = opened(page())
     click(shown, "L1N4@4")
     assert shown.texts("#panel h2") == ["L1N4@4"]
-    for title, end, other in (("reads", "target", "source"), ("writes", "source", "target")):
-        mine = edges[edges[end] == "L1N4@4"]
-        mine = mine.loc[mine["weight"].abs().sort_values(ascending=False).index]
+    for title, end, far_end in (("reads", "target", "source"), ("writes", "source", "target")):
+        rows_of_neuron = edges[edges[end] == "L1N4@4"]
+        rows_of_neuron = rows_of_neuron.loc[
+            rows_of_neuron["weight"].abs().sort_values(ascending=False).index
+        ]
         got = shown.texts(f"#{title} tr td:first-child")  # embeddings with their tokens
-        assert [text.rpartition("(")[-1].rstrip(")") for text in got] == mine[other].tolist()
+        assert [text.rpartition("(")[-1].rstrip(")") for text in got] == rows_of_neuron[
+            far_end
+        ].tolist()
         assert all(text.endswith(")") for text in got if "embed" in text)
         got = [float(text) for text in shown.texts(f"#{title} td.number")]
-        assert got == pytest.approx(mine["weight"].tolist(), rel=1e-4)  # five figures
-        assert len(mine) > 3
+        assert got == pytest.approx(rows_of_neuron["weight"].tolist(), rel=1e-4)  # five figures
+        assert len(rows_of_neuron) > 3
     assert shown.texts("#pattern .tokens span") == read_back(page())["tokens"]
     tints = shown.js(
         "return [...document.querySelectorAll('#pattern .tokens span')]"
@@ -200,7 +204,7 @@ def test_a_search_finds(opened):
     nodes, _ = circuit()
     shown = opened(page())
     field = shown.driver.find_element("id", "search")
-    for typed, found in (
+    for typed, matches in (
         ("l1n4", nodes["id"].str.startswith("L1N4")),
         ("zebra", nodes["name"] == "L1N4"),  # a token that it writes
         ("<B>bold", nodes["position"] == 2),  # a token of the prompt
@@ -209,7 +213,7 @@ def test_a_search_finds(opened):
     ):
         field.clear()
         field.send_keys(typed)
-        hits = set(nodes["id"][found])
+        hits = set(nodes["id"][matches])
         hidden = ", 1 not shown" if typed == "rest" else ""
         assert shown.texts("#found") == [f"{len(hits)} found{hidden}"]
         assert ids(shown, "#stage .node.found") == hits - {"rest"}
@@ -223,8 +227,8 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     nodes, edges = circuit()
     shown = opened(page())
     members = ["L1N4@4", "L1N1@1"]
-    for each in members:
-        click(shown, each, shift=True)
+    for member in members:
+        click(shown, member, shift=True)
     click(shown, "L2N5@5")
     shown.js("const n = document.getElementById('name'); n.value = '</script> \\u2028 & name';"
              "n.dispatchEvent(new Event('change'))")  # fmt: skip
@@ -243,8 +247,8 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     # What the page and the file that it saves hold.
     shown.js("URL.createObjectURL = (b) => { (window.saved ??= []).push(b); return '#'; };"
              "HTMLAnchorElement.prototype.click = () => 0")  # fmt: skip
-    for each in ("save-page", "save-state", "save-svg", "save-png"):
-        shown.js("document.getElementById(arguments[0]).click()", each)
+    for button in ("save-page", "save-state", "save-svg", "save-png"):
+        shown.js("document.getElementById(arguments[0]).click()", button)
     shown.wait("window.saved.length === 4")
     html, state, svg, png = shown.driver.execute_async_script(
         "const [a, b, c, d] = window.saved; Promise.all([a.text(), b.text(), c.text(), d.size])"
@@ -253,11 +257,11 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     assert png > 5_000
     assert "</style>" in svg
     assert "var(--" not in svg
-    given = json.loads(state)
-    assert given["pinned"] == members
-    assert given["groups"] == [{"name": "group 1", "members": members, "folded": True}]
-    assert given["names"] == {"L2N5@5": "</script> \u2028 & name"}
-    for saved in (html, page(state=given)):
+    document = json.loads(state)
+    assert document["pinned"] == members
+    assert document["groups"] == [{"name": "group 1", "members": members, "folded": True}]
+    assert document["names"] == {"L2N5@5": "</script> \u2028 & name"}
+    for saved in (html, page(state=document)):
         again = opened(saved)
         assert "group 0" in ids(again)
         assert "+ </script> \u2028 & name" in shown.texts(".node text") or (
@@ -338,11 +342,11 @@ def test_a_page_in_a_frame_that_gets_its_size_later(browser, tmp_path):
     browser.open(path)
     browser.drawn()
     assert colourful(browser) < 500
-    for at, name in enumerate(FRAMES):
+    for index, name in enumerate(FRAMES):
         browser.js(
             "const f = document.body.children[arguments[0]]; f.style.cssText = ''; f.open = true;"
             "if (arguments[0]) f.previousElementSibling.remove(); scrollTo(0, 0)",
-            0 if at == 0 else 1,
+            0 if index == 0 else 1,
         )
         for _ in range(20):
             browser.drawn()
@@ -394,9 +398,9 @@ def test_the_picture_is_what_the_page_shows_first(browser, tmp_path):
     paths = re.findall(r'class="edge[^>]* d="([^"]*)"', drawn)
     assert len(paths) == len(got[1]) > 20
     bent = 0
-    for mine, theirs in zip(paths, got[1], strict=True):
-        numbers = [float(each) for each in number.findall(theirs)]
-        drawn_numbers = [float(each) for each in number.findall(mine)][: len(numbers)]
+    for drawn_path, path in zip(paths, got[1], strict=True):
+        numbers = [float(match) for match in number.findall(path)]
+        drawn_numbers = [float(match) for match in number.findall(drawn_path)][: len(numbers)]
         assert drawn_numbers == pytest.approx(numbers, abs=0.11)
         bent += len(numbers) > 8
     assert bent > 3  # edges that go around a node
@@ -437,11 +441,11 @@ def test_the_watch_sees_what_it_watches_for(browser, tmp_path):
         "<script>fetch('https://x.invalid/b').catch(() => 0)</script>"
     )
     browser.open(viz.write_html(html, tmp_path / "bad.html"))
-    assert any("null" in each for each in browser.console())
+    assert any("null" in message for message in browser.console())
     assert set(browser.left_for()) == {"https://x.invalid/a.png", "https://x.invalid/b"}
     # The same in a page of ours: its policy does not let the request out.
     browser.open(viz.write_html(page().replace("<header>", html + "<header>"), tmp_path / "b.html"))
-    assert any("Content Security Policy" in each for each in browser.console())
+    assert any("Content Security Policy" in message for message in browser.console())
     assert browser.left_for() == []
 
 
@@ -471,8 +475,8 @@ def test_a_thousand_nodes(opened):
         }
     )
     tops = [(f" token{k}", 1 / (k + 1)) for k in range(11)]
-    told = {name: viz.NodeDetails(rng.random(7).tolist(), tops) for name in names}
-    html = viz.circuit_page(nodes, edges, META, told)
+    details_of = {name: viz.NodeDetails(rng.random(7).tolist(), tops) for name in names}
+    html = viz.circuit_page(nodes, edges, META, details_of)
     assert len(html.encode()) < 3_000_000
     shown = opened(html)
     assert 12 < len(ids(shown)) <= 40

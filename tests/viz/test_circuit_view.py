@@ -28,21 +28,21 @@ def heads_of(graph):
 @pytest.fixture(scope="module")
 def drawn():
     """A graph, the model and the tokens it is of, and its page."""
-    model, given = convert(models.build("gelu", scale=0.25)), tokens(0, 2, POS)
-    graph = attribution_graph(model, given, METRIC, top=61)
-    return graph, model, given, viz.circuit_view(graph, model, given, prompt=1)
+    model, prompts = convert(models.build("gelu", scale=0.25)), tokens(0, 2, POS)
+    graph = attribution_graph(model, prompts, METRIC, top=61)
+    return graph, model, prompts, viz.circuit_view(graph, model, prompts, prompt=1)
 
 
 @needs_hooked_transformer
 def test_the_page_holds_the_graph(drawn):
-    graph, model, given, page = drawn
+    graph, model, prompts, page = drawn
     data = read_back(page)
     assert data["nodes"]["id"] == graph.nodes["id"].tolist()
     assert data["nodes"]["kind"] == graph.nodes["kind"].tolist()
     assert data["nodes"]["attribution"] == pytest.approx(graph.nodes["attribution"], rel=1e-4)
-    assert data["tokens"] == [str(each) for each in given[1].tolist()]
+    assert data["tokens"] == [str(token) for token in prompts[1].tolist()]
     ids = graph.nodes["id"].to_numpy()
-    found = dict(
+    drawn_values = dict(
         zip(
             zip(
                 ids[data["edges"]["source"]],
@@ -55,10 +55,10 @@ def test_the_page_holds_the_graph(drawn):
         )
     )
     expected = graph.edges.set_index(["source", "target", "kind"])["weight"].to_dict()
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert drawn_values == pytest.approx(expected, rel=1e-4)
     assert set(data["edges"]["kind"]) == {"value", "q", "k", "gate"}
     sizes, n = heads_of(graph)["attribution"].abs(), 3 * (2 + 37) * POS
-    every = attribution_graph(model, given, METRIC, mass=1.0)
+    every = attribution_graph(model, prompts, METRIC, mass=1.0)
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
     note, prompts = data["notes"]
     assert prompts.startswith(
@@ -71,31 +71,31 @@ def test_the_page_holds_the_graph(drawn):
 
 @needs_hooked_transformer
 def test_patterns_are_of_the_prompt_that_is_shown(drawn):
-    graph, model, given, page = drawn
-    _, cache = model.run_with_cache(given)
+    graph, model, prompts, page = drawn
+    _, cache = model.run_with_cache(prompts)
     details, seen = read_back(page)["details"], set()
     for node in heads_of(graph).itertuples():
         head = HeadName.parse(node.name)
         pattern = cache[head.hook("pattern", model)][:, head.index]
         if head.kind == "neuron":
-            own, other = pattern[1, :, 0], pattern[0, :, 0]
+            this_row, other_row = pattern[1, :, 0], pattern[0, :, 0]
             got = details[node.name]["pattern"]
             z = cache[head.hook("z", model)][1, :, head.index, 0]
             assert details[node.name]["z"] == pytest.approx(z.tolist(), rel=6e-3)  # three figures
         else:
-            own, other = (rows[node.position] for rows in (pattern[1], pattern[0]))
+            this_row, other_row = (rows[node.position] for rows in (pattern[1], pattern[0]))
             got = details[node.id]["pattern"]
-        assert got == pytest.approx(own.tolist(), abs=6e-4)  # three decimals
-        seen.add((head.kind, bool((own - other).abs().max() > 0.01)))
+        assert got == pytest.approx(this_row.tolist(), abs=6e-4)  # three decimals
+        seen.add((head.kind, bool((this_row - other_row).abs().max() > 0.01)))
     assert {("neuron", True), ("attention", True)} <= seen  # the control: prompts differ
 
 
-def direct_logits(source, given, name, position):
+def direct_logits(source, prompts, name, position):
     """What a node adds to the logits at its position, norm scales frozen: by the model's own code.
 
     Its own output is added to the stream once more, before the norms that it has yet to pass.
     """
-    head, (_, cache) = HeadName.parse(name), source.run_with_cache(given)
+    head, (_, cache) = HeadName.parse(name), source.run_with_cache(prompts)
     block = source.blocks[head.layer]
     if head.kind == "attention":
         out = cache["z", head.layer][0, position, head.index] @ block.attn.W_O[head.index]
@@ -142,14 +142,14 @@ def standard(x):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_top_tokens_are_what_the_model_makes_of_them(family, layout):
-    source, given = models.build(family), tokens(3, 1, POS)
+    source, prompts = models.build(family), tokens(3, 1, POS)
     model = LAYOUTS[layout](models.build(family))
     with torch.enable_grad():
-        graph = attribution_graph(model, given, METRIC, top=23)
-    details = read_back(viz.circuit_view(graph, model, given, top_tokens=3))["details"]
+        graph = attribution_graph(model, prompts, METRIC, top=23)
+    details = read_back(viz.circuit_view(graph, model, prompts, top_tokens=3))["details"]
     plain = 0
     for node in heads_of(graph).itertuples():
-        expected = standard(direct_logits(source, given, node.name, node.position))
+        expected = standard(direct_logits(source, prompts, node.name, node.position))
         _told(details[node.id]["writes"], expected, 3)
         if node.kind == "neuron":
             queries = standard(embedding_queries(source, node.name))
@@ -166,18 +166,18 @@ def _told(got, expected, k):
     """The k largest and, after them, the k smallest, the very smallest last."""
     order = expected.argsort(descending=True)
     ends = torch.cat([order[:k], order[-k:]])
-    assert [text for text, _ in got] == [str(each) for each in ends.tolist()]
+    assert [text for text, _ in got] == [str(token) for token in ends.tolist()]
     assert [amount for _, amount in got] == pytest.approx(expected[ends].tolist(), abs=6e-3)
 
 
 @needs_hooked_transformer
 @torch.no_grad()
 def test_top_tokens_are_of_the_prompt_that_is_shown(drawn):
-    graph, _, given, page = drawn
+    graph, _, prompts, page = drawn
     source, details, moved = models.build("gelu", scale=0.25), read_back(page)["details"], 0
     for node in heads_of(graph).query("kind == 'attention'").itertuples():
         first, second = (
-            standard(direct_logits(source, row[None], node.name, node.position)) for row in given
+            standard(direct_logits(source, row[None], node.name, node.position)) for row in prompts
         )
         _told(details[node.id]["writes"], second, 10)
         moved += int(first.argmax()) != int(second.argmax())
@@ -186,16 +186,16 @@ def test_top_tokens_are_of_the_prompt_that_is_shown(drawn):
 
 @needs_hooked_transformer
 def test_heads_that_share_a_neuron_tell_what_it_raises():
-    source, given = models.build("gelu", scale=0.25), tokens(3, 1, POS)
+    source, prompts = models.build("gelu", scale=0.25), tokens(3, 1, POS)
     model = convert(models.build("gelu", scale=0.25), gate=Bilinear(4))
-    graph = attribution_graph(model, given, METRIC, top=23)
-    details = read_back(viz.circuit_view(graph, model, given))["details"]
+    graph = attribution_graph(model, prompts, METRIC, top=23)
+    details = read_back(viz.circuit_view(graph, model, prompts))["details"]
     neurons = heads_of(graph).query("kind == 'neuron'")
     assert len(neurons)
     for node in neurons.itertuples():
         W_out = source.blocks[node.layer].mlp.W_out[HeadName.parse(node.name).index]
         rows = source.ln_final.w * (W_out - W_out.mean()) @ source.W_U
-        written = direct_logits(source, given, node.name, node.position)
+        written = direct_logits(source, prompts, node.name, node.position)
         sign = 1 if (rows * written).sum() > 0 else -1
         assert details[node.id]["writes"][0][0] == str(int((sign * rows).argmax()))
         assert "pattern" not in details.get(node.name, {})
@@ -213,11 +213,11 @@ PARTS = {
 @pytest.mark.parametrize("family", PARTS)
 @torch.no_grad()
 def test_bridges_say_what_their_originals_do(family):
-    bridge, plain, given = boot(family), original(family), tokens(3, 1, POS)
+    bridge, plain, prompts = boot(family), original(family), tokens(3, 1, POS)
     expose_neuron_heads(bridge)
     with torch.enable_grad():
-        graph = attribution_graph(bridge, given, METRIC, top=31)
-    details = read_back(viz.circuit_view(graph, bridge, given, top_tokens=3))["details"]
+        graph = attribution_graph(bridge, prompts, METRIC, top=31)
+    details = read_back(viz.circuit_view(graph, bridge, prompts, top_tokens=3))["details"]
     nodes = heads_of(graph)
     assert set(nodes["kind"]) == {"attention", "neuron"}
     trunk, layers, attn, mlp, last = PARTS[family]
@@ -230,7 +230,7 @@ def test_bridges_say_what_their_originals_do(family):
                 seen.setdefault(key, (args[0][0], module))  # the first time
 
             block.get_submodule(path).register_forward_pre_hook(keep)
-    plain(given)
+    plain(prompts)
 
     def through(norm, row):
         if family == "gpt2":
@@ -241,10 +241,10 @@ def test_bridges_say_what_their_originals_do(family):
         given_to, module = seen[node.layer, node.kind]
         index = HeadName.parse(node.name).index
         size = given_to.shape[1] // 2 if node.kind == "attention" else 1
-        own = torch.zeros_like(given_to[0])
+        alone = torch.zeros_like(given_to[0])
         of = slice(index * size, (index + 1) * size)
-        own[of] = given_to[node.position, of]
-        row = module(own[None])[0] - module(torch.zeros_like(own)[None])[0]
+        alone[of] = given_to[node.position, of]
+        row = module(alone[None])[0] - module(torch.zeros_like(alone)[None])[0]
         if family == "gemma2":
             block = trunk.layers[node.layer]
             after = "attention" if node.kind == "attention" else "feedforward"
@@ -255,8 +255,8 @@ def test_bridges_say_what_their_originals_do(family):
 
 @needs_hooked_transformer
 def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
-    model, given = convert(models.build("gelu", scale=0.25)), tokens(0, 1, 13)
-    graph = attribution_graph(model, given, METRIC, top=1000)
+    model, prompts = convert(models.build("gelu", scale=0.25)), tokens(0, 1, 13)
+    graph = attribution_graph(model, prompts, METRIC, top=1000)
     assert len(heads_of(graph)) == 1000
     rows = [
         {"name": name, "rank": rank, "tokens": ("word",) * 24, "values": (-0.123,) * 24}
@@ -264,7 +264,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
         for name in graph.heads.query("kind == 'neuron'")["name"].unique()
         for rank in range(5)
     ]
-    page = viz.circuit_view(graph, model, given, top_tokens=20, examples=pd.DataFrame(rows))
+    page = viz.circuit_view(graph, model, prompts, top_tokens=20, examples=pd.DataFrame(rows))
     data = read_back(page)
     assert len(graph.edges) > 60_000 > 30_000 > len(data["edges"]["weight"])
     *_, note = data["notes"]
@@ -276,7 +276,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
         if kind == "value":
             into[ids[target]] = into.get(ids[target], 0.0) + weight
     attribution = graph.nodes.set_index("id")["attribution"]
-    apart = [abs(into[each] - attribution[each]) for each in into]
+    apart = [abs(into[name] - attribution[name]) for name in into]
     assert max(apart) < 1e-3 * attribution.abs().max()  # five figures of each edge
     # On top of what is there: patterns of 100 tokens, and texts of 8 characters more to a token.
     longest = len(page.encode()) + 1000 * (4 * 20 * 8 + 100 * 6)
@@ -285,96 +285,99 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
 
 @needs_hooked_transformer
 def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch):
-    graph, model, given, page = drawn
+    graph, model, prompts, page = drawn
     monkeypatch.setattr("attn_only_lens.viz.graph_view._WEIGHTS", 7 * POS)
-    data = read_back(viz.circuit_view(graph, model, given))
+    data = read_back(viz.circuit_view(graph, model, prompts))
     assert data["notes"][-1:] == ["Patterns: of the 7 nodes of largest |attribution|."]
     heads = heads_of(graph)
     strongest = heads.loc[heads["attribution"].abs().nlargest(7).index]
     keys = {n.name if n.kind == "neuron" else n.id for n in strongest.itertuples()}
-    assert {key for key, each in data["details"].items() if "pattern" in each} == keys
-    every = {key for key, each in read_back(page)["details"].items() if "pattern" in each}
+    assert {key for key, detail in data["details"].items() if "pattern" in detail} == keys
+    every = {key for key, detail in read_back(page)["details"].items() if "pattern" in detail}
     assert keys < every
 
 
 @needs_hooked_transformer
 def test_without_a_model_there_are_nodes_and_edges(drawn):
-    graph, model, given, _ = drawn
+    graph, model, prompts, _ = drawn
     data = read_back(viz.circuit_view(graph))
     assert data["details"] == {}
     assert len(data["nodes"]["id"]) == len(graph.nodes)
-    bare = read_back(viz.circuit_view(graph, model, given, top_tokens=0))["details"]
+    bare = read_back(viz.circuit_view(graph, model, prompts, top_tokens=0))["details"]
     assert bare
-    assert all(set(each) <= {"pattern", "z"} for each in bare.values())
+    assert all(set(detail) <= {"pattern", "z"} for detail in bare.values())
 
 
 @needs_hooked_transformer
 def test_what_is_not_the_graphs_is_refused(drawn):
-    graph, model, given, _ = drawn
+    graph, model, prompts, _ = drawn
     for how, match in (
         ({"model": model}, "got a model alone"),
-        ({"prompts": given}, "got prompts alone"),
+        ({"prompts": prompts}, "got prompts alone"),
         ({"prompt": 2}, "got prompt=2; the graph is of 2 prompts"),
         ({"top_tokens": -1}, "got top_tokens=-1"),
-        ({"model": model, "prompts": given.flip(0)}, "prompts other than the graph's"),
-        ({"model": model, "prompts": given[:1]}, "prompts other than the graph's"),
-        ({"model": models.build("gelu"), "prompts": given}, "no neuron-heads"),
-        ({"model": convert(models.build("gelu", scale=0.3)), "prompts": given}, "of another model"),
+        ({"model": model, "prompts": prompts.flip(0)}, "prompts other than the graph's"),
+        ({"model": model, "prompts": prompts[:1]}, "prompts other than the graph's"),
+        ({"model": models.build("gelu"), "prompts": prompts}, "no neuron-heads"),
+        (
+            {"model": convert(models.build("gelu", scale=0.3)), "prompts": prompts},
+            "of another model",
+        ),
     ):
         with pytest.raises(InputError, match=match):
             viz.circuit_view(graph, **how)
     model.blocks[0].attn.hook_z.add_perma_hook(lambda value, hook: value)
     try:
         with pytest.raises(InputError, match="hook"):
-            viz.circuit_view(graph, model, given)
+            viz.circuit_view(graph, model, prompts)
     finally:
         model.reset_hooks(including_permanent=True)
 
 
 @needs_hooked_transformer
 def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
-    graph, model, given, _ = drawn
+    graph, model, prompts, _ = drawn
 
     def unknown(self):
         raise InputError(["its embedding is projected"], "no")
 
     monkeypatch.setattr(HeadMatrices, "embedding", unknown)
     with pytest.raises(InputError, match="top_tokens=0 draws the graph without"):
-        viz.circuit_view(graph, model, given)
+        viz.circuit_view(graph, model, prompts)
 
 
 @needs_hooked_transformer
 def test_exact_effects_stand_beside_attributions(drawn):
     """By a run of the model with one node's output set to zero, with hooks of the test's own."""
-    graph, model, given, _ = drawn
+    graph, model, prompts, _ = drawn
     names = heads_of(graph)["name"].unique().tolist()[:5]
     how = {"sites": names, "progress": False}
-    sweep = p.activation_patch(model, given, None, METRIC, direction="zero", **how)
+    sweep = p.activation_patch(model, prompts, None, METRIC, direction="zero", **how)
     data = read_back(viz.circuit_view(graph, exact=sweep))
     shown = dict(zip(data["nodes"]["id"], data["nodes"]["exact"], strict=True))
     known = {key for key, value in shown.items() if value is not None}
     assert known == set(heads_of(graph)["id"][heads_of(graph)["name"].isin(names)])
     assert "set to zero" in data["exact"]
     key = min(known)
-    name, at = key.split("@")
+    name, position = key.split("@")
     head = HeadName.parse(name)
 
     def zero(z, hook):
-        z[:, int(at), head.index] = 0
+        z[:, int(position), head.index] = 0
         return z
 
     with torch.no_grad():
-        whole = model(given)[:, -1]
+        whole = model(prompts)[:, -1]
         hooks = [(head.hook("z", model), zero)]
-        without = model.run_with_hooks(given, fwd_hooks=hooks)[:, -1]
+        without = model.run_with_hooks(prompts, fwd_hooks=hooks)[:, -1]
     fall = ((whole - without)[:, 7] - (whole - without)[:, 11]).mean().item()
     assert shown[key] == pytest.approx(fall, rel=1e-3)
     for wrong, match in (
-        (p.activation_patch(model, given, None, p.logit_diff(7, 12), direction="zero", **how),
+        (p.activation_patch(model, prompts, None, p.logit_diff(7, 12), direction="zero", **how),
          "the graph is of"),
         (p.activation_patch(model, tokens(5, 2, POS), None, METRIC, direction="zero", **how),
          "of other prompts"),
-        (p.activation_patch(model, given, None, METRIC, direction="zero", positions="all", **how),
+        (p.activation_patch(model, prompts, None, METRIC, direction="zero", positions="all", **how),
          'expected positions="each"'),
     ):  # fmt: skip
         with pytest.raises(InputError, match=match):
@@ -415,11 +418,13 @@ def test_a_click_tells_what_the_graph_says(opened, drawn):
     neuron = heads_of(graph).query("kind == 'neuron' and layer == 2").iloc[0]
     click(shown, neuron["id"])
     assert shown.texts("#panel h2") == [neuron["id"]]
-    for title, end, other in (("reads", "target", "source"), ("writes", "source", "target")):
-        mine = graph.edges[graph.edges[end] == neuron["id"]]
-        told = shown.texts(f"#{title} tr td:first-child")  # embeddings with their tokens
-        assert {text.rpartition("(")[-1].rstrip(")") for text in told} <= set(mine[other])
-        assert shown.texts(f"#{title} h3")[0].split("(")[1].startswith(str(len(mine)))
+    for title, end, far_end in (("reads", "target", "source"), ("writes", "source", "target")):
+        rows_of_neuron = graph.edges[graph.edges[end] == neuron["id"]]
+        texts = shown.texts(f"#{title} tr td:first-child")  # embeddings with their tokens
+        assert {text.rpartition("(")[-1].rstrip(")") for text in texts} <= set(
+            rows_of_neuron[far_end]
+        )
+        assert shown.texts(f"#{title} h3")[0].split("(")[1].startswith(str(len(rows_of_neuron)))
     details = data["details"]
     for part, key, field in (
         ("writes-tokens", neuron["id"], "writes"),
@@ -429,16 +434,16 @@ def test_a_click_tells_what_the_graph_says(opened, drawn):
         assert set(got) == {text for text, _ in details[key][field]}
         assert len(got) == 20
     assert len(shown.texts("#pattern .tokens span")) == POS
-    told = shown.js("return document.querySelector('#pattern .tokens span').title")
+    title = shown.js("return document.querySelector('#pattern .tokens span').title")
     of_neuron = details[neuron["name"]]
-    assert told == f"z {of_neuron['z'][0]:g}, gate {of_neuron['pattern'][0]:g}"
+    assert title == f"z {of_neuron['z'][0]:g}, gate {of_neuron['pattern'][0]:g}"
     # Edges that say what sets a pattern are dashed, and can be switched off.
     kinds = data["edges"]["kind"]
     dashes = shown.js(
         "return [...document.querySelectorAll('#stage .edge')].map(e => "
         "[d3.select(e).datum().kind, getComputedStyle(e).strokeDasharray === 'none'])"
     )
-    assert {tuple(each) for each in dashes} == {("value", True), ("q", False), ("k", False)}
+    assert {tuple(dash) for dash in dashes} == {("value", True), ("q", False), ("k", False)}
     switch(shown, "edges-q", "edges-k")
     assert {kinds[j] for j in ids(shown, "#stage .edge")} == {"value"}
     # The metric stands above the token that it reads: the last one.

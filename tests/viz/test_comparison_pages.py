@@ -11,7 +11,7 @@ from browser import needs_browser
 from attn_only_lens import Comparison, InputError, viz
 
 
-def found(null=True, evil="m"):
+def comparison_of_two(null=True, evil="m"):
     """A small comparison, by hand."""
     rng = np.random.default_rng(0)
     rows = [(f"L0H{i}", f"L1H{i}", "attention") for i in range(3)]
@@ -72,7 +72,7 @@ def found(null=True, evil="m"):
 @needs_browser
 @pytest.mark.parametrize("null", [True, False])
 def test_the_report(opened, null):
-    comparison = found(null, "<img src=//x.invalid onerror=a()>")
+    comparison = comparison_of_two(null, "<img src=//x.invalid onerror=a()>")
     page = viz.comparison_report(comparison)
     assert len(page) < 6_000_000
     assert page.count("plotly.js v") <= 2  # one bundle, which names itself in its licence and code
@@ -108,7 +108,7 @@ def test_the_report(opened, null):
 
 @needs_browser
 def test_the_circuit(opened):
-    shown = opened(viz.comparison_circuit(found()))
+    shown = opened(viz.comparison_circuit(comparison_of_two()))
     for kind in ("q", "k"):
         shown.js("document.getElementById(arguments[0])?.click()", f"edges-{kind}")
     nodes = dict(
@@ -135,7 +135,7 @@ def test_the_circuit(opened):
 
 
 def test_a_negative_zero_is_zero():
-    comparison = found(False, "")
+    comparison = comparison_of_two(False, "")
     comparison.new["share"] = -0.0
     page = viz.comparison_report(comparison)
     assert ">-0<" not in page
@@ -143,7 +143,7 @@ def test_a_negative_zero_is_zero():
 
 
 def test_the_circuit_without_a_browser():
-    page = viz.comparison_circuit(found())
+    page = viz.comparison_circuit(comparison_of_two())
     assert re.search(r'"status":\[[^]]*"kept","lost","gained"', page)
     with pytest.raises(InputError, match="neither circuit has a node"):
-        viz.comparison_circuit(replace(found(), nodes=found().nodes[:0]))
+        viz.comparison_circuit(replace(comparison_of_two(), nodes=comparison_of_two().nodes[:0]))

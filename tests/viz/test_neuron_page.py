@@ -23,7 +23,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def found(model):
+def examples(model):
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(0, D_VOCAB, (11, 13), generator=generator)
     return neurons.neuron_statistics(model, None, [*texts, texts[2]], k=5, progress=False)
@@ -31,7 +31,7 @@ def found(model):
 
 def test_partners_are_those_of_composition(model):
     top = strongest_partners(model, NAMES, 3)
-    W_out = [each.mlp.down_proj.weight.T for each in model.original_model.model.layers]
+    W_out = [block.mlp.down_proj.weight.T for block in model.original_model.model.layers]
     for name in NAMES:
         for kind in ("q", "v"):
             for side in ("writes", "reads"):
@@ -47,9 +47,9 @@ def test_partners_are_those_of_composition(model):
     # The sign is that of what one writes times what the other reads.
     second = model.original_model.model.layers[1]
     gate = second.mlp.gate_proj.weight * second.post_attention_layernorm.weight
-    for each in top["L1N0"]:
-        if (each.side, each.kind, each.name[:3]) == ("writes", "q", "L0N"):
-            assert (W_out[0][int(each.name[3:])] @ gate[0] > 0) == (each.score > 0)
+    for token in top["L1N0"]:
+        if (token.side, token.kind, token.name[:3]) == ("writes", "q", "L0N"):
+            assert (W_out[0][int(token.name[3:])] @ gate[0] > 0) == (token.score > 0)
 
 
 SHOWN = """
@@ -62,13 +62,13 @@ return [...document.querySelectorAll('.example')].map(row => [
 
 
 @needs_browser
-def test_looking_around(opened, model, found):
-    page = opened(viz.neuron_page(model, None, found))
+def test_looking_around(opened, model, examples):
+    page = opened(viz.neuron_page(model, None, examples))
     page.wait("document.querySelectorAll('.example').length > 0")
     assert page.texts("#count") == ["74 neurons"]
     page.js("location.hash = '#L1N29'")
     page.wait("document.querySelector('#one h2').textContent === 'L1N29'")
-    frame = found.frame()
+    frame = examples.frame()
     for end, button in (("largest", 0), ("smallest", 1)):
         page.js(f"document.querySelectorAll('.bar-of-tabs button')[{button}].click()")
         of_end = frame[(frame["name"] == "L1N29") & (frame["end"] == end)]
@@ -107,8 +107,8 @@ def test_looking_around(opened, model, found):
 
 
 @needs_browser
-def test_in_a_frame_that_is_hidden_at_first(opened, model, found):
-    frame = viz.neuron_page(model, NAMES, found)._repr_html_()
+def test_in_a_frame_that_is_hidden_at_first(opened, model, examples):
+    frame = viz.neuron_page(model, NAMES, examples)._repr_html_()
     page = opened(viz.Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
     page.js("document.getElementById('cell').style.display = 'block'")
     page.driver.switch_to.frame(0)
@@ -118,16 +118,16 @@ def test_in_a_frame_that_is_hidden_at_first(opened, model, found):
     )
 
 
-def test_sizes_and_refusals(model, found, monkeypatch):
-    assert len(viz.neuron_page(model, None, found)) < 74 * 14_000 + 60_000
-    assert escape("74 neurons") in viz.neuron_page(model, None, found)
+def test_sizes_and_refusals(model, examples, monkeypatch):
+    assert len(viz.neuron_page(model, None, examples)) < 74 * 14_000 + 60_000
+    assert escape("74 neurons") in viz.neuron_page(model, None, examples)
     with pytest.raises(InputError, match="got L0H1, an attention head"):
         viz.neuron_page(model, ["L0H1"], [[1]], progress=False)
-    some = found.of(["L0N3"])
+    some = examples.of(["L0N3"])
     with pytest.raises(InputError, match="got 'L1N29'"):
         viz.neuron_page(model, ["L1N29"], some)
     with pytest.raises(InputError, match="got statistics of the model 'another'"):
-        viz.neuron_page(model, None, replace(found, model="models/another"))
+        viz.neuron_page(model, None, replace(examples, model="models/another"))
     monkeypatch.setattr(pages, "MOST_NEURONS", 73)
     with pytest.raises(InputError, match="got 74 neurons; expected 73 at most on one page"):
-        viz.neuron_page(model, None, found)
+        viz.neuron_page(model, None, examples)

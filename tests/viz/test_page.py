@@ -71,7 +71,7 @@ def test_a_file_is_whole_or_not_there(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         viz.write_html("half a page \ud800", path)
     assert path.read_text("utf-8") == whole
-    assert [each.name for each in path.parent.iterdir()] == ["a.html"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.html"]
 
 
 def test_a_notebook_shows_a_page_in_a_frame():

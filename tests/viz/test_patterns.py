@@ -65,7 +65,7 @@ def drawn(page):
 def self_weight(plain, name):
     """Activation over pre-activation, of the source's own MLP: [batch, pos]."""
     layer, index = map(int, re.fullmatch(r"L(\d+)N(\d+)", name).groups())
-    pre, post = (plain[f"blocks.{layer}.mlp.hook_{each}"][..., index] for each in ("pre", "post"))
+    pre, post = (plain[f"blocks.{layer}.mlp.hook_{name}"][..., index] for name in ("pre", "post"))
     return (post / pre).tolist()
 
 
@@ -77,16 +77,18 @@ def mixed(cache, prompt=0, names=(*NAMES, "L1H1", "L0H0")):
 def test_heads_and_neuron_heads_are_the_sources(ran, prompt):
     cache, plain = ran
     page = mixed(cache, prompt)
-    assert [each["name"] for each in page["tokens"]] == SHOWN
-    assert [each["name"] for each in page["neurons"]] == NAMES
-    for name, each in zip(NAMES, page["neurons"], strict=True):
+    assert [token["name"] for token in page["tokens"]] == SHOWN
+    assert [neuron["name"] for neuron in page["neurons"]] == NAMES
+    for name, neuron in zip(NAMES, page["neurons"], strict=True):
         layer, index = map(int, re.fullmatch(r"L(\d+)N(\d+)", name).groups())
-        pre, post = (plain[f"blocks.{layer}.mlp.hook_{at}"][..., index] for at in ("pre", "post"))
+        pre, post = (
+            plain[f"blocks.{layer}.mlp.hook_{side}"][..., index] for side in ("pre", "post")
+        )
         # Four figures.
-        assert each["z"] == pytest.approx(post[prompt].tolist(), rel=6e-4)
-        assert each["value"] == pytest.approx(pre[prompt].tolist(), rel=6e-4)
-        assert each["gate"] == pytest.approx(self_weight(plain, name)[prompt], rel=6e-4)
-        assert each["z"] != pytest.approx(post[1 - prompt].tolist(), rel=0.01)  # the control
+        assert neuron["z"] == pytest.approx(post[prompt].tolist(), rel=6e-4)
+        assert neuron["value"] == pytest.approx(pre[prompt].tolist(), rel=6e-4)
+        assert neuron["gate"] == pytest.approx(self_weight(plain, name)[prompt], rel=6e-4)
+        assert neuron["z"] != pytest.approx(post[1 - prompt].tolist(), rel=0.01)  # the control
     heads = page["heads"]
     assert heads["attentionHeadNames"] == ["L1H1", "L0H0"]
     for layer, index, square in ((1, 1, heads["attention"][0]), (0, 0, heads["attention"][1])):
@@ -106,24 +108,26 @@ def test_a_gated_neuron_and_one_of_several_heads():
     bridge, one = boot("llama"), tokens(batch=1)
     mlp, seen = bridge.original_model.model.layers[1].mlp, {}
     exact = expose_neuron_heads(bridge, copy=True).model
-    (each,) = drawn(viz.attention_view(exact, "L1N29", one))["neurons"]
+    (neuron,) = drawn(viz.attention_view(exact, "L1N29", one))["neurons"]
     calibration = calibrate(bridge, one)
     gate = Bilinear(4, calibration=calibration)
     shared = expose_neuron_heads(bridge, gate=gate, copy=True).model
-    for at in ("gate_proj", "up_proj"):
-        getattr(mlp, at).register_forward_hook(
-            lambda module, args, value, at=at: seen.update({at: value[0, :, 29].detach()})
+    for module_name in ("gate_proj", "up_proj"):
+        getattr(mlp, module_name).register_forward_hook(
+            lambda module, args, value, module_name=module_name: seen.update(
+                {module_name: value[0, :, 29].detach()}
+            )
         )
     bridge(one)
     g, u = seen["gate_proj"], seen["up_proj"]
-    assert each["value"] == pytest.approx((g * u).tolist(), rel=6e-4)
-    assert each["z"] == pytest.approx((g.sigmoid() * g * u).tolist(), rel=6e-4)
+    assert neuron["value"] == pytest.approx((g * u).tolist(), rel=6e-4)
+    assert neuron["z"] == pytest.approx((g.sigmoid() * g * u).tolist(), rel=6e-4)
     member, whole = drawn(viz.attention_view(shared, ["L1N29.2", "L1N29"], one))["neurons"]
     assert member["value"] == whole["value"] == pytest.approx(u.tolist(), rel=0.02)
     assert all(0 <= gate <= 1 for gate in member["gate"])
-    for each in (member, whole):
-        product = np.array(each["gate"]) * np.array(each["value"])
-        assert each["z"] == pytest.approx(product.tolist(), rel=2e-3, abs=1e-9)
+    for neuron in (member, whole):
+        product = np.array(neuron["gate"]) * np.array(neuron["value"])
+        assert neuron["z"] == pytest.approx(product.tolist(), rel=2e-3, abs=1e-9)
 
 
 def test_a_model_and_its_cache_make_one_page_and_a_name_is_drawn_once(cache):
@@ -154,9 +158,9 @@ def test_tokens_are_seen_as_they_are(opened, cache):
         "return [...document.querySelectorAll('.neuron')].map(n => [...n.querySelectorAll('.t')]"
         ".map(s => getComputedStyle(s).backgroundColor.match(/[\\d.]+/g).map(Number)))"
     )
-    for each, found in zip(mixed(cache)["neurons"], colours, strict=True):
-        most = max(map(abs, each["z"]))
-        for z, (red, _, blue, *_) in zip(each["z"], found, strict=True):
+    for neuron, colour in zip(mixed(cache)["neurons"], colours, strict=True):
+        most = max(map(abs, neuron["z"]))
+        for z, (red, _, blue, *_) in zip(neuron["z"], colour, strict=True):
             assert (blue > red) == (z > 0) or abs(z) < 0.01 * most
 
 

@@ -13,12 +13,12 @@ N = 8
 
 
 @pytest.fixture(scope="module")
-def found():
+def circuit_and_graph():
     """A circuit of resampled prompts, and its graph by role."""
     model = expose_neuron_heads(pretrained.small_english(), copy=True).model
     task = tasks.agreement(model.tokenizer, N, structure="relative")
-    given = model, task.clean, task.corrupted, task.metric
-    circuit = circuits.discover(*given, positions=task.roles, resamples=6)
+    arguments = model, task.clean, task.corrupted, task.metric
+    circuit = circuits.discover(*arguments, positions=task.roles, resamples=6)
     graph = circuits.attribution_graph(
         model,
         task.clean,
@@ -30,8 +30,8 @@ def found():
     return circuit, graph
 
 
-def test_the_page_has_the_inclusion_of_each_site(found):
-    circuit, graph = found
+def test_the_page_has_the_inclusion_of_each_site(circuit_and_graph):
+    circuit, graph = circuit_and_graph
     nodes = read_back(viz.circuit_view(graph, stability=circuit.stability))["nodes"]
     columns = nodes["id"], nodes["inclusion"], nodes["stability"]
     on_page = {key: rest for key, *rest in zip(*columns, strict=True)}
@@ -44,16 +44,16 @@ def test_the_page_has_the_inclusion_of_each_site(found):
     assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # the control
 
 
-def test_the_picture_has_the_outlines(found):
-    circuit, graph = found
+def test_the_picture_has_the_outlines(circuit_and_graph):
+    circuit, graph = circuit_and_graph
     picture = viz.circuit_view(graph, stability=circuit.stability).picture
     assert set(re.findall(r'class="node \w+  (\w+)"', picture)) >= {"core", "contingent"}
     assert "solid core, dashed contingent" in picture
     assert "solid core" not in viz.circuit_view(graph).picture
 
 
-def test_another_circuits_stability_is_refused(found):
-    circuit, graph = found
+def test_another_circuits_stability_is_refused(circuit_and_graph):
+    circuit, graph = circuit_and_graph
     sites = circuit.stability.sites
     for wrong, said in (
         (circuit, "got a Circuit as stability"),
@@ -71,15 +71,15 @@ def test_another_circuits_stability_is_refused(found):
 def test_an_explanation_of_resampled_prompts_shows_it():
     model = expose_neuron_heads(pretrained.small_english(), copy=True).model
     task = tasks.agreement(model.tokenizer, 4, structure="simple")
-    given = model, task.clean, task.corrupted, task.metric
-    page = circuits.explain(*given, resamples=2, n_patched=2).view()
+    arguments = model, task.clean, task.corrupted, task.metric
+    page = circuits.explain(*arguments, resamples=2, n_patched=2).view()
     assert "core" in read_back(page)["nodes"]["stability"]
     assert "circuits of half of the prompts" in page
 
 
 @needs_browser
-def test_core_is_solid_and_contingent_is_dashed(opened, found):
-    circuit, graph = found
+def test_core_is_solid_and_contingent_is_dashed(opened, circuit_and_graph):
+    circuit, graph = circuit_and_graph
     page = opened(viz.circuit_view(graph, stability=circuit.stability))
     drawn = page.js(
         "return [...document.querySelectorAll('#stage .node')].map(n => [n.dataset.id, "

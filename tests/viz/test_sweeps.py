@@ -14,11 +14,11 @@ from attn_only_lens.patching.results import PromptTokens
 LABELS = ["0 <b>x</b>", "1 </script>", "2 ·the / ·a", "3 ↵", "4 &lt;"]
 
 
-def strongest(found, rows):
+def strongest(sweep_of, rows):
     """By hand: of each row and position the effect that is furthest from 0, and whose it is."""
     best = {}
-    for row in found.frame.to_dict("records"):
-        effect = row["score"] - found.baseline
+    for row in sweep_of.frame.to_dict("records"):
+        effect = row["score"] - sweep_of.baseline
         kind = {"attention": "heads", "neuron": "neurons"}[row["kind"]]
         key = row["name"] if rows == "name" else f"L{row['layer']} {kind}"
         if abs(effect) > abs(best.get((key, row["position"]), (0, ""))[0]):
@@ -29,9 +29,9 @@ def strongest(found, rows):
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 @pytest.mark.parametrize("rows", ["layer", "name"])
 def test_heatmap(rows, direction):
-    found = sweep(direction=direction)
-    (drawn,) = viz.sweep_heatmap(found, rows).data
-    expected = strongest(found, rows)
+    result = sweep(direction=direction)
+    (drawn,) = viz.sweep_heatmap(result, rows).data
+    expected = strongest(result, rows)
     assert drawn.z.shape == ({"layer": 2, "name": SITES}[rows], POSITIONS)
     for i, row in enumerate(drawn.y):
         for position in range(POSITIONS):
@@ -39,7 +39,7 @@ def test_heatmap(rows, direction):
             assert drawn.z[i, position] == pytest.approx(effect, rel=1e-14)
             assert drawn.customdata[i, position] == name
     assert drawn.zmid == 0
-    assert drawn.zmax == -drawn.zmin == pytest.approx(found.effect.abs().max())
+    assert drawn.zmax == -drawn.zmin == pytest.approx(result.effect.abs().max())
 
 
 def test_layers_go_up_and_names_go_down():
@@ -58,21 +58,21 @@ def test_a_cell_without_a_patch_is_empty():
 def test_roles_are_in_the_order_asked_for():
     roles = ["subject", "end", "attractor"]
     assert list(viz.sweep_heatmap(sweep(frame=values(positions=roles))).data[0].x) == roles
-    found = sweep(frame=values(positions=["subject", "all"]), tokens=TOKENS)
-    assert list(viz.sweep_heatmap(found).data[0].x) == ["subject ·the / ·a", "all"]
+    result = sweep(frame=values(positions=["subject", "all"]), tokens=TOKENS)
+    assert list(viz.sweep_heatmap(result).data[0].x) == ["subject ·the / ·a", "all"]
 
 
 def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
     clean = [["The", " keys", " of"], [None, " dogs", " of"], ["My", " keys", " in"]]
-    other = [["The", " key", " of"], [None, " dog", " of"], ["My", " key", " in"]]
-    tokens = PromptTokens(clean, other, {})
+    others = [["The", " key", " of"], [None, " dog", " of"], ["My", " key", " in"]]
+    tokens = PromptTokens(clean, others, {})
     frame = values(positions=[0, 1, 2, -1])
     means = sweep(frame=frame, n_prompts=3, tokens=tokens)
     assert list(viz.sweep_heatmap(means).data[0].x) == [
         *("-1 ·of, ·in", "0 The, My", "1 ·keys, ·dogs", "2 ·of, ·in")
     ]
-    each = pd.concat([frame.assign(prompt=i, unpatched=0.5) for i in range(3)])
-    second = sweep(frame=each, n_prompts=3, tokens=tokens).query("prompt == 1")
+    by_prompt = pd.concat([frame.assign(prompt=i, unpatched=0.5) for i in range(3)])
+    second = sweep(frame=by_prompt, n_prompts=3, tokens=tokens).query("prompt == 1")
     drawn = viz.sweep_heatmap(second)
     assert list(drawn.data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
     assert drawn.layout.xaxis.title.text.endswith("(clean / corrupted where they differ)")
@@ -83,48 +83,48 @@ def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
 
 def test_error_bars_are_standard_errors_over_prompts():
     rng, n, span = np.random.default_rng(3), 5, 5.0
-    each = pd.concat(
+    by_prompt = pd.concat(
         [
             values().assign(prompt=i, unpatched=rng.normal(), value=rng.normal(size=65))
             for i in range(n)
         ]
     )
-    found = sweep(frame=each, n_prompts=n)
-    figure = viz.sweep_bars(found, k=65)
+    result = sweep(frame=by_prompt, n_prompts=n)
+    figure = viz.sweep_bars(result, k=65)
     assert "mean over 5 prompts ± its standard error" in figure.layout.title.text
     drawn = {
         label: (x, error)
         for part in figure.data
         for label, x, error in zip(part.y, part.x, part.error_x.array, strict=True)
     }
-    grid = viz.sweep_heatmap(found, "name").data[0]
-    for name in each["name"].unique():
-        for at in range(POSITIONS):
-            rows = each[(each["name"] == name) & (each["position"] == at)]
+    grid = viz.sweep_heatmap(result, "name").data[0]
+    for name in by_prompt["name"].unique():
+        for index in range(POSITIONS):
+            rows = by_prompt[(by_prompt["name"] == name) & (by_prompt["position"] == index)]
             effects = [
                 (v - u) / span for v, u in zip(rows["value"], rows["unpatched"], strict=True)
             ]
             mean = sum(effects) / n
-            error = (sum((each - mean) ** 2 for each in effects) / (n - 1) / n) ** 0.5
-            assert drawn[f"{name} at {at}"] == pytest.approx((mean, error), rel=1e-9)
-            assert grid.z[grid.y.index(name), at] == pytest.approx(mean, rel=1e-9)
+            error = (sum((effect - mean) ** 2 for effect in effects) / (n - 1) / n) ** 0.5
+            assert drawn[f"{name} at {index}"] == pytest.approx((mean, error), rel=1e-9)
+            assert grid.z[grid.y.index(name), index] == pytest.approx(mean, rel=1e-9)
 
     means = values().assign(value_standard_error=0.1, score_standard_error=0.25)
     bars = viz.sweep_bars(sweep(frame=means)).data
     assert {error for part in bars for error in part.error_x.array} == {0.25}
     blind = viz.sweep_bars(sweep(frame=means.assign(score_standard_error=np.nan)))
     assert "without error bars" in blind.layout.title.text
-    for one in (found.query("prompt == 2"), sweep(n_prompts=1)):
+    for one in (result.query("prompt == 2"), sweep(n_prompts=1)):
         single = viz.sweep_bars(one)
         assert "prompts" not in single.layout.title.text
         assert all(part.error_x.array is None for part in (*single.data, *blind.data))
 
 
 def test_bars():
-    found = sweep(direction="noise")
-    figure = viz.sweep_bars(found, k=7)
-    top = found.top(7)
-    wanted = [f"{name} at {at}" for name, at in top[["name", "position"]].to_numpy()]
+    result = sweep(direction="noise")
+    figure = viz.sweep_bars(result, k=7)
+    top = result.top(7)
+    wanted = [f"{name} at {position}" for name, position in top[["name", "position"]].to_numpy()]
     assert figure.layout.yaxis.categoryarray == tuple(wanted[::-1])
     bars = {y: x for part in figure.data for y, x in zip(part.y, part.x, strict=True)}
     assert [bars[label] for label in wanted] == pytest.approx((top["score"] - 1.0).tolist())

@@ -14,10 +14,10 @@ MATRIX = pd.DataFrame(
 def test_each_entry_stands_at_its_circuit_and_task():
     figure = viz.transfer_heatmap(MATRIX)
     (drawn,) = figure.data
-    found = {(y, x): drawn.z[i][j] for i, y in enumerate(drawn.y) for j, x in enumerate(drawn.x)}
-    assert found["c", "y"] == 1.4
-    assert found["a &lt;b&gt;", "z"] == -0.3
-    assert len(found) == MATRIX.size
+    cells = {(y, x): drawn.z[i][j] for i, y in enumerate(drawn.y) for j, x in enumerate(drawn.x)}
+    assert cells["c", "y"] == 1.4
+    assert cells["a &lt;b&gt;", "z"] == -0.3
+    assert len(cells) == MATRIX.size
     assert figure.layout.yaxis.autorange == "reversed"  # the first circuit is on top, as printed
     assert (drawn.zmin, drawn.zmid, drawn.zmax) == (-1.4, 0, 1.4)
     small = viz.transfer_heatmap(MATRIX / 2).data[0]
