@@ -12,7 +12,10 @@ from transformers.activations import NewGELUActivation
 
 from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine import recording
+from attn_only_lens.engine.recording import record_pair
 from attn_only_lens.engine.replay.faster import FusedActivations
+from attn_only_lens.engine.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 KINDS = ["gpt2", "llama", *["exposed", "converted"] * HAS_HOOKED_TRANSFORMER]
@@ -138,3 +141,39 @@ def test_activations_are_restored_after_an_error():
         assert "forward" in vars(slow)
         raise ZeroDivisionError
     assert "forward" not in vars(slow)
+
+
+def recorded_pair(model):
+    pair, sites = p.prompt_pair(model, CLEAN, CORRUPTED), resolve_sites(model, SITES)
+    return record_pair(model, pair, METRIC, sites, "z")
+
+
+def test_both_runs_in_one_pass_are_those_of_two_passes(monkeypatch):
+    model = model_of("gpt2")
+    together = recorded_pair(model)
+    monkeypatch.setattr(recording, "_FEW_TOKENS", 0)
+    apart = recorded_pair(model)
+    for side in ("clean", "corrupted"):
+        runs = getattr(together, side), getattr(apart, side)
+        assert bool(runs[0].key_values)
+        assert not runs[1].key_values
+        torch.testing.assert_close(runs[0].logits, runs[1].logits, rtol=0, atol=1e-12)
+        for streams in zip(*(run.streams for run in runs), strict=True):
+            torch.testing.assert_close(*streams, rtol=0, atol=1e-12)
+        for name in ("L0N5", "L1N3"):
+            z = [run.neurons[int(name[1])].z for run in runs]
+            torch.testing.assert_close(*z, rtol=0, atol=1e-12)
+
+
+def test_runs_are_recorded_apart_if_rows_round_differently():
+    """Otherwise patches before the first token that differs would seem to act."""
+    model = model_of("gpt2")
+
+    def round_by_row(module, args, output):
+        stream = output[0] if isinstance(output, tuple) else output
+        stream += 1e-13 * torch.arange(len(stream))[:, None, None]
+
+    model.blocks[0].register_forward_hook(of_a_library(round_by_row))
+    runs = recorded_pair(model)
+    assert torch.equal(runs.clean.streams[-1][:, :FIRST], runs.corrupted.streams[-1][:, :FIRST])
+    assert not runs.clean.key_values  # recorded apart

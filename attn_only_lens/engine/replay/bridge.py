@@ -177,14 +177,15 @@ class BridgeReplay(Replay):
         placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
-        if self.tested.covers("columns", self.recording):  # `check` tries the metric's
+        test = "columns", *self.metric.columns.tolist()
+        if self.tested.covers(test, self.recording):
             return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
         with suppress_refusals(), self._unembed_columns():  # of a model that checks the columns
             got = self._run(Joined(unedited))
             if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
-                self.tested.add("columns", self.recording)
+                self.tested.add(test, self.recording)
                 return True
         return False
 
