@@ -23,7 +23,11 @@ machine's matrix product of 2,048 rows and columns. Of a site at position t of l
 of T tokens after which S = T - t are left (for all positions, S = T less the tokens before the
 first that differs), with P the parameters of a block's matrices, it is
 
-    (L - 1 - l) (2 S P + 4 n_heads d_head Σ_{t < i ≤ T} i)
+    (L - 2 - l) (2 S P + 4 n_heads d_head Σ_{t < i ≤ T} i)
+    + 2 S P_KV + 2 (P - P_KV) + 4 n_heads d_head T
+
+The second line is the last block: its keys and values (P_KV) are needed at all S tokens, the rest
+of it only at the token that the metric reads. A site of the last layer costs nothing.
 
     python -m analyses.benchmarks.bench_patching --out analyses/results
 """
@@ -95,6 +99,7 @@ TASKS = [
     Task("every neuron", "all", 15, 10),
     Task("every neuron", "each", 15, 2),
     Task("scattered", "each", 64, 24),
+    Task("scattered", "each", 64, 60),
 ]
 
 
@@ -154,12 +159,16 @@ def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
     """Of all sites, as the module has it."""
     key_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     matrices = 3 if getattr(cfg, "gated_mlp", False) else 2
-    parameters = cfg.d_model * cfg.d_head * 2 * (cfg.n_heads + key_heads)
+    of_keys = 2 * cfg.d_model * cfg.d_head * key_heads
+    parameters = of_keys + 2 * cfg.d_model * cfg.d_head * cfg.n_heads
     parameters += cfg.d_model * cfg.d_mlp * matrices
     start, end = sites["pos"].where(sites["pos"] >= 0, task.first), task.n_pos
     seen = (end * (end + 1) - start * (start + 1)) / 2  # Σ i
-    per_block = 2 * (end - start) * parameters + 4 * cfg.n_heads * cfg.d_head * seen
-    return float((per_block * (cfg.n_layers - 1 - sites["layer"])).sum())
+    attention = 4 * cfg.n_heads * cfg.d_head
+    per_block = 2 * (end - start) * parameters + attention * seen
+    last = 2 * (end - start) * of_keys + 2 * (parameters - of_keys) + attention * end
+    later = cfg.n_layers - 1 - sites["layer"]  # blocks
+    return float(((later - 1) * per_block + last)[later > 0].sum())
 
 
 # Four ways to patch
@@ -473,7 +482,7 @@ def main(
             source = (bridge_of if kind == "bridge" else model_of)(device, smoke=smoke)
         source.requires_grad_(False)
         for task in TASKS:
-            small = replace(task, n_pos=15, first=min(task.first, 12)) if smoke else task
+            small = replace(task, n_pos=15, first=task.first % 13) if smoke else task
             frame = measure(source, small, rounds, device, smoke=smoke)
             frames.append(frame.assign(model=type(source).__name__))
             typer.echo(f"{kind}, {small}: measured after {time.perf_counter() - started:.0f} s")

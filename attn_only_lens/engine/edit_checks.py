@@ -29,6 +29,7 @@ from attn_only_lens.engine.recording import (
     run_blocks,
 )
 from attn_only_lens.engine.replay import Replay, Variants
+from attn_only_lens.engine.replay.base import stacked
 from attn_only_lens.engine.sites import Part, hook_name
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
@@ -60,19 +61,29 @@ def require_same_edit(
         edits = [(name, noise) for name in names.values()]
         whole, shown = _block_outputs(model, recording, edits, shown_names.values())
         unclear, ineffective = list[int](), []
-        for layer in untested:
-            block = replay.host.block(layer, kind)
+        edit = _neuron_edit if kind == "neuron" else _attention_edit
+        blocks = {layer: replay.host.block(layer, kind) for layer in untested}
+        edited = {}
+        for layer, block in blocks.items():
+            later = edit(replay, layer, part, first, shown[shown_names[layer]])
+            edited[layer] = torch.cat([recording.streams[block + 1][:, :first], later], dim=1)
+        errors = _relative_errors(
+            [(edited[x], whole[block]) for x, block in blocks.items()]
+            + [(recording.streams[block + 1], whole[block]) for block in blocks.values()],
+            recording,
+        )
+        for layer, error, effect in zip(
+            untested, errors[: len(untested)], errors[len(untested) :], strict=True
+        ):
+            block = blocks[layer]
             expected, before = whole[block], recording.streams[block + 1]
-            edit = _neuron_edit if kind == "neuron" else _attention_edit
-            got = edit(replay, layer, part, first, shown[shown_names[layer]])
-            got = torch.cat([before[:, :first], got], dim=1)
-            error, effect = (_relative_error(x, expected, recording) for x in (got, before))
             if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
                     f"the output of block {block} by {_largest(expected, before):.2g} in a whole "
-                    f"run; a sweep would be off by {_largest(got, expected):.2g}. Something lies "
-                    "between these heads and the stream, such as a replaced forward pass"
+                    f"run; a sweep would be off by {_largest(edited[layer], expected):.2g}. "
+                    "Something lies between these heads and the stream, such as a replaced "
+                    "forward pass"
                 )
             elif effect < _CLEAR_EFFECT:
                 unclear.append(layer)
@@ -111,11 +122,11 @@ def require_edits_read(
     before = _block_outputs(model, recording, (), looked_at)[1] if looked_at else {}
     edits = [(name, _destroy) for name in names.values()]
     outputs, after = _block_outputs(model, recording, edits, looked_at)
+    blocks = [host_of(model).block(layer, kind) for layer in names]
+    effects = _relative_errors([(outputs[i], recording.streams[i + 1]) for i in blocks], recording)
     reasons = []
-    for layer, name in names.items():
-        block = host_of(model).block(layer, kind)
-        read = _relative_error(outputs[block], recording.streams[block + 1], recording) > 1.0
-        if not read and all(torch.equal(before[look], after[look]) for look in looks[layer]):
+    for (layer, name), effect in zip(names.items(), effects, strict=True):
+        if effect <= 1.0 and all(torch.equal(before[look], after[look]) for look in looks[layer]):
             reasons.append(
                 f"{name} shows an activation that the model does not read back, so an edit of it "
                 f"has no effect; patch another part, or {other_kind} alone"
@@ -163,10 +174,9 @@ def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tenso
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        finite = value[value.isfinite()]
         # Not the mean: a head that attends only to itself may have the largest finite query.
-        size = float(finite.abs().median()) if finite.numel() else 0.0
-        return value + noise * (level * (size or 1.0))
+        size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
+        return value + noise * (level * size.where(size > 0.0, 1.0))
 
     return add
 
@@ -233,18 +243,25 @@ def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: T
     return replay.block_output(Variants(block, first, stream, [(name, hook)]))
 
 
-def _relative_error(a: Residual, b: Residual, recording: Recording) -> float:
-    """Return the largest difference of two streams at a token, relative to the rounding there."""
+def _relative_errors(
+    pairs: Sequence[tuple[Residual, Residual]], recording: Recording
+) -> list[float]:
+    """Return the largest difference at a token of each pair of streams, in units of rounding."""
+    errors = [_relative_error(a, b, recording) for a, b in pairs]
+    return stacked(errors).tolist()
+
+
+def _relative_error(a: Residual, b: Residual, recording: Recording) -> Tensor:
     if recording.mask is not None:  # no token attends to padding, and none is patched there
         real = recording.mask.bool().to(a.device)
         a, b = a[real], b[real]
-    if not torch.equal(a.isfinite(), b.isfinite()):
-        return float("inf")
+    alike = (a.isfinite() == b.isfinite()).all()
     a, b = (to_float64_device(x.nan_to_num(0.0, 0.0, 0.0)).double() for x in (a, b))
     scale = torch.maximum(a.abs(), b.abs()).amax(-1)
     error = (a - b).abs().amax(-1)
     allowed = LOGIT_TOLERANCE[recording.logits.dtype] * scale
-    return float((error / allowed).nan_to_num(0.0).max())
+    largest = (error / allowed).nan_to_num(0.0).max()
+    return largest.where(alike.to(largest.device), torch.inf)
 
 
 def _largest(a: Residual, b: Residual) -> float:

@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
 
 from attn_only_lens.axes import SELF, Residual, Tokens
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_distinct
@@ -21,6 +22,9 @@ from attn_only_lens.heads import host_of
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("z", "v", "pattern")
+# With so few tokens, one pass over both prompts takes little longer than over one: most of the time
+# goes to reading the weights.
+_FEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Recording:
         extra_outputs: how many values each block returned after the stream; None if no tuple.
         neurons: by source layer, for the requested layers.
         hooked: by hook name, for the requested hook points.
+        key_values: by block, if the model is a bridge that keeps them and they were asked for.
     """
 
     tokens: Tokens
@@ -63,6 +68,23 @@ class Recording:
     logits: Float[Tensor, "batch pos d_vocab"]
     neurons: dict[int, NeuronRun]
     hooked: dict[str, Tensor]
+    key_values: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def __getitem__(self, rows: slice) -> "Recording":
+        """Return the pass of some of the prompts."""
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            mask=None if self.mask is None else self.mask[rows],
+            streams=tuple(stream[rows] for stream in self.streams),
+            logits=self.logits[rows],
+            neurons={
+                layer: NeuronRun(x.z[rows], tuple(gate[rows] for gate in x.gates))
+                for layer, x in self.neurons.items()
+            },
+            hooked={name: value[rows] for name, value in self.hooked.items()},
+            key_values=tuple((keys[rows], values[rows]) for keys, values in self.key_values),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +125,11 @@ def record(
     gates: bool = True,
     hooks: Hooks = (),
     keep_graph: bool = False,
+    keep_key_values: bool = False,
 ) -> Recording:
     """Run a model once, and record activations."""
     seen: dict[str, Tensor] = {}
+    caches: list[Cache] = []
     points = _POINTS if gates else ("z",)
     neuron_names = {
         layer: [host_of(model).hook_name(layer, "neuron", point) for point in points]
@@ -117,8 +141,17 @@ def record(
     def keep(value: Tensor, hook: Any, name: str) -> None:
         seen[name] = value.detach().clone()
 
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caches.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Cache))
+
     keepers = [(name, partial(keep, name=name)) for name in every_name]
-    with record_streams(model) as (streams, extra_outputs), torch.set_grad_enabled(keep_graph):
+    with ExitStack() as stack:
+        streams, extra_outputs = stack.enter_context(record_streams(model))
+        stack.enter_context(torch.set_grad_enabled(keep_graph))
+        if keep_key_values:
+            look_here = of_this_thread(look)
+            handle = model.blocks[-1].register_forward_pre_hook(look_here, with_kwargs=True)
+            stack.callback(handle.remove)
         logits = run(model, tokens, mask, [*keepers, *hooks])
     require_seen({name: name for name in every_name}, seen)
     neurons = {}
@@ -127,7 +160,18 @@ def record(
         v_and_weight = (both[0].squeeze(-1), both[1][..., SELF].transpose(1, 2)) if gates else ()
         neurons[layer] = NeuronRun(z.squeeze(-1), v_and_weight)
     hooked = {name: seen[name] for name in sorted(names)}
-    return Recording(tokens, mask, tuple(streams), tuple(extra_outputs), logits, neurons, hooked)
+    outputs = tuple(streams), tuple(extra_outputs), logits
+    key_values = keys_and_values(caches[0], tokens) if caches else ()
+    return Recording(tokens, mask, *outputs, neurons, hooked, key_values)
+
+
+def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the keys and values of a run, by block; nothing if the cache lacks some of them."""
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    shapes = {x.keys.shape[::2] for x in layers if x.is_initialized and x.keys is not None}
+    if len(layers) < len(cache.layers) or shapes != {tokens.shape}:
+        return ()
+    return tuple((layer.keys, layer.values) for layer in layers)  # type: ignore[misc]
 
 
 def record_again(model: Any, recording: Recording) -> Recording:
@@ -156,22 +200,44 @@ def record_pair(
     hook_names = {layer: hook_name(model, layer, part) for layer in attention}
     z = [hook_name(model, layer, "z") for layer in attention if part in SHARED_PARTS]
 
-    def record_side(side: Side) -> Recording:
-        return record(
-            model,
-            getattr(pair, side),
-            pair.mask,
-            layers=layers,
-            names=[*hook_names.values(), *z, *names],
-            gates=gates or part != "z",
-            hooks=hooks if side == traced else (),
-            keep_graph=side == traced,
-        )
+    options: dict[str, Any] = {
+        "layers": layers,
+        "names": [*hook_names.values(), *z, *names],
+        "gates": gates or part != "z",
+    }
 
-    clean = record_side("clean")
-    corrupted = clean if pair.corrupted is pair.clean else record_side("corrupted")
+    def record_side(side: Side) -> Recording:
+        trace = {"hooks": hooks, "keep_graph": True} if side == traced else {}
+        return record(model, getattr(pair, side), pair.mask, **options, **trace)
+
+    both = _record_both(model, pair, options) if traced is None else None
+    if both is not None:
+        clean, corrupted = both
+    else:
+        clean = record_side("clean")
+        corrupted = clean if pair.corrupted is pair.clean else record_side("corrupted")
     _require_heads(model, hook_names, part, clean)
     return run_pair(model, pair, clean, corrupted, metric, distinct=distinct)
+
+
+def _record_both(
+    model: Any, pair: PromptPair, options: dict[str, Any]
+) -> tuple[Recording, Recording] | None:
+    """Record both runs in one pass, if that saves time and equal tokens then give equal numbers."""
+    n = len(pair.clean)
+    if pair.corrupted is pair.clean or pair.clean.numel() > _FEW_TOKENS // 2:
+        return None
+    tokens = torch.cat([pair.clean, pair.corrupted])
+    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
+    both = record(model, tokens, mask, **options, keep_key_values=True)
+    if any(len(value) != 2 * n for value in both.hooked.values()):
+        return None
+    clean, corrupted = both[:n], both[n:]
+    # A product of matrices may round equal rows differently; a patch would then seem to act there.
+    first = int((pair.clean != pair.corrupted).any(dim=0).int().argmax())
+    same = torch.equal(clean.streams[-1][:, :first], corrupted.streams[-1][:, :first])
+    causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
+    return (clean, corrupted) if same or not causal else None
 
 
 def run_pair(

@@ -8,7 +8,7 @@ logits, and its edits with hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from attn_only_lens.axes import Residual
 from attn_only_lens.devices import normal_numbers
 from attn_only_lens.engine.metrics import BoundMetric
+from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
 from attn_only_lens.engine.recording import Hooks, Recording
+from attn_only_lens.engine.replay.faster import FusedActivations, only_where_read
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.precision import full_precision
@@ -30,6 +32,7 @@ from attn_only_lens.precision import full_precision
 PROBLEM = "this model cannot be patched"
 _UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _ROUNDINGS = 8
+_BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # of attention, before its output projection
 # How many copies of the widest activation, of attention scores and of the logits that a loss reads
 # are held at once, from torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
@@ -121,6 +124,11 @@ def suppress_refusals() -> Iterator[None]:
             raise
 
 
+def stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """Return numbers of any device as one tensor, so that the host waits once to read them."""
+    return torch.stack([number.to(numbers[0].device) for number in numbers])
+
+
 def _edit_rows(edit: Callable[..., Any], rows: slice, value: Tensor, hook: Any) -> Tensor | None:
     edited: Tensor | None = edit(value[rows], hook=hook)
     if edited is None:
@@ -159,17 +167,41 @@ class Replay(ABC):
         self.tested: PassedTests = self.other.tested if self.other else passed_tests(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
-        self.joins = True  # until a test shows that blocks do not run some of the rows
+        # Until tests show that blocks do not run some of the rows, or the last one some tokens.
+        self.joins = self.other is None or self.other.joins
+        self.trims = self.metric.positions is not None and (self.other is None or self.other.trims)
+        modules = [module for _, module in modules_of(self.model)]
+        self._fused = FusedActivations(modules, self.recording.streams[0].dtype)
         self._adds: dict[int, bool] = {}
-        self._parameters = [
-            sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in self.model.blocks
-        ]
+        shapes = [[p.shape for p in block.parameters()] for block in self.model.blocks]
+        self._parameters = [sum(x.numel() for x in block if len(x) > 1) for block in shapes]
+        self._widest = max(max(shape) for block in shapes for shape in block)
 
     def logits(self, *variants: Variants) -> Float[Tensor, "row position column"]:
         """Return the logits that the metric reads."""
         if self.joins:
-            return self.joined_logits(Joined(*variants))
-        return torch.cat([self.joined_logits(Joined(single)) for single in variants])
+            return self._faster_logits(Joined(*variants))
+        return torch.cat([self._faster_logits(Joined(single)) for single in variants])
+
+    def _faster_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        with ExitStack() as stack:
+            stack.enter_context(self._fused.used())
+            if self.trims and not any(map(self._edits_trimmed, joined.members)):
+                columns = self.metric.positions - joined.first  # type: ignore[operator]
+                stack.enter_context(only_where_read(self.trimmed_modules(), columns))
+            return self.joined_logits(joined)
+
+    def _edits_trimmed(self, variants: Variants) -> bool:
+        """Return whether an edit expects all tokens in a module that would run on one."""
+        last, layer = f"blocks.{self.n_blocks - 1}.", self.host.n_layers - 1
+        before = {self.host.hook_name(layer, "attention", point) for point in _BEFORE_OUTPUT}
+        names = {name for name, _ in variants.hooks if name.startswith(last)}
+        at_mlp = variants.mlp is not None and variants.block == self.n_blocks - 1
+        return at_mlp or not names <= before
+
+    def trimmed_modules(self) -> list[nn.Module]:
+        """Return modules of the last block that can run on the tokens that the metric reads."""
+        return [self.host.neurons[-1].module]
 
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
@@ -234,10 +266,9 @@ class Replay(ABC):
     @property
     def numbers_per_token(self) -> int:
         """The largest number of floats that a forward pass holds at once per token, estimated."""
-        widest = max(max(p.shape) for p in self.model.blocks.parameters())
         d_model = self.recording.streams[0].shape[-1]
         n_heads = max(self.host.n_heads)
-        return 5 * d_model + max(_WIDEST * widest, _SCORES * n_heads * self.n_pos)
+        return 5 * d_model + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_per_variant(self, first: int) -> int:
         """Estimate the largest number of floats that one variant holds at once."""
@@ -272,8 +303,8 @@ class Replay(ABC):
             before, after = self.recording.streams[block : block + 2]
             added = normal_numbers(after.shape).to(after) * after.std()
             out = self.block_output(Variants(block, 0, before, mlp=mlp, added=added))
-            error = float((out - after - added).abs().max())
-            scale = float(after.abs().max() + added.abs().max())
+            largest = (out - after - added).abs().max(), after.abs().max() + added.abs().max()
+            error, scale = stacked(largest).tolist()
             # No later layer has amplified the rounding of this sum. If the test fails, patches run
             # the block, which is always right.
             self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
@@ -283,42 +314,50 @@ class Replay(ABC):
 
     def check(self) -> None:
         """Compare replays without any edit, from several blocks, with the recorded logits."""
+        tests, run = self.tested, self.recording
+        could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
+        blocks = [self.n_blocks]  # the logits that this metric reads, always
+        if not tests.covers(("replay", self.trims), run):
+            blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
+        for first in self.starts_to_check():
+            self.trims = self.trims and self._agrees(first, blocks)
+            if self.trims:
+                continue
+            self.joins = self.joins and self._agrees(first, blocks)
+            if self.joins:
+                continue
+            for block in blocks:
+                self._require_agreement(first, block)
+        if self.joins:
+            tests.add(("replay", self.trims), run)
+        if could_trim and not self.trims:
+            tests.add("whole last block", run)
+
+    def _agrees(self, first: int, blocks: Sequence[int]) -> bool:
+        with suppress_refusals():  # of a model that needs all rows, or tokens, in every block
+            difference, allowed, _ = self._difference(first, blocks)
+            return difference <= allowed
+        return False
+
+    def _require_agreement(self, first: int, block: int) -> None:
+        difference, allowed, size = self._difference(first, [block])
+        if not difference <= allowed:
+            reason = (
+                f"run again from block {block}, position {first}, its logits differ by "
+                f"{difference:.2g} from those of a whole run (largest: {size:.2g})"
+            )
+            raise UnsupportedModelError([reason], PROBLEM)
+
+    def _difference(self, first: int, blocks: Sequence[int]) -> tuple[float, float, float]:
+        """Return the largest difference, the one allowed, and the largest logit: one wait."""
+        unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
         whole, largest = (
             self.metric.select(self.recording.logits),
             self.recording.logits.abs().max(),
         )
-        tolerance = logit_tolerance(self.host.neurons, whole.dtype)
-
-        def errors(*blocks: int) -> tuple[float, float]:
-            """Return the largest difference, and the largest logit: one wait for the device."""
-            unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
-            again = self.logits(*unedited)
-            difference = (again - whole.repeat(len(blocks), 1, 1)).abs().max()
-            numbers = torch.stack([difference, largest.to(difference)]).tolist()
-            return numbers[0], numbers[1]
-
-        blocks = [self.n_blocks]  # the logits that this metric reads, always
-        if not self.tested.covers("replay", self.recording):
-            blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
-        for first in self.starts_to_check():
-            agree = False
-            if self.joins:
-                with suppress_refusals():  # of a model that needs all rows in every block
-                    difference, size = errors(*blocks)
-                    agree = difference <= tolerance * size
-                self.joins = agree
-            if agree:
-                continue
-            for block in blocks:
-                difference, size = errors(block)
-                if not difference <= tolerance * size:
-                    reason = (
-                        f"run again from block {block}, position {first}, its logits differ by "
-                        f"{difference:.2g} from those of a whole run (largest: {size:.2g})"
-                    )
-                    raise UnsupportedModelError([reason], PROBLEM)
-        if self.joins:
-            self.tested.add("replay", self.recording)
+        difference = (self.logits(*unedited) - whole.repeat(len(blocks), 1, 1)).abs().max()
+        error, size = stacked([difference, largest]).tolist()
+        return error, logit_tolerance(self.host.neurons, whole.dtype) * size, size
 
     def starts_to_check(self) -> set[int]:
         """Return positions that represent all others in a test: the first and the last."""

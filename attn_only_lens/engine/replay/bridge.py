@@ -28,7 +28,14 @@ from attn_only_lens.engine.recording import (
     record_streams,
     run,
 )
-from attn_only_lens.engine.replay.base import Joined, Replay, Variants, suppress_refusals
+from attn_only_lens.engine.replay.base import (
+    Joined,
+    Replay,
+    Variants,
+    stacked,
+    suppress_refusals,
+)
+from attn_only_lens.engine.replay.faster import at_columns
 from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import logit_tolerance
@@ -107,6 +114,7 @@ class BridgeReplay(Replay):
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
         if not later:
             return False
+        agree = [self._agree(again, logits, self.recording.logits.abs().max())]
         for got, expected in zip(later, whole, strict=True):
             expected = expected[:, first - earlier :]
             # Token by token: the largest value would hide errors at other tokens.
@@ -114,15 +122,22 @@ class BridgeReplay(Replay):
             if mask is not None:  # no token attends to padding, and none is patched
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
-            if not self._agree(got, expected, scale):
-                return False
-        return self._agree(again, logits, self.recording.logits.abs().max())
+            agree.append(self._agree(got, expected, scale))
+        return bool(stacked(agree).all())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
         """Return the input of the first block, the outputs of it and later ones, and the logits."""
         with record_streams(self.model) as (streams, _):
-            logits = self.logits(variants)
+            logits = self.joined_logits(Joined(variants))
         return [variants.stream, *streams[variants.block + 1 :]], logits
+
+    def trimmed_modules(self) -> list[nn.Module]:
+        """Return modules of the last block that can run on the tokens that the metric reads."""
+        attention = self.host.attention(self.host.n_layers - 1)
+        projection = getattr(getattr(attention, "o", None), "original_component", None)
+        modules = [] if projection is None else [projection]
+        mlp = self.host.neurons[-1].module
+        return modules if getattr(mlp, "name", None) is None else [*modules, mlp]
 
     @property
     def cached_numbers_per_token(self) -> int:
@@ -162,11 +177,16 @@ class BridgeReplay(Replay):
         placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
+        test = "columns", *self.metric.columns.tolist()
+        if self.tested.covers(test, self.recording):
+            return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
         with suppress_refusals(), self._unembed_columns():  # of a model that checks the columns
             got = self._run(Joined(unedited))
-            return self._agree(got, logits[..., self.metric.columns], logits.abs().max())
+            if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
+                self.tested.add(test, self.recording)
+                return True
         return False
 
     def block_output(self, variants: Variants) -> Residual:
@@ -253,19 +273,17 @@ class BridgeReplay(Replay):
         def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             if positions is None:
                 return args
-            x = args[0]
-            columns = (positions - first).repeat(x.shape[0] // self.batch).to(x.device)
-            return (x[torch.arange(x.shape[0], device=x.device), columns].unsqueeze(1), *args[1:])
+            return (at_columns(args[0], positions - first), *args[1:])
 
         columns = self._unembed_columns() if self._few_columns else nullcontext()
         with self.model.unembed.register_forward_pre_hook(pick), columns:
             yield
 
-    def _agree(self, got: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    def _agree(self, got: Tensor, expected: Tensor, scale: Tensor) -> Tensor:
         if got.shape != expected.shape:
-            return False
+            return torch.zeros((), dtype=torch.bool, device=expected.device)
         allowed = logit_tolerance(self.host.neurons, expected.dtype) * scale
-        return bool(((got - expected).abs() <= allowed).all())
+        return ((got - expected).abs() <= allowed).all()
 
 
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:

@@ -1,5 +1,6 @@
 """The replay of HookedTransformers, converted or with exposed neuron-heads."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.engine.recording import StopForward
 from attn_only_lens.engine.replay.base import Joined, Replay, Variants
+from attn_only_lens.engine.replay.faster import at_columns
 from attn_only_lens.engine.replay.key_values import extend
 from attn_only_lens.tl import TransformerBlock
 
@@ -30,7 +33,8 @@ class HookedReplay(Replay):
             for index, block in enumerate(model.blocks):
                 if isinstance(block, TransformerBlock):
                     recorder = _Recorder()
-                    self._call(index, self.recording.streams[index], 0, recorder)
+                    with suppress(StopForward):
+                        self._call(index, self.recording.streams[index], 0, recorder)
                     self._past[index] = recorder.recorded
 
     def _call(self, index: int, x: Residual, first: int, past: Any) -> Residual:
@@ -82,10 +86,8 @@ class HookedReplay(Replay):
         return self._read_logits(self._run(joined, self.n_blocks), joined.first)
 
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
-        repeats, positions = x.shape[0] // self.batch, self.metric.positions
-        if positions is not None:
-            columns = (positions - first).repeat(repeats)
-            x = x[torch.arange(x.shape[0], device=x.device), columns].unsqueeze(1)
+        if self.metric.positions is not None:
+            x = at_columns(x, self.metric.positions - first)
         return self.with_earlier_logits(self._unembed(x), first)
 
     def _unembed(self, x: Residual) -> Float[Tensor, "row position column"]:
@@ -115,7 +117,7 @@ class _Past:
 
 
 class _Recorder:
-    """An empty cache entry that records the keys and values of one block."""
+    """An empty cache entry that records the keys and values of one block, and stops its pass."""
 
     recorded: _Past
 
@@ -124,4 +126,4 @@ class _Recorder:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.recorded = _Past(keys, values)
-        return keys, values
+        raise StopForward

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from attn_only_lens.engine.recording import Recording, run_blocks
+from attn_only_lens.engine.recording import Recording, keys_and_values, run_blocks
 from attn_only_lens.engine.replay.base import suppress_refusals
 
 _Heads = Float[Tensor, "batch head pos d_head"]
@@ -35,15 +35,18 @@ class KeyValues:
 
 
 def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
-    """Repeat a run to record its keys and values; return None if the model has no cache."""
+    """Return the keys and values of a run; None if the model has no cache.
+
+    The run is repeated if it did not record them.
+    """
+    if recording.key_values:
+        return KeyValues(recording.key_values)
     cache = DynamicCache()  # without a configuration it keeps all positions, not just a window
-    layers: list[Any] = []
+    layers: tuple[tuple[_Heads, _Heads], ...] = ()
     with suppress_refusals():  # of a model that takes no such argument
         run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
-        layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    if not layers or not all(layer.is_initialized for layer in layers):
-        return None
-    return KeyValues(tuple((layer.keys, layer.values) for layer in layers))
+        layers = keys_and_values(cache, recording.tokens)
+    return KeyValues(layers) if layers else None
 
 
 class _Prefix(DynamicLayer):

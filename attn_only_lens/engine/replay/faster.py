@@ -1,0 +1,92 @@
+"""Faster steps of a replay: activations in one kernel, and less of the last block.
+
+Libraries write some activations in eight kernels, for which torch has one. The output of the last
+block is read at one token of each prompt, so its output projections and its MLP run on that token
+alone: a sublayer's output [row, 1, d_model] is added to a stream [row, pos, d_model], which is then
+right at that token and wrong at the others. Activations are compared before they are replaced;
+`Replay.check` compares the logits of a replay that does both with those of a whole run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformer_lens.utilities.activation_functions import gelu_fast, gelu_new
+from transformers.activations import FastGELUActivation, NewGELUActivation
+
+_FUSED = partial(functional.gelu, approximate="tanh")
+_SLOW_MODULES = NewGELUActivation, FastGELUActivation
+_SLOW_FUNCTIONS = gelu_new, gelu_fast
+_ROUNDINGS = 8  # of the pre-activation
+_FINE = torch.float32, torch.float64
+
+
+class FusedActivations:
+    """The activations of a model for which torch has one kernel that agrees to rounding.
+
+    Threads may run one model at once: the last one to end leaves the model's own activations.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        slow: list[tuple[nn.Module, str, Any]] = [
+            *((x, "forward", None) for x in modules if type(x) in _SLOW_MODULES),
+            *((x, "act_fn", x.act_fn) for x in modules if vars(x).get("act_fn") in _SLOW_FUNCTIONS),
+        ]
+        agree: dict[Any, bool] = {}
+        self._replaced = []
+        for module, name, function in slow:
+            key = function or type(module)
+            if key not in agree:
+                device = next((x.device for x in modules[0].parameters()), torch.device("cpu"))
+                agree[key] = dtype in _FINE and _agree(function or module, dtype, device)
+            if agree[key] and (function or "forward" not in vars(module)):
+                self._replaced.append((module, name, function))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Use them inside a `with`."""
+        try:
+            for module, name, _ in self._replaced:
+                vars(module)[name] = _FUSED
+            yield
+        finally:
+            for module, name, function in self._replaced:
+                if function is None:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = function
+
+
+def _agree(activation: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) -> bool:
+    """Return whether an activation equals torch's up to rounding, from one tail to the other."""
+    q = torch.linspace(-20.0, 20.0, 4001, dtype=dtype, device=device)
+    allowed = _ROUNDINGS * torch.finfo(dtype).eps * q.abs()
+    return bool(((activation(q) - _FUSED(q)).abs() <= allowed).all())
+
+
+@contextmanager
+def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[None]:
+    """Run modules on one token of each prompt inside a `with`.
+
+    Args:
+        modules: map a tensor [row, pos, …] token by token.
+        columns: the token of each prompt, counted from the first that they get.
+    """
+
+    def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (at_columns(args[0], columns), *args[1:]) if args else None
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(pick).remove)
+        yield
+
+
+def at_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """Return one token of each row, [row, 1, …]; rows are variants × prompts."""
+    rows = torch.arange(len(x), device=x.device)
+    return x[rows, columns.to(x.device).repeat(len(x) // len(columns))].unsqueeze(1)

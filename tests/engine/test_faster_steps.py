@@ -1,0 +1,179 @@
+"""Replays use fused activations and a trimmed last block only if the model computes the same."""
+
+from contextlib import suppress
+
+import bridges
+import pytest
+import torch
+from common import HAS_HOOKED_TRANSFORMER, of_a_library
+from patch_oracle import difference, moved, place, seen
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import NewGELUActivation
+
+from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.engine import recording
+from attn_only_lens.engine.recording import record_pair
+from attn_only_lens.engine.replay.faster import FusedActivations
+from attn_only_lens.engine.sites import resolve_sites
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+KINDS = ["gpt2", "llama", *["exposed", "converted"] * HAS_HOOKED_TRANSFORMER]
+FIRST = 3
+CLEAN = torch.tensor([[3, 5, 2, 11, 13, 17, 19], [4, 6, 1, 12, 14, 18, 20]])
+CORRUPTED = CLEAN.clone()
+CORRUPTED[:, FIRST] += 2
+SITES = ["L0N5", "L1N3", "L1H0", "L0H1"]
+METRIC = p.logit_diff(7, 11)
+
+
+def model_of(kind):
+    if kind in ("exposed", "converted"):
+        from models import build
+
+        make = convert if kind == "converted" else lambda x: expose_neuron_heads(x).model
+        return make(build("gelu_new").double())
+    return expose_neuron_heads(bridges.boot(kind)).model
+
+
+def patched(model, positions="each"):
+    options = {"sites": SITES, "positions": positions, "progress": False}
+    sweep = p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **options)
+    return sweep.to_frame().set_index(["name", "position"])["value"]
+
+
+def by_hooks(model, name, pos):
+    """The metric after the patch of one site, in a whole forward pass."""
+    hook_name, where = place(model, name, "z", pos)
+    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[where]
+    return difference(moved(model, CORRUPTED, hook_name, where, change))
+
+
+def require_exact(model):
+    values = patched(model)
+    for name in SITES:
+        for pos in range(FIRST, CLEAN.shape[1]):
+            assert values[name, pos] == pytest.approx(by_hooks(model, name, pos), abs=1e-12)
+
+
+class Kernels(TorchDispatchMode):
+    """Record the names of kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["gpt2", *["exposed", "converted"] * HAS_HOOKED_TRANSFORMER])
+def test_activations_are_fused(kind):
+    model = model_of(kind)
+    patched(model)
+    with Kernels() as kernels:
+        patched(model)
+    n_layers = 2 if kind == "gpt2" else 3
+    assert kernels.names.count("gelu") >= n_layers - 1
+    # The recording of both runs, and the test that the kernels agree.
+    assert kernels.names.count("tanh") == n_layers + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_last_block_runs_where_the_metric_reads(kind):
+    """The MLP of the last block gets one token for each variant and prompt."""
+    model, n_tokens = model_of(kind), []
+    module = model.blocks[-1].attn if kind == "converted" else model.blocks[-1].mlp
+
+    def look(module, args, output):
+        n_tokens.append(output.shape[1])
+
+    module.register_forward_hook(of_a_library(look))
+    patched(model)
+    n_tokens.clear()
+    patched(model)
+    assert n_tokens[0] == CLEAN.shape[1]  # of the recording of both runs
+    assert set(n_tokens[1:]) == {1}
+
+
+def test_last_block_that_mixes_tokens_runs_on_all():
+    """An MLP that reads several tokens would be wrong if it ran on one alone."""
+    model = bridges.boot("gpt2")
+    mlp = model.blocks[-1].mlp.original_component
+    forward = type(mlp).forward
+
+    def mixing(x):
+        return forward(mlp, x + x.roll(1, dims=1))
+
+    mlp.forward = mixing
+    model = expose_neuron_heads(model).model
+    options = {"sites": ["L0N5"], "positions": "all", "progress": False}
+    sweep = p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **options)
+    hook_name, where = place(model, "L0N5", "z", slice(None))
+    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[where]
+    expected = difference(moved(model, CORRUPTED, hook_name, where, change))
+    assert sweep.to_frame()["value"][0] == pytest.approx(expected, abs=1e-12)
+
+
+class Other(NewGELUActivation):
+    """A subclass may compute something else."""
+
+
+def test_other_activations_are_not_replaced():
+    slow = NewGELUActivation()
+    assert FusedActivations([slow], torch.float64)._replaced
+    assert not FusedActivations([slow], torch.bfloat16)._replaced
+    assert not FusedActivations([Other()], torch.float64)._replaced
+    slow.forward = lambda x: x
+    assert not FusedActivations([slow], torch.float64)._replaced
+
+
+def test_a_changed_class_is_not_replaced(monkeypatch):
+    fused = torch.nn.functional.gelu
+    monkeypatch.setattr(NewGELUActivation, "forward", lambda self, x: 1.000001 * fused(x))
+    assert not FusedActivations([NewGELUActivation()], torch.float32)._replaced
+
+
+def test_activations_are_restored_after_an_error():
+    slow = NewGELUActivation()
+    with suppress(ZeroDivisionError), FusedActivations([slow], torch.float64).used():
+        assert "forward" in vars(slow)
+        raise ZeroDivisionError
+    assert "forward" not in vars(slow)
+
+
+def recorded_pair(model):
+    pair, sites = p.prompt_pair(model, CLEAN, CORRUPTED), resolve_sites(model, SITES)
+    return record_pair(model, pair, METRIC, sites, "z")
+
+
+def test_both_runs_in_one_pass_are_those_of_two_passes(monkeypatch):
+    model = model_of("gpt2")
+    together = recorded_pair(model)
+    monkeypatch.setattr(recording, "_FEW_TOKENS", 0)
+    apart = recorded_pair(model)
+    for side in ("clean", "corrupted"):
+        runs = getattr(together, side), getattr(apart, side)
+        assert bool(runs[0].key_values)
+        assert not runs[1].key_values
+        torch.testing.assert_close(runs[0].logits, runs[1].logits, rtol=0, atol=1e-12)
+        for streams in zip(*(run.streams for run in runs), strict=True):
+            torch.testing.assert_close(*streams, rtol=0, atol=1e-12)
+        for name in ("L0N5", "L1N3"):
+            z = [run.neurons[int(name[1])].z for run in runs]
+            torch.testing.assert_close(*z, rtol=0, atol=1e-12)
+
+
+def test_runs_are_recorded_apart_if_rows_round_differently():
+    """Otherwise patches before the first token that differs would seem to act."""
+    model = model_of("gpt2")
+
+    def round_by_row(module, args, output):
+        stream = output[0] if isinstance(output, tuple) else output
+        stream += 1e-13 * torch.arange(len(stream))[:, None, None]
+
+    model.blocks[0].register_forward_hook(of_a_library(round_by_row))
+    runs = recorded_pair(model)
+    assert torch.equal(runs.clean.streams[-1][:, :FIRST], runs.corrupted.streams[-1][:, :FIRST])
+    assert not runs.clean.key_values  # recorded apart
