@@ -29,6 +29,7 @@ from attn_only_lens.circuits.attributed_run import (
 )
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
+from attn_only_lens.devices import on_cpu
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
@@ -133,19 +134,23 @@ def attribution_graph(
             in_float32.enter_context(float32_slopes(model, pair, metric))
             run = attribute_difference(model, pair, metric)
         places = Places.of(pair, positions)
-        numbers = [places.sums(run.attributions(i)).flatten(1) for i in range(len(run.z))]
-        attributions = torch.cat(numbers, dim=1).numpy().sum(0)
+        by_sublayer = [
+            places.sums(numbers)
+            for numbers in on_cpu([run.attributions(i) for i in range(len(run.z))])
+        ]
+        attributions = torch.cat([x.flatten(1) for x in by_sublayer], dim=1).numpy().sum(0)
         sizes, n_places = np.abs(attributions), len(places.names)
         if sites is None:
             index = select_largest(sizes, top=top, mass=mass)
         else:
-            n_before = [0, *np.cumsum([part.shape[1] for part in numbers])]
+            n_before = [0, *np.cumsum([x[0].numel() for x in by_sublayer])]
             index = _rows_of(run, sites, n_before, places.names)
         _require_affordable(run, sizes, index, max_edges, n_places)
         chosen = _by_sublayer(run, index, n_places)
         at_positions = [places.positions_of(nodes) for nodes in chosen]
         edges, by_prompt = LinearGraph(run, pair, at_positions).edges()
-        nodes = node_frame(run, places, chosen, float(np.delete(attributions, index).sum()))
+        rest = float(np.delete(attributions, index).sum())
+        nodes = node_frame(run, places, by_sublayer, chosen, rest)
     tokens, corrupted_tokens = (
         tuple(tuple(token_texts(model, row)) for row in side.tolist())
         for side in (pair.clean, pair.corrupted)

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.circuits._search import SITE_KEY, Circuit
 from attn_only_lens.circuits.ablation import ablated_model
 from attn_only_lens.circuits.stability import share_of_sums
@@ -20,6 +21,7 @@ from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.tasks import PairedPrompts
 
 _PROBLEM = "this circuit cannot be measured on these prompts"
+_NO_TRANSFER = "these circuits cannot be measured on these tasks"
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,24 @@ def evaluate(
         >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it is of one sum alone
         True
     """
+    reasons = _no_circuit_reasons(circuit)
     if positions is not None and not isinstance(positions, Mapping):
-        reason = f"got positions={positions!r}; expected a position for each role: task.roles"
-        raise InputError([reason], _PROBLEM)
-    if not isinstance(circuit, Circuit):
-        raise InputError([f"got a {type(circuit).__name__}; expected a circuit"], _PROBLEM)
+        reasons.append(f"got positions={positions!r}; expected a position for each role")
+    if prompts_at_once is not None:
+        reasons += positive_reasons(prompts_at_once=prompts_at_once)
+    InputError.raise_if(reasons, _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
-    reasons = []
-    if roles != (got := sorted(map(str, positions or {}))):
-        expected = roles or "none, because its sites have numbers as positions"
-        reasons.append(f"got the roles {got}; expected those of the circuit, {expected}")
+    given = sorted(map(str, positions or {}))
+    if given and not roles:
+        reasons.append(
+            f"got positions of the roles {given}; its sites have no roles: leave positions out"
+        )
+    elif given != roles:
+        reasons.append(
+            f"got positions of the roles {given}; its sites are at the roles {roles}: pass "
+            "positions=task.roles with these roles alone"
+        )
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
@@ -127,6 +136,12 @@ def evaluate(
     return Evaluation(*numbers, error=float((abs(left - whole) / abs(whole - nothing)).mean()))
 
 
+def _no_circuit_reasons(circuit: object) -> list[str]:
+    if isinstance(circuit, Circuit):
+        return []
+    return [f"got a {type(circuit).__name__}; expected a Circuit, such as `discover` returns"]
+
+
 def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:
     """Measure every circuit on every task.
 
@@ -154,21 +169,27 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         >>> bool(circuits.transfer(model, some, tasks).loc["3 + 4", "3 + 4"] >= 0.85)
         True
     """
-    for name, value in (("circuits", circuits), ("tasks", tasks)):
-        if not isinstance(value, Mapping) or not value:
-            expected = "one or more, by name: {'a name': …}"
-            raise InputError([f"got {name} {value!r:.80}; expected {expected}"], _PROBLEM)
+    reasons = [
+        f"{name}: got a {type(value).__name__}; expected one or more, by name: {{'a name': …}}"
+        for name, value in (("circuits", circuits), ("tasks", tasks))
+        if not isinstance(value, Mapping) or not value
+    ]
+    InputError.raise_if(reasons, _NO_TRANSFER)
+    for name, circuit in circuits.items():
+        reasons += [f"circuit {name!r}: {reason}" for reason in _no_circuit_reasons(circuit)]
+    for name, task in tasks.items():
+        if not isinstance(task, PairedPrompts) and not (isinstance(task, tuple) and len(task) == 3):
+            expected = "expected PairedPrompts, or a tuple (clean, corrupted, metric)"
+            reasons.append(f"task {name!r}: got a {type(task).__name__}; {expected}")
+    InputError.raise_if(reasons, _NO_TRANSFER)
     rows = {}
     for circuit_name, circuit in circuits.items():
         row = rows[circuit_name] = dict[str, float]()
         for task_name, task in tasks.items():
             if isinstance(task, PairedPrompts):
                 prompts, roles = (task.clean, task.corrupted, task.metric), task.roles
-            elif isinstance(task, tuple) and len(task) == 3:
-                prompts, roles = task, {}
             else:
-                expected = "expected PairedPrompts, or (clean, corrupted, metric)"
-                raise InputError([f"got a {type(task).__name__}; {expected}"], "this is no task")
+                prompts, roles = task, {}
             positions = None
             if isinstance(circuit.positions, Mapping):
                 positions = {role: roles[role] for role in roles if role in circuit.positions}

@@ -21,6 +21,7 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
@@ -197,6 +198,7 @@ def explain(
         (True, 'L3H3@5')
     """
     reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
+    reasons += resamples_reasons(resamples)
     InputError.raise_if(reasons, "nothing can be explained")
     prompts = model, clean, corrupted, metric
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import as_plain, is_number, option_reasons
+from attn_only_lens.arguments import as_plain, is_number, option_reasons, positive_reasons
 from attn_only_lens.circuits.ablation import (
     ORDERS,
     AblatedModel,
@@ -44,6 +44,7 @@ from attn_only_lens.circuits.stability import (
     random_halves,
     require_resamples,
     resampled,
+    resamples_reasons,
 )
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
@@ -239,12 +240,13 @@ def search_circuit(
         reasons += option_reasons("order", order, ORDERS)
     if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
         reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
-    InputError.raise_if(
-        reasons + reasons_against_draws(n_random, seed), "no circuit can be searched"
-    )
+    reasons += reasons_against_draws(n_random, seed) + resamples_reasons(resamples)
+    if prompts_at_once is not None:
+        reasons += positive_reasons(prompts_at_once=prompts_at_once)
+    InputError.raise_if(reasons, "no circuit can be searched")
     if resamples:
         pair = prompt_pair(model, clean, corrupted, mask)
-        require_resamples(resamples, len(pair.clean), as_metric(metric))
+        require_resamples(len(pair.clean), as_metric(metric))
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
     options: dict[str, Any] = {"positions": positions, "mask": mask}

@@ -28,7 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF, Residual
-from attn_only_lens.engine.contrast import Contrast, contrast, run_both
+from attn_only_lens.devices import on_cpu
+from attn_only_lens.engine.contrast import Contrast, contrast, run_both, run_softmax
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.linear_pair import SecantNorm, gate_term, linear_sublayers
 from attn_only_lens.engine.linear_run import (
@@ -160,20 +161,19 @@ def attribute_run(
     slopes: list[Slopes] = [{} for _ in linear.sublayers]
     if patterns:
         tape = Tape(name for (*_, point), name in _hook_names(model).items() if point != "z")
-        runs = run_both(model, replace(pair, corrupted=pair.clean))
-        result = contrast(model, runs, bound, tape, keep_graph=True)
+        softmax = run_softmax(model, pair, tape)
         slopes = [
-            _run_slopes(model, sublayer, along, result, tape.nodes)
+            _run_slopes(model, sublayer, along, softmax, tape.nodes)
             for sublayer, along in zip(linear.sublayers, outputs, strict=True)
         ]
     offset = value - float((gradient * linear.logits).sum())
     zero = torch.zeros_like(linear.run.final.stream)
     logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
-    bias = float(logit_bias.sum())
+    biases = [logit_bias.sum()]
     for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
-        bias += float((along * sublayer.constant).sum())
-        bias += float((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
-    ends = streams[0], streams[-1], logit_bias, bias
+        biases.append((along * sublayer.constant).sum())
+        biases.append((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
+    ends = streams[0], streams[-1], logit_bias, sum(map(float, on_cpu(biases)))
     recorded = [sublayer.writes.z for sublayer in linear.sublayers]
     return AttributedRun(linear, bound.name, value, offset, outputs, *ends, slopes, recorded)
 
@@ -197,7 +197,8 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     for sublayer, writes in zip(sublayers, both.sublayers, strict=True):
         along = result.gradients[names[writes.layer, writes.kind, "z"]]
         if writes.neurons is None:
-            here = _pair_slopes(model, sublayer, result, tape.nodes)
+            pattern = result.softmax[writes.layer], result.patterns[writes.layer]
+            here = _pattern_slopes(model, sublayer, *pattern, tape.nodes)
         else:
             heads: Any = writes.neurons  # z has Σ_j w_j z_j of the heads of a neuron
             flat = along.squeeze(-1)
@@ -239,7 +240,11 @@ def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:
 
 
 def _run_slopes(
-    model: Any, sublayer: LinearSublayer, along: Outputs, result: Contrast, nodes: dict[str, Tensor]
+    model: Any,
+    sublayer: LinearSublayer,
+    along: Outputs,
+    softmax: Sequence[Tensor],
+    nodes: dict[str, Tensor],
 ) -> Slopes:
     """Return the derivatives of the patterns of one run."""
     if not isinstance(sublayer, LinearAttention):
@@ -251,15 +256,14 @@ def _run_slopes(
     values = torch.einsum("bkm,hmd->bkhd", writes.entered, sublayer.W_V)
     if b_V is not None:
         values = values + by_head(b_V.view(-1, values.shape[3]), values.shape[2])
-    pattern_gradient = torch.einsum("bqhd,bkhd->bhqk", along, values)
-    n_sinks = result.softmax[writes.layer].shape[-1] - pattern_gradient.shape[-1]
-    pattern_gradient = torch.nn.functional.pad(pattern_gradient, (0, n_sinks))
+    gradient, pattern = torch.einsum("bqhd,bkhd->bhqk", along, values), softmax[writes.layer]
+    n_sinks = pattern.shape[-1] - gradient.shape[-1]
+    gradient = torch.nn.functional.pad(gradient, (0, n_sinks))
+    entering = writes.reads.change(writes.reads.stream)
     slopes: Slopes = {}
-    for kind, slope in _pair_slopes(model, sublayer, result, nodes).items():
-        assert isinstance(slope, AttentionSlope)
-        entering = writes.reads.change(writes.reads.stream)
+    for kind, slope in _pattern_slopes(model, sublayer, pattern, gradient, nodes).items():
         constant = slope.inputs.detach() - torch.einsum("bpm,gmd->bpgd", entering, slope.W)
-        slopes[kind] = replace(slope, gradient=pattern_gradient, constant=constant)
+        slopes[kind] = replace(slope, constant=constant)
     return slopes
 
 
@@ -285,18 +289,22 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     return NeuronSlope(sublayer, by_q, W, constant)
 
 
-def _pair_slopes(
-    model: Any, sublayer: LinearSublayer, result: Contrast, nodes: dict[str, Tensor]
-) -> Slopes:
-    """Return how queries and keys move the patterns of attention heads between two runs."""
+def _pattern_slopes(
+    model: Any,
+    sublayer: LinearSublayer,
+    pattern: Float[Tensor, "batch head_index query_pos key"],
+    gradient: Float[Tensor, "batch head_index query_pos key"],
+    nodes: dict[str, Tensor],
+) -> dict[str, AttentionSlope]:
+    """Return how queries and keys move patterns of attention heads; `gradient` is at these."""
     host, layer = host_of(model), sublayer.writes.layer
-    slopes: Slopes = {}
+    slopes: dict[str, AttentionSlope] = {}
     for kind in "qk":
         inputs = nodes[host.hook_name(layer, "attention", kind)]
         W, n_groups = getattr(host.attention(layer), f"W_{kind.upper()}"), inputs.shape[2]
         W = W.detach()[:: len(W) // n_groups] if len(W) > n_groups else by_head(W, n_groups)
-        pattern = result.softmax[layer], result.patterns[layer]
-        slopes[kind] = AttentionSlope(sublayer, *pattern, inputs, W, torch.zeros_like(inputs))
+        constant = torch.zeros_like(inputs)
+        slopes[kind] = AttentionSlope(sublayer, pattern, gradient, inputs, W, constant)
     return slopes
 
 
@@ -309,7 +317,7 @@ def _require_flows(
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
     """Compare what each sublayer reads, by its weights, with the attributions of its heads."""
-    sums, sizes = list[tuple[float, float]](), list[float]()
+    numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
         covector = sublayer.back(along)
@@ -321,8 +329,10 @@ def _require_flows(
                 entering = torch.einsum("bpgd,gmd->bpm", inputs, slope.W)
             covector = covector + writes.reads.back(entering)
         terms, outputs = covector * (clean - corrupted).to(covector), along * writes.outputs
-        sums.append((float(terms.sum()), float(outputs.sum())))
-        sizes.append(max(float(outputs.abs().sum()), float(terms.abs().sum())))
+        numbers += [terms.sum(), outputs.sum(), terms.abs().sum(), outputs.abs().sum()]
+    values = list(map(float, on_cpu(numbers)))
+    rows = [values[i : i + 4] for i in range(0, len(values), 4)]
+    sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
     smallest = allowed * max([abs(result.total), *sizes])  # where flows are only roundings
     reasons = [

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_only_lens.circuits.attributed_run import AttentionSlope, AttributedRun, NeuronSlope
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS
-from attn_only_lens.devices import free_bytes
+from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.linear_run import LinearAttention, LinearRun
 from attn_only_lens.engine.positions import Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
@@ -113,11 +113,20 @@ def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row
 
 
 def node_frame(
-    run: AttributedRun, places: Places, chosen: Sequence[Sequence[Node]], rest: float
+    run: AttributedRun,
+    places: Places,
+    attributions: Sequence[Float[Tensor, "batch place node"]],
+    chosen: Sequence[Sequence[Node]],
+    rest: float,
 ) -> pd.DataFrame:
     """Return the nodes: the embedding, heads by layer, and "bias", "rest", "offset", "metric".
 
-    `rest` is the attribution of the heads that are no nodes.
+    Args:
+        run: the run.
+        places: the places of nodes.
+        attributions: of all nodes of each sublayer.
+        chosen: the nodes of the graph in each sublayer.
+        rest: the attribution of the heads that are no nodes.
     """
     rows = list[tuple[Any, ...]]()
 
@@ -140,19 +149,18 @@ def node_frame(
     by_place = places.sums(along)[:, places.real, 0]
     names = ["embed"] * len(places.real)
     add(("embed", None), names, places.real, lengths[places.real], by_place)
-    for index, nodes in enumerate(chosen):
-        if not nodes:
-            continue
+    filled = [index for index, nodes in enumerate(chosen) if nodes]
+    sizes = on_cpu([_sizes(run, index) for index in filled])
+    for index, values in zip(filled, sizes, strict=True):
         gradients, writes = run.gradients[index], run.linear.sublayers[index].writes
-        z = run.z[index].unflatten(2, (gradients.shape[2], -1))
-        is_attention = writes.kind == "attention"
-        values = z.flatten(3).norm(dim=-1) if is_attention else z.sum((3, 4))
+        nodes, z, is_attention = chosen[index], run.z[index], writes.kind == "attention"
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        if not is_attention and len(z) == z.shape[3] == 1 and places.chosen is None:
+        single = len(z) == 1 and z.shape[2] == gradients.shape[2]  # one prompt, one head a neuron
+        if not is_attention and single and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
-        by_node = places.sums(run.attributions(index))[:, some, heads]
+        by_node = attributions[index][:, some, heads]
         means = places.sums(values).mean(0)[some, heads]
         add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
     if places.chosen is not None:  # tokens without a role
@@ -167,6 +175,13 @@ def node_frame(
     frame = pd.DataFrame(rows, columns=[*NODE_COLUMNS, "error"])
     frame = frame.astype({"layer": "Int64", "position": "Int64"})
     return frame.drop(columns="error") if places.chosen is None else frame
+
+
+def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
+    """Return the outputs of neurons in the clean run, or the lengths of heads' outputs."""
+    z = run.z[index].unflatten(2, (run.gradients[index].shape[2], -1))
+    is_attention = run.linear.sublayers[index].writes.kind == "attention"
+    return z.flatten(3).norm(dim=-1) if is_attention else z.sum((3, 4))
 
 
 class LinearGraph:
@@ -288,7 +303,7 @@ class _Sources:
                 outputs[:, node_positions, index], index, node_positions
             )
             vectors.append(written.to(embedding))
-            positions += node_positions.tolist()
+            positions += [position for position, _ in nodes]
             others = outputs.clone()
             others[:, node_positions, index] = 0.0
             self._n_columns.append(len(positions))

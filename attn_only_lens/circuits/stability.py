@@ -25,7 +25,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy.spatial.distance import pdist
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits.ablation import AblatedModel, Rows
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
@@ -78,11 +78,16 @@ class Stability:
         )
 
 
-def require_resamples(resamples: object, n_prompts: int, metric: Metric) -> None:
-    """Refuse what cannot be resampled, with every reason."""
+def resamples_reasons(resamples: object) -> list[str]:
+    """Return why this is no number of resamples."""
+    if is_count(resamples) and as_plain(resamples) != 1:
+        return []
+    return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
+
+
+def require_resamples(n_prompts: int, metric: Metric) -> None:
+    """Refuse prompts that cannot be resampled, with every reason."""
     reasons = []
-    if not is_count(resamples, 2):
-        reasons.append(f"got resamples={resamples!r}; expected 2 or more, or 0 for none")
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} pairs of prompts; expected 4 or more, to split in halves")
     if not metric.by_prompt:

@@ -150,7 +150,7 @@ class FunctionRules(TorchFunctionMode):
         paused: whether to begin without recording or replacing.
 
     Attributes:
-        softmax: the replaced output of each softmax.
+        softmax: the output of each softmax, with the gradient of its rule.
         softmax_changes: how much it changes between the runs.
     """
 
@@ -180,6 +180,10 @@ class FunctionRules(TorchFunctionMode):
             recorded = y.detach().clone()
             if _RULES[func] is _softmax:  # padding may attend to nothing
                 recorded = recorded.nan_to_num(0.0)
+                if x.requires_grad:
+                    change = softmax_change(recorded, recorded, x - x.detach())
+                    self.softmax.append(centred_at(recorded, change))
+                    y = self.softmax[-1]
             self.seen.append((x.detach().clone(), recorded))
             return y
         rest, seen = args[1:], self.seen[self._n_calls]
