@@ -320,11 +320,9 @@ class _GroupedModel(AblatedModel):
     def _place(self, row: int) -> tuple[str, slice, Tensor]:
         """Return a site's hook point, its heads, and where it is: [batch or 1, pos]."""
         (point,) = [x for x in self._points if row in x.rows]
-        assert point.position is not None
-        ((index, position),) = np.stack([point.index, point.position], 1)[point.rows == row]
-        role = np.arange(self.n_pos)[None] if point.role is None else point.role
+        ((index, place),) = np.stack([point.index, point.place], 1)[point.rows == row]
         heads = slice(index * point.width, (index + 1) * point.width)
-        return point.name, heads, torch.from_numpy(role[:, self._first :] == position)
+        return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
         """Return what a site adds to the stream in each prompt, beyond the corrupted run."""

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from scipy.integrate import trapezoid
 from torch import Tensor
 
@@ -319,7 +319,7 @@ class AblatedModel:
         for point in self._points:
             change = computed[point.name] - point.replacement[:, self._first :]
             add = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
-            add = add.sum(dim=0, keepdim=True) if point.role is None else add
+            add = add.sum(dim=0, keepdim=True) if len(point.place_of) == 1 else add
             adds.append(add.to(to_float64_device(stream).device))
         sizes = [add.numel() for add in adds]
         flat = torch.cat([add.flatten() for add in adds]).cpu().split(sizes)
@@ -412,15 +412,19 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """Sites at one hook point, and the ablated value of every z there."""
+    """Sites at one hook point, and the ablated value of every z there.
+
+    A site has a place: a position, a role, or, at all positions, place 0. `place_of` is the place
+    of each token, -1 for none; one row stands for all prompts if there are no roles.
+    """
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
     width: int  # heads of a node
     rows: Rows  # of the sites, among all
     index: Rows
-    position: Rows | None  # or the number of the role; None for sites at all positions
-    role: Rows | None  # the number of the role at each token, -1 for none; None without roles
+    place: Rows
+    place_of: Int[np.ndarray, "row pos"]
 
     def hook(
         self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
@@ -440,45 +444,30 @@ class _AblatedPoint:
 
         return self.name, hook
 
-    def _ablated(self, kept: _Flags, first: int) -> Tensor:
-        """Return whether heads are ablated: [circuit, batch or 1, pos, head_index, 1]."""
-        n_pos, n_heads = self.replacement.shape[1:3]
-        n_places = n_pos if self.role is None else self.role.max() + 2  # the last: no role
-        gone = np.zeros((len(kept), n_places, n_heads // self.width), dtype=bool)
-        ablated = ~kept[:, self.rows]
-        if self.position is None:
-            gone[:, :, self.index] = ablated[:, None]
-        else:
-            gone[:, self.position, self.index] = ablated
-        gone = gone[:, None] if self.role is None else gone[:, self.role]
-        by_head = torch.from_numpy(gone[:, :, first:]).repeat_interleave(self.width, dim=3)
-        return by_head.unsqueeze(-1)
+    def _ablated(self, kept: _Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
+        gone = np.zeros((len(kept), *self._shape), dtype=bool)
+        gone[:, self.place, self.index] = ~kept[:, self.rows]
+        by_node = torch.from_numpy(gone[:, self.place_of[:, first:]])
+        return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Return numbers of sites, from those of heads from position `first` on.
+        """Return numbers of sites, from those of heads from position `first` on."""
+        by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
+        by_place = np.zeros(self._shape)
+        np.add.at(by_place, self.place_of[:, first:], by_node)
+        return cast("_Floats", by_place[self.place, self.index])
 
-        The row is a sum over prompts; for sites by role, there is one row for each prompt.
-        """
-        n_pos, n_heads = self.replacement.shape[1:3]
-        full = np.zeros((len(by_head), n_pos, n_heads // self.width))
-        full[:, first:] = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
-        if self.position is None:
-            return cast("_Floats", full.sum(axis=(0, 1))[self.index])
-        if self.role is None:
-            return cast("_Floats", full[0, self.position, self.index])
-        by_role = np.zeros((self.role.max() + 2, full.shape[-1]))
-        np.add.at(by_role, self.role, full)
-        return cast("_Floats", by_role[self.position, self.index])
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """The number of places, the last of which is none, and of nodes."""
+        n_places = max(self.place.max(), self.place_of.max()) + 2
+        return int(n_places), self.replacement.shape[2] // self.width
 
 
 def _ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> list[_AblatedPoint]:
     """Return the hook points of some sites, with replacements from a run."""
-    role: npt.NDArray[Any] | None = None
-    if roles:
-        is_role = torch.stack([one.chosen for one in roles]).cpu().numpy()
-        role = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
@@ -488,15 +477,19 @@ def _ablated_points(
         else:
             replacement = source.neurons[layer].z.unsqueeze(-1)
             width = host_of(model).neurons[layer].heads_per_neuron
-        position: npt.NDArray[Any] | None = None
+        place = rows["position"]
         if roles:
-            numbers = {one.label: number for number, one in enumerate(roles)}
-            position = rows["position"].map(numbers).to_numpy(dtype=np.int64)
-        elif not (rows["position"] == "all").all():
-            position = rows["position"].to_numpy(dtype=np.int64)
-        index = rows["index"].to_numpy(dtype=np.int64)
-        places = (rows.index.to_numpy(), index, position, role)
-        points.append(_AblatedPoint(name, replacement, width, *places))
+            place = place.map({role.label: number for number, role in enumerate(roles)})
+            is_role = torch.stack([role.chosen for role in roles]).cpu().numpy()
+            place_of = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
+        elif (place == "all").all():
+            place, place_of = 0 * rows["index"], np.zeros((1, replacement.shape[1]), dtype=np.int64)
+        else:
+            place_of = np.arange(replacement.shape[1])[None]
+        index, places = (x.to_numpy(dtype=np.int64) for x in (rows["index"], place))
+        at = rows.index.to_numpy()
+        columns = rows.index.to_numpy(), index, places, place_of
+        points.append(_AblatedPoint(name, replacement, width, *columns))
     return points
 
 
