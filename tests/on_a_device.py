@@ -289,7 +289,7 @@ def weights(model):
         circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
         circuits.token_paths(model, k=5, progress=False)[["score"]],
         circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
-        circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).block([5]),
+        circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).top(2)[["score"]],
         circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,
     )
 

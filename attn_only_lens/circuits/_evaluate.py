@@ -1,4 +1,4 @@
-"""What a circuit does on prompts that it was not found on."""
+"""Measure circuits on prompts that they were not found on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,14 +26,15 @@ _NO_TRANSFER = "these circuits cannot be measured on these tasks"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a circuit does on prompts that need not be its own. Made by `evaluate`.
+    """The faithfulness of a circuit on some prompts. Made by `evaluate`.
 
     Attributes:
-        faithfulness: of the circuit.
+        faithfulness: the faithfulness of the circuit.
         completeness: the faithfulness of all other sites.
         whole: the metric of the whole model.
         nothing: the metric with every site ablated.
-        standard_error: of the faithfulness, over prompts; NaN for one prompt, or one number of all.
+        standard_error: the standard error of the faithfulness over prompts; NaN for one prompt, or
+            a metric with one number for all prompts.
         error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. A faithfulness near 1 can
             hide prompts that overshoot and prompts that fall short.
     """
@@ -58,18 +59,18 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Measure a circuit on other prompts, with everything outside it ablated as before.
+    """Measure a circuit on other prompts, with the ablation with which it was found.
 
     Args:
         model: the circuit's model.
         circuit: found by `discover`.
-        clean: prompts of the same length, in which positions mean the same; for a circuit by role,
-            prompts of any lengths.
-        corrupted: their pairs, token for token.
-        metric: for these prompts, such as another answer's.
+        clean: prompts of the same length, in which positions have the same meaning; for a circuit
+            by role, prompts of any lengths.
+        corrupted: their counterparts, token for token.
+        metric: the metric of these prompts, which may have other answers.
         positions: for a circuit by role, where each role is in these prompts: `task.roles`.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        prompts_at_once: pairs whose activations are held at once; see `discover`.
+        prompts_at_once: how many pairs of prompts are in memory at once; see `discover`.
 
     Raises:
         InputError: prompts of another length, unless positions are "all" or by role; roles that
@@ -85,7 +86,7 @@ def evaluate(
         >>> second = circuits.evaluate(
         ...     model, circuit, torch.tensor([9, 4, 113]), torch.tensor([9, 5, 113]),
         ...     p.logit_diff(13, 14))
-        >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it is of one sum alone
+        >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it was found on one sum
         True
     """
     reasons = _no_circuit_reasons(circuit)
@@ -97,15 +98,11 @@ def evaluate(
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
     given = sorted(map(str, positions or {}))
-    if given and not roles:
-        reasons.append(
-            f"got positions of the roles {given}; its sites have no roles: leave positions out"
-        )
-    elif given != roles:
-        reasons.append(
-            f"got positions of the roles {given}; its sites are at the roles {roles}: pass "
-            "positions=task.roles with these roles alone"
-        )
+    if given != roles:
+        expected = f"its sites are at the roles {roles}: pass positions=task.roles with these alone"
+        if not roles:
+            expected = "its sites have no roles: leave positions out"
+        reasons.append(f"got positions of the roles {given}; {expected}")
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
@@ -148,9 +145,8 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
     Args:
         model: the circuits' model.
         circuits: found by `discover`, by name.
-        tasks: prompts by name: `PairedPrompts`, or (clean, corrupted, metric). Of a task's roles,
-            those of the circuit are used; a circuit by number of position needs prompts of its
-            length.
+        tasks: prompts by name: `PairedPrompts`, or (clean, corrupted, metric). A task may have more
+            roles than a circuit. A circuit without roles needs prompts of its own length.
 
     Returns:
         The faithfulness: a row for each circuit, a column for each task. `viz.transfer_heatmap`

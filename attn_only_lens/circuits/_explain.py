@@ -1,8 +1,7 @@
-"""One call from two prompts to an answer: what made the difference, in which circuit, how exactly.
+"""Explain in one call why a metric differs between two prompts.
 
-The attribution by secants ranks all sites; a search finds a small circuit; the graph of the
-difference shows how its sites act on each other; patches of the strongest sites, one at a time,
-measure what the attribution only divides.
+Attribution by secants ranks all sites. A search finds a small circuit. The graph of the difference
+shows how its sites act on each other. Patches measure the effects of the strongest sites alone.
 """
 
 from collections.abc import Sequence
@@ -105,10 +104,10 @@ class Explanation:
         """Return the graph as an interactive page (`viz.circuit_view`).
 
         Args:
-            examples: of the explanation's `neurons`, by `neurons.top_examples`: the page shows
-                them, and names a neuron after the token where its output is largest.
+            examples: top examples of the explanation's `neurons`, by `neurons.top_examples`. The
+                page shows them, and names a neuron after the token at which it is largest.
         """
-        # Pages are above this package: what draws them is loaded when one is asked for.
+        # `viz` imports this package, so it is imported only here.
         viz = import_module("attn_only_lens.viz")
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
@@ -178,11 +177,11 @@ def explain(
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
         clean: a text, texts, or tokens [batch, pos].
         corrupted: the same for the corrupted run, with the same number of tokens.
-        metric: `logit_diff(...)` and the like, or a differentiable function of logits.
-        faithfulness: the share of the difference that the circuit must keep, within 1 - this of 1.
-        most_nodes: of the circuit's sites, how many the graph shows: those of the largest shares.
+        metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
+        faithfulness: the share of the difference that the circuit must keep; see `discover`.
+        most_nodes: how many sites of the circuit the graph shows, those with the largest shares.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
-        resamples: as of `discover`: the page then shows how stable each node is; 0 for none.
+        resamples: as in `discover`; the page then shows how stable each node is.
         progress: show a bar for the search.
 
     Raises:

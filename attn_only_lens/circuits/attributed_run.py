@@ -1,22 +1,22 @@
 """A metric attributed to the heads of one run, or of the difference between two.
 
-A target t reads the stream: its output is a sum over everything written before it, so its
+A target t reads the stream, so its output z_t is a sum over everything written before it. Its
 attribution A_t = c_t · z_t, with c_t the gradient of the metric at its output, is a sum of edges.
 
-Of one run, with patterns and norm scales held (`linear_run.py`), only values carry A_t:
+In one run, with patterns and norm scales held (`linear_run.py`), only values carry A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
-Of the difference of two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern and
+In the difference of two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern and
 value carry A_t, and there are no biases:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
-                neuron; Σ_t w(s → t) = A_s over all targets t, the metric among them
+                neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-A neuron-head's keys are constant. If its gate is a step (relu), it has no edges of kind "gate" in
-one run, and in a difference only where the step is crossed.
+The keys of a neuron-head are constant. If its gate is a step (relu), it has no edges of kind "gate"
+in one run; in a difference only if the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 class NeuronSlope:
     """The gradient of the metric at neurons' pre-activations, through their patterns alone.
 
-    `constant` is the effect of scaling the constant part of queries by 1 + ε, over ε.
+    `constant` is the derivative of the metric by the scale of the queries' constant part.
     """
 
     sublayer: LinearSublayer
@@ -65,7 +65,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return what targets read at their own position, and the part of biases inside them."""
+        """Return the covectors of targets at their own positions, and the terms of their biases."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -73,10 +73,10 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The gradient of the metric at patterns, which a graph joins to queries or keys (inputs).
+    """The gradient of the metric at patterns, in a graph with `inputs`, their queries or keys.
 
-    `W` is W_Q or W_K of the groups of heads that share keys; `constant` are the inputs for a stream
-    of 0.
+    `W` is W_Q or W_K, with one entry for each group of heads that share keys; `constant` are the
+    inputs for a stream of 0.
     """
 
     sublayer: LinearSublayer
@@ -89,12 +89,12 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return the gradient at the inputs through the pattern's row of each target alone."""
+        """Return the gradient at the inputs through one row of the pattern for each target."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
 
-        # Not is_grads_batched, which takes some operations row by row, such as softmax.
+        # Not is_grads_batched: it computes some operations, such as softmax, row by row.
         def gradient(row: Tensor) -> Tensor:
             graph = (self.pattern, self.inputs, row)
             (slope,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
@@ -106,7 +106,7 @@ class AttentionSlope:
     def covectors(
         self, gradients: Float[Tensor, "target batch pos group d_head"]
     ) -> Float[Tensor, "batch target pos d_model"]:
-        """Return what targets read at every position, from the gradients at the inputs."""
+        """Return the covectors of targets at every position, from the gradients at the inputs."""
         n_targets, _, n_pos = gradients.shape[:3]
         entering = torch.einsum("tbpgd,gmd->btpm", gradients, self.W).flatten(1, 2)
         positions = torch.arange(n_pos, device=entering.device).repeat(n_targets)
@@ -114,7 +114,7 @@ class AttentionSlope:
 
 
 Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
-"""How patterns of a sublayer are moved: by "q" and "k" of attention heads, by "gate" of neurons."""
+"""The slopes of a sublayer's patterns: "q" and "k" of attention heads, "gate" of neurons."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,12 +127,12 @@ class AttributedRun:
     linear: LinearRun
     metric: str
     value: float  # the metric, or its change
-    offset: float  # what the logits do not explain to first order: 0 for a metric with known rules
+    offset: float  # the part of the metric that is not linear in the logits
     gradients: list[Outputs]
     first: Residual  # the gradient at the embedding
     last: Residual  # the gradient at the stream that is unembedded
-    logit_bias: Float[Tensor, "batch"]  # what biases of the last norm and the unembedding add
-    bias: float  # what all biases add
+    logit_bias: Float[Tensor, "batch"]  # the terms of biases of the last norm and the unembedding
+    bias: float  # the sum of the terms of all biases
     slopes: list[Slopes]
     z: list[Outputs]  # of the clean run
     is_difference: bool = False
@@ -246,7 +246,7 @@ def _run_slopes(
     softmax: Sequence[Tensor],
     nodes: dict[str, Tensor],
 ) -> Slopes:
-    """Return the derivatives of the patterns of one run."""
+    """Return the slopes of the patterns of one run."""
     if not isinstance(sublayer, LinearAttention):
         gate = _neuron_slope(sublayer, along)
         return {} if gate is None else {"gate": gate}
@@ -268,7 +268,7 @@ def _run_slopes(
 
 
 def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | None:
-    """Return the derivative of the gates of one run; None if they are steps."""
+    """Return the slope of the gates of one run; None if they are steps."""
     heads: Any = sublayer.writes.neurons
     q, up = heads.projections(sublayer.writes.entered)
     with torch.enable_grad():
@@ -316,7 +316,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Compare what each sublayer reads, by its weights, with the attributions of its heads."""
+    """Compare the sum of the edges into each sublayer with the attributions of its heads."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)

@@ -1,12 +1,11 @@
 """Nodes and edges of an attributed run (`attributed_run.py`), as frames.
 
-An edge is the product of a covector of the target, what it reads, and a vector of the source, what
-it wrote into the stream. Heads that are not nodes of the graph are summed as vectors into "rest",
-so a graph of K nodes costs K² products, whatever the size of the model. A graph of all nodes is a
-flow from the embedding, and the biases of a single run, to the metric.
+An edge is the product of a covector that the target reads, and a vector that the source wrote into
+the stream. The vectors of heads that are not nodes are summed into "rest", so a graph of K nodes
+takes K² products, for a model of any size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -26,19 +25,19 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import HeadName
 
 Node = tuple[int, int]
-"""Place (a position, or a role), and index in the sublayer."""
+"""A place (a position or a role), and an index in the sublayer."""
 _BLOCK = 2**24  # on a CPU: 64 MiB in float32
 _SHARE = 0.1  # of the free memory of another device
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The places of nodes: positions, or roles, which are tokens of their own in each prompt.
+    """The places of nodes: positions, or roles, which are at another token in each prompt.
 
     Attributes:
-        names: of positions, or of roles in the order of their mean positions.
-        real: the places that some prompt has.
-        chosen: whether a position of a prompt has a role; None for positions.
+        names: positions as texts, or roles in the order of their mean positions.
+        real: the places that at least one prompt has.
+        chosen: whether a role is at a position of a prompt; None for positions.
     """
 
     names: list[str]
@@ -47,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places; a token with several roles counts for the first of them."""
+        """Return the places; a token with several roles belongs to the first of them."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -65,7 +64,7 @@ class Places:
     def sums(
         self, by_position: Float[Tensor, "batch pos node"]
     ) -> Float[Tensor, "batch place node"]:
-        """Return the numbers at the tokens of each place."""
+        """Return the sum of the numbers at each place."""
         numbers = by_position.cpu().double()
         if self.chosen is None:
             return numbers
@@ -105,7 +104,7 @@ class Places:
 
 
 def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
-    """Return the standard error of a sum of equal shares of a mean over prompts."""
+    """Return the standard error of the sum over prompts."""
     n = by_prompt.shape[1]
     if n < 2:
         return np.full(len(by_prompt), np.nan)
@@ -198,13 +197,8 @@ class LinearGraph:
         writes = self._linear.sublayers[index].writes
         return [f"{HeadName(writes.layer, writes.kind, node)}@{pos}" for pos, node in nodes]
 
-    def edges(
-        self, on_done: Callable[[int], object] = lambda n: None
-    ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        """Return edges that are not 0, from chosen nodes, "bias" and "rest", and into the metric.
-
-        With them, the contribution of each prompt. `on_done` is called with numbers of nodes.
-        """
+    def edges(self) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
+        """Return the edges that are not 0, and the weights of each prompt."""
         sources = [f"embed@{pos}" for pos in self._real]
         for index, nodes in enumerate(self._chosen):
             sources += self._ids(index, nodes)
@@ -216,14 +210,13 @@ class LinearGraph:
             for kind in attributed.kinds(index) if nodes else ():
                 for some, by_prompt in self._into(index, kind, nodes):
                     blocks.append(_edges_of(sources, self._ids(index, some), kind, by_prompt))
-                    on_done(len(some) * (kind == "value"))
         frames, weights = zip(*blocks, strict=True)
         return pd.concat(frames, ignore_index=True), np.concatenate(weights)
 
     def _into(
         self, index: int, kind: str, nodes: Sequence[Node]
     ) -> Iterator[tuple[Sequence[Node], Float[Tensor, "batch target column"]]]:
-        """Yield blocks of nodes of a sublayer, and the contributions to them."""
+        """Yield blocks of nodes of a sublayer, and the weights of the edges into them."""
         gradient = self._attributed.gradients[index]
         slope = self._attributed.slopes[index].get(kind)
         size = len(self._sources.positions) + self._linear.run.embedding[0].numel()
@@ -268,7 +261,7 @@ class LinearGraph:
 def _edges_of(
     sources: list[str], targets: list[str], kind: str, by_prompt: Tensor
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """Return edges that are not 0 into targets, and the contribution of each prompt."""
+    """Return edges that are not 0 into targets, and the weights of each prompt."""
     weights = by_prompt.sum(0)
     row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
     names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
@@ -284,7 +277,7 @@ def _edges_of(
 
 
 class _Sources:
-    """What the embedding and chosen nodes wrote, one by one; all others and biases, together."""
+    """The vectors that the embedding and each chosen node wrote, and the sums of all others."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
@@ -310,7 +303,7 @@ class _Sources:
             self._rest.append(self._rest[-1] + sublayer.written(others[None])[0].to(embedding))
             self._bias.append(self._bias[-1] + sublayer.writes.bias.to(embedding))
         self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
-        # The sources of a position, numbered from 0: rows of a table with a place for each.
+        # The sources at one position, numbered from 0.
         self._slots = pd.Series(positions).groupby(positions).cumcount().to_numpy()
 
     def products(
@@ -320,10 +313,10 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return what targets behind `n_before` sublayers read of each source; on the CPU.
+        """Return the products of covectors with the sources of the first `n_before` sublayers.
 
-        They read at one position, or (None) at every position. The last two columns are "rest" and
-        "bias".
+        Targets read at their own position, or at every position (None). The last two columns are
+        "rest" and "bias". The result is on the CPU.
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)
         vectors, streams = self._vectors[:, :n], (self._rest[n_before], self._bias[n_before])

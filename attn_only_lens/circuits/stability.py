@@ -5,18 +5,16 @@ selection: Meinshausen and Bühlmann 2010; in pairs of halves, Shah and Samworth
 is also measured on the half that it was not fitted to.
 
     inclusion    the share of these circuits that include a site: it estimates how probable the
-                 site is in the circuit of a fresh batch of half as many prompts
-    core         sites with an inclusion of 90 % or more; "noise": of 10 % or less; the others are
-                 "contingent"
+                 site is in the circuit of a new sample of half as many prompts
+    class        "core" from an inclusion of 90 % on, "noise" up to 10 %, else "contingent"
 
-Intervals of inclusion are Wilson's for n_eff independent circuits. Circuits of different splits
-share prompts, so n_eff is smaller than their number: 2 + (resamples - 2) / `_DEPENDENCE`, since the
-two halves of one split are independent (`analyses/results/stability_of_circuits.md`).
+Intervals of inclusion are Wilson's for n_eff independent circuits. The two halves of one split are
+independent, but circuits of different splits share prompts, so n_eff is smaller than the number of
+circuits: 2 + (resamples - 2) / `_DEPENDENCE` (`analyses/results/stability_of_circuits.md`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -116,13 +114,12 @@ def resampled(
     """Search halves of the prompts, and measure what is found on the other halves."""
     included, rows = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]]()
     held_out = list[pd.DataFrame]()
-
-    @lru_cache(maxsize=2)  # two halves of one split follow each other
-    def model_of(prompts: tuple[int, ...]) -> AblatedModel:
-        return ablate(some=list(prompts))
-
+    models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
-        ablated, others = (model_of(tuple(some.tolist())) for some in (half, other_half))
+        keys = [tuple(some.tolist()) for some in (half, other_half)]
+        # The two halves of a split follow each other.
+        models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
+        ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
         flags = np.zeros(len(sites), dtype=bool)
         flags[circuit] = True
@@ -173,7 +170,7 @@ def interval(share: float, n: float) -> tuple[float, float]:
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return min(low, share), max(high, share)  # not left out by rounding, at shares of 0 and 1
+    return min(low, share), max(high, share)  # rounding may exclude shares of 0 and 1
 
 
 def share_of_sums(

@@ -188,13 +188,12 @@ class LinearRun:
     def metric_gradient(self, metric: BoundMetric) -> tuple[Tensor, float]:
         """Return the gradient of a metric at the logits before any soft cap, and its value."""
         recording = self.run.recording
-        same = recording.logits.dtype == self.logits.dtype
-        if same and torch.equal(recording.logits, self.logits):  # no soft cap
+        if torch.equal(recording.logits.to(self.logits), self.logits):  # no soft cap
             with torch.enable_grad():
-                logits = as_leaf(self.logits)
+                logits = as_leaf(recording.logits)
                 value = metric.of_logits(logits)
                 (gradient,) = torch.autograd.grad(value, logits)
-            return gradient, float(value.detach())
+            return gradient.to(self.logits), float(value.detach())
         with torch.enable_grad(), start_graph(self.model), uncapped_logits(self.model) as uncapped:
             logits = run_model(self.model, recording.tokens, recording.mask, [])
             value = metric.of_logits(logits)

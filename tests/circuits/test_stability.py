@@ -157,7 +157,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     assert matrix.loc["relative"].tolist() == pytest.approx(expected)
     lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
     with pytest.raises(
-        InputError, match="its sites are at the roles .*: pass positions=task.roles"
+        InputError, match=r"its sites are at the roles .*: pass positions=task.roles"
     ):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
     with pytest.raises(InputError) as error:  # all at once
