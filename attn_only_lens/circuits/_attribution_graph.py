@@ -42,7 +42,7 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
-_BYTES = 40  # of an edge: source, target, kind, weight, and its weight for one prompt
+_BYTES = 40  # the size of an edge: source, target, kind, weight, and its weight for one prompt
 _PROBLEM = "no attribution graph can be made"
 
 

@@ -144,7 +144,7 @@ class Explanation:
     def __repr__(self) -> str:
         table = self.table().head(10).round(2)
         numbers = table.select_dtypes("number").columns
-        table[numbers] += 0.0  # no -0.00
+        table[numbers] += 0.0  # writes 0.00 and not -0.00
         rows = table.to_string(index=False, float_format="{:.2f}".format)
         return f"{self.title}; everything else keeps {self.circuit.completeness:.0%}\n{rows}"
 
@@ -222,7 +222,7 @@ def explain(
 def _what_nodes_do(
     model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return where heads look, and what neurons write, in the first clean prompt; and labels."""
+    """Return what each node reads and writes in the first clean prompt, and a label for it."""
     pair, host = prompt_pair(model, clean, corrupted), host_of(model)
     heads = [HeadName.parse(name) for name, _ in nodes]
     hooks = {

@@ -41,7 +41,7 @@ from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these nodes cannot be grouped"
-_STEP = 0.05  # of similarity
+_STEP = 0.05  # by which the similarity is raised
 _LONGEST = 12  # characters of a token in a name
 
 

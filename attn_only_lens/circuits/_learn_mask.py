@@ -41,11 +41,11 @@ from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 
-_SHRINKING = 0.4  # of the steps
+_SHRINKING = 0.4  # the share of steps in which circuits get smaller
 _RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
-_CHECKS = 16  # of validation prompts
-_VALIDATION = 0.2  # of the prompts
+_CHECKS = 16  # how often validation prompts are measured
+_VALIDATION = 0.2  # the share of prompts for validation
 
 
 @warned_once()

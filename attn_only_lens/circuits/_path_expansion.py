@@ -245,7 +245,7 @@ class _RankedPaths:
                 is_neuron = last.writes.neurons is not None
                 for key in range(end, end + 1) if is_neuron else range(n_pos):
                     back = last.covectors(gradient[:, nodes], nodes, end, key)
-                    if not back.any():  # masked
+                    if not back.any():  # `end` does not attend to `key`
                         continue
                     back = back.transpose(0, 1).flatten(1)
                     for before, written in self._writers(index, key):

@@ -61,7 +61,7 @@ from attn_only_lens.precision import full_precision
 
 _REFERENCES = ("zero", "mean")
 _KINDS: dict[HeadKind, tuple[str, ...]] = {"attention": ("q", "k", "value"), "neuron": ("in",)}
-_NUMBERS = 2**24  # at once: 128 MiB in float64
+_NUMBERS = 2**24  # numbers at once: 128 MiB in float64
 _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"

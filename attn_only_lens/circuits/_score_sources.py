@@ -277,7 +277,7 @@ def _bilinear_form(
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
     form = _taylor(scores[0].log(), leaves, places) / alone
-    form[-1, -1] = 0.0  # of the constant
+    form[-1, -1] = 0.0  # the constant is unknown
     return form
 
 
@@ -299,7 +299,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Compare a sum with the score in the run, before or after a soft cap; or differences."""
+    """Compare sums with scores of the run, before or after a soft cap; of two, the differences."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:

@@ -57,8 +57,8 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # sizes of the grid
-_BETWEEN = 16  # sizes of a finer grid
+_PER_DOUBLING = 4  # sizes of the grid from k to 2k
+_BETWEEN = 16  # sizes of the finer grid
 _IDLE_ROUNDS = 2
 _AROUND = 4  # the largest ratio expected between sizes of circuits of other prompts
 _LARGE = 1000  # the most sites of a circuit that is pruned site by site
@@ -258,7 +258,7 @@ def search_circuit(
         ranking = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
-        if resamples:  # rows of each site follow each other
+        if resamples:  # the rows of a site are consecutive
             n_prompts = len(pair.clean)
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
@@ -284,7 +284,7 @@ def search_circuit(
             inclusion = stability.sites[[*SITE_KEY, *INCLUSION]]
             with_shares = circuit.frame.merge(inclusion, on=SITE_KEY, how="left")
             circuit = replace(circuit, frame=with_shares, stability=stability)
-        bar.total = bar.n  # not known before
+        bar.total = bar.n  # the total was not known before
         bar.refresh()
     return circuit, ablated
 

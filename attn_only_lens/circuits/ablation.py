@@ -263,7 +263,7 @@ class AblatedModel:
         """Return the rows of a ranking (or of other effects of its sites), the highest first."""
         # Clean and corrupted runs may differ by another sign than all sites and none.
         span = ranking.clean_value - ranking.corrupted_value
-        # What helps raises the score when put in, and lowers it when taken out.
+        # A useful site raises the score if it is added, and lowers it if it is removed.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
         effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
@@ -414,14 +414,14 @@ def _reasons_against_sites(
 class _AblatedPoint:
     """Sites at one hook point, and the ablated value of every z there.
 
-    A site has a place: a position, a role, or, at all positions, place 0. `place_of` is the place
-    of each token, -1 for none; one row stands for all prompts if there are no roles.
+    A place is the number of a position or of a role; it is 0 for sites at all positions. `place_of`
+    has the place of each token, -1 for none, with one row for all prompts if there are no roles.
     """
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
-    width: int  # heads of a node
-    rows: Rows  # of the sites, among all
+    width: int  # how many heads a node has
+    rows: Rows  # the rows of the sites in the frame of all sites
     index: Rows
     place: Rows
     place_of: Int[np.ndarray, "row pos"]

@@ -134,7 +134,7 @@ class AttributedRun:
     logit_bias: Float[Tensor, "batch"]  # the terms of biases of the last norm and the unembedding
     bias: float  # the sum of the terms of all biases
     slopes: list[Slopes]
-    z: list[Outputs]  # of the clean run
+    z: list[Outputs]  # the outputs of heads in the clean run
     is_difference: bool = False
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
@@ -184,7 +184,7 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    with FunctionRules(paused=True):  # in float64 throughout, as in `run_both`
+    with FunctionRules(paused=True):  # all in float64, as in `run_both`
         both = decompose(model, tokens, mask, names=tuple(patterns))
     runs = run_both(model, pair)
     clean, corrupted = runs.logits.chunk(2)
@@ -334,7 +334,8 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    smallest = allowed * max([abs(result.total), *sizes])  # where flows are only roundings
+    # Below this size, flows are only rounding errors.
+    smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: flows into its {sublayer.writes.kind} heads add up to "
         f"{got:.6g}; expected {expected:.6g}: its matrices do not make what its heads read, for "

@@ -109,7 +109,7 @@ class CircuitGraph:
         n_pos = max(map(len, self.tokens), default=0)
         away = ids[self.nodes["position"].notna() & ~self.nodes["position"].between(0, n_pos - 1)]
         reasons += [f"got node {name} beyond prompts of {n_pos} tokens" for name in away[:5]]
-        if not 0 <= self.mass <= 1 + 1e-9:  # a sum of shares, to rounding
+        if not 0 <= self.mass <= 1 + 1e-9:  # a sum of shares may be rounded up
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
 
@@ -212,7 +212,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the sorted rows of the `top` largest entries, or of the fewest with a share `mass`.
+    """Return the rows of the `top` largest entries, or of as few as have the share `mass`, sorted.
 
     Of equal entries, the first are taken.
     """

@@ -26,8 +26,8 @@ from attn_only_lens.heads import HeadName
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
-_BLOCK = 2**24  # on a CPU: 64 MiB in float32
-_SHARE = 0.1  # of the free memory of another device
+_BLOCK = 2**24  # numbers at once on a CPU: 64 MiB in float32
+_SHARE = 0.1  # the share of another device's free memory to use
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,8 @@ def node_frame(
         nodes, z, is_attention = chosen[index], run.z[index], writes.kind == "attention"
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        single = len(z) == 1 and z.shape[2] == gradients.shape[2]  # one prompt, one head a neuron
+        # One prompt, and one head for each neuron.
+        single = len(z) == 1 and z.shape[2] == gradients.shape[2]
         if not is_attention and single and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
@@ -166,7 +167,7 @@ def node_frame(
         rest += float(along.cpu().double().sum() - by_place.sum())
     ends = {"bias": (0.0, run.bias), "rest": (0.0, rest)}
     if run.is_difference:
-        del ends["bias"]  # it drops out
+        del ends["bias"]  # biases cancel in a difference
     if run.offset or not run.is_difference:
         ends["offset"] = (0.0, run.offset)
     for name, (size, attribution) in (ends | {"metric": (run.value,) * 2}).items():

@@ -89,7 +89,7 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} pairs of prompts; expected 4 or more, to split in halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}, one number of all prompts; expected one of each")
+        reasons.append(f"got {metric.name}, one number of all prompts; expected one for each")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
@@ -165,8 +165,8 @@ def inclusion_interval(count: int, n: int) -> tuple[float, float]:
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Return Wilson's interval of a share of n trials, which need not be a whole number."""
-    z2 = 1.6448536269514722**2  # of a normal distribution, 90 % on both sides
+    """Return Wilson's 90 % interval of a share of n trials; n need not be a whole number."""
+    z2 = 1.6448536269514722**2  # the quantile of a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)

@@ -42,7 +42,7 @@ from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads,
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 
-_ROWS = 1024  # of W_E at once
+_ROWS = 1024  # rows of W_E at once
 _BLOCK = 1024  # rows of factors at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"

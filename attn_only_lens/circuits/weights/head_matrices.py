@@ -83,7 +83,7 @@ class HeadMatrices:
         if norm.centres:
             raise InputError(
                 [f"layer {sites.layer}: a LayerNorm mixes its heads; pass fold_norms=False"],
-                "the queries and keys of this model are not those of one head",
+                "the queries and keys of single heads cannot be separated",
             )
         of_head = self._of_heads(norm.weight.view(-1, d_head), sites)
         return weight * of_head.to(weight.dtype)[:, None]

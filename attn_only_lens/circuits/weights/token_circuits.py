@@ -53,9 +53,9 @@ from attn_only_lens.gates import Gate
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.precision import full_precision
 
-_BIAS = -1  # in place of a token
-_ROWS = 1024  # of the vocabulary at once
-_NEURONS = 64  # of d_vocab numbers at once
+_BIAS = -1  # stands for the bias token
+_ROWS = 1024  # tokens of the vocabulary at once
+_NEURONS = 64  # neurons at once, with d_vocab numbers each
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
