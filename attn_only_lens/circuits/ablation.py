@@ -455,7 +455,7 @@ class _AblatedPoint:
         by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         by_place = np.zeros(self._shape)
         np.add.at(by_place, self.place_of[:, first:], by_node)
-        return cast("_Floats", by_place[self.place, self.index])
+        return by_place[self.place, self.index]
 
     @property
     def _shape(self) -> tuple[int, int]:

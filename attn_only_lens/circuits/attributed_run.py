@@ -198,7 +198,7 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
         along = result.gradients[names[writes.layer, writes.kind, "z"]]
         if writes.neurons is None:
             pattern = result.softmax[writes.layer], result.patterns[writes.layer]
-            here = _pattern_slopes(model, sublayer, *pattern, tape.nodes)
+            here: Slopes = {**_pattern_slopes(model, sublayer, *pattern, tape.nodes)}
         else:
             heads: Any = writes.neurons  # z has Σ_j w_j z_j of the heads of a neuron
             flat = along.squeeze(-1)

@@ -5,7 +5,7 @@ the stream. The vectors of heads that are not nodes are summed into "rest", so a
 takes K² products, for a model of any size.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -198,8 +198,13 @@ class LinearGraph:
         writes = self._linear.sublayers[index].writes
         return [f"{HeadName(writes.layer, writes.kind, node)}@{pos}" for pos, node in nodes]
 
-    def edges(self) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        """Return the edges that are not 0, and the weights of each prompt."""
+    def edges(
+        self, on_done: Callable[[int], object] = lambda n: None
+    ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
+        """Return the edges that are not 0, and the weights of each prompt.
+
+        `on_done` is called with numbers of nodes whose edges are done.
+        """
         sources = [f"embed@{pos}" for pos in self._real]
         for index, nodes in enumerate(self._chosen):
             sources += self._ids(index, nodes)
@@ -211,6 +216,7 @@ class LinearGraph:
             for kind in attributed.kinds(index) if nodes else ():
                 for some, by_prompt in self._into(index, kind, nodes):
                     blocks.append(_edges_of(sources, self._ids(index, some), kind, by_prompt))
+                    on_done(len(some) * (kind == "value"))
         frames, weights = zip(*blocks, strict=True)
         return pd.concat(frames, ignore_index=True), np.concatenate(weights)
 
