@@ -97,12 +97,12 @@ def evaluate(
     InputError.raise_if(reasons, _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
-    given = sorted(map(str, positions or {}))
-    if given != roles:
+    names = sorted(map(str, positions or {}))
+    if names != roles:
         expected = f"its sites are at the roles {roles}: pass positions=task.roles with these alone"
         if not roles:
             expected = "its sites have no roles: leave positions out"
-        reasons.append(f"got positions of the roles {given}; {expected}")
+        reasons.append(f"got positions of the roles {names}; {expected}")
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
