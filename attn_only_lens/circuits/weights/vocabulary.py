@@ -34,7 +34,7 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
-_PROBLEM = "heads of this model have no matrices in its vocabulary"
+_PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
 _ROWS = 64  # rows at once, with d_vocab numbers each
 TokenScores: TypeAlias = list[tuple[int, float]]
 """The tokens with the largest scores, then the tokens with the smallest, each with its score."""
