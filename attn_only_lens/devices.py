@@ -4,7 +4,7 @@ Some devices have no float64 (MPS). Generators of random numbers draw different 
 devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,23 @@ def to_float64_device(x: Tensor) -> Tensor:
     except (RuntimeError, TypeError):  # MPS raises TypeError
         return x.cpu()
     return x
+
+
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of small tensors on the CPU, by one transfer for each dtype and device.
+
+    Example:
+        >>> [x.shape for x in on_cpu([torch.ones(2, 3), torch.ones(5)])]
+        [torch.Size([2, 3]), torch.Size([5])]
+    """
+    copies, groups = list(tensors), dict[tuple[torch.dtype, torch.device], list[int]]()
+    for i, x in enumerate(tensors):
+        groups.setdefault((x.dtype, x.device), []).append(i)
+    for rows in groups.values():
+        flat = torch.cat([tensors[i].detach().flatten() for i in rows]).cpu()
+        for i, part in zip(rows, flat.split([tensors[i].numel() for i in rows]), strict=True):
+            copies[i] = part.view(tensors[i].shape)
+    return copies
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,6 +1,5 @@
 """Tokens as texts: joined they are the text, whatever kind of tokenizer cut it."""
 
-import json
 from types import SimpleNamespace
 
 import bridges
@@ -192,17 +191,13 @@ def test_special_tokens_and_none():
     assert token_texts(pieces, []) == []
 
 
-def test_a_graph_has_the_words_of_its_prompt(tmp_path):
+def test_a_graph_has_the_words_of_its_prompt():
     tokenizer = sentence_piece()
     bridge = bridges.boot("gpt2")
     bridge.tokenizer = tokenizer
     ids = torch.tensor([1, *tokenizer("went to")["input_ids"]])
     graph = circuits.attribution_graph(bridges.exposed_copy(bridge), ids, p.loss(), top=5)
     assert graph.tokens == (("<s>", " w", "ent", " to"),)
-    circuits.to_neuronpedia(graph, tmp_path / "graph.json", slug="graph")
-    written = json.loads((tmp_path / "graph.json").read_text())["metadata"]
-    assert written["prompt"] == "<s> went to"
-    assert written["prompt_tokens"] == ["<s>", " w", "ent", " to"]
 
 
 # The first token, and chats

@@ -10,7 +10,7 @@ from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
-from attn_only_lens.circuits.export import from_json, to_json, to_neuronpedia
+from attn_only_lens.circuits.export import from_json, to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights._composition import (
@@ -53,7 +53,6 @@ __all__ = [
     "score_edges",
     "score_sources",
     "to_json",
-    "to_neuronpedia",
     "token_paths",
     "top_compositions",
     "transfer",

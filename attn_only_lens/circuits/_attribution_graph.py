@@ -1,12 +1,11 @@
 """The attribution graph of a run, or of the difference between two: nodes, then their edges.
 
-The largest attributions of heads and neurons at positions become nodes, and products of what they
-read and write give the edges (`linear_graph.py`). Edges from heads that are not chosen are summed
-into one edge from "rest", so sums hold for any choice.
+The heads and neurons with the largest attributions become nodes; `linear_graph.py` computes their
+edges. Edges from all other heads are summed into one edge from "rest", so sums hold for any choice.
 
-A neuron and a query read their own position alone; the values and keys of attention heads come from
-every position. So the number of edges into a target is at most the number of earlier chosen nodes,
-at the same position or at any. It is counted before edges are computed, and refused beyond a limit.
+Neurons and queries read their own position alone; keys and values come from every position. So a
+target has at most one edge from each earlier node, at its position or at any. This bound is counted
+before edges are computed, and refused beyond a limit.
 """
 
 from bisect import bisect_left
@@ -29,6 +28,7 @@ from attn_only_lens.circuits.attributed_run import (
 )
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
+from attn_only_lens.devices import on_cpu
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
@@ -42,7 +42,7 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
-_BYTES = 40  # of an edge: source, target, kind, weight, and its contribution for one prompt
+_BYTES = 40  # the size of an edge: source, target, kind, weight, and its weight for one prompt
 _PROBLEM = "no attribution graph can be made"
 
 
@@ -65,37 +65,37 @@ def attribution_graph(
     """Return what each head and neuron contributes to a metric, and through which others.
 
     With `corrupted`, the graph explains the difference between the two runs, exactly: the edges
-    into a node add up to its attribution, and those into the metric to its change. Slopes are taken
-    between the runs (`engine/secants.py`). How a product of changing factors is shared among them
-    is a convention; an attribution is not the effect of a patch.
+    into a node add up to its attribution, and the edges into the metric to its change. Slopes are
+    taken between the runs (`engine/secants.py`). How a product of changing factors is divided
+    among them is a convention; an attribution is not the effect of a patch.
 
-    Without it, the graph explains one run, exactly with patterns and norm scales held: edges of
-    kind "value" add up. Edges of kinds "q", "k" and "gate" say how patterns would change, to first
-    order.
+    Without `corrupted`, the graph explains one run, with patterns and norm scales held: edges of
+    kind "value" add up exactly. Edges of kinds "q", "k" and "gate" say how patterns would change,
+    to first order.
 
     Args:
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            A model in half precision is run in float32; of a difference, a warning says by how much
-            that moves the metric's change.
-        clean: a text, texts, or tokens [batch, pos]. Contributions of several prompts at one
+            A model in half precision is run in float32; for a difference, a warning says how much
+            this changes the metric's change.
+        clean: a text, texts, or tokens [batch, pos]. Attributions of several prompts at one
             position are added up.
-        metric: `logit_diff(...)` and the like, or a differentiable function of logits
-            [batch, pos, d_vocab]; of one run not `kl`, whose gradient there is 0.
+        metric: `logit_diff(...)` or another metric, or a differentiable function of logits
+            [batch, pos, d_vocab]. For one run not `kl`, whose gradient there is 0.
         corrupted: the prompts to compare with, token for token.
         sites: the nodes: a circuit of `discover`, or names such as "L5N1234@7".
-        top: or how many heads and neurons become nodes; 60 of a difference, 300 of one run.
+        top: or how many heads and neurons become nodes; 60 for a difference, 300 for one run.
         mass: or the share of Σ |attribution| that nodes must have; 1 for all of them.
-        positions: where each role is in the prompts, `task.roles`: nodes are then heads at roles,
+        positions: where each role is in the prompts, `task.roles`. Nodes are then heads at roles,
             with standard errors over prompts, which may differ in length. Tokens without a role are
-            added up in "rest".
+            summed into "rest".
         patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
         max_edges: the largest number of edges; an upper bound is counted before any is computed.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
     Raises:
         InputError: with every reason: invalid sites, top, mass or max_edges; prompts or a metric
-            that do not fit; unknown norms or matrices; too many edges, with their memory and the
-            largest top that stays below.
+            that do not fit; unknown norms or matrices; too many edges, with the memory they need
+            and the largest top that fits.
         UnsupportedModelError: the model has a step without a rule, or is not linear when patterns
             are held.
 
@@ -108,7 +108,7 @@ def attribution_graph(
         >>> graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=20)
         >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
         True
-        >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # the query is of the same token
+        >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # queries are of the same token
         True
     """
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
@@ -133,19 +133,22 @@ def attribution_graph(
             in_float32.enter_context(float32_slopes(model, pair, metric))
             run = attribute_difference(model, pair, metric)
         places = Places.of(pair, positions)
-        numbers = [places.sums(run.attributions(i)).flatten(1) for i in range(len(run.z))]
-        attributions = torch.cat(numbers, dim=1).numpy().sum(0)
+        by_sublayer = [
+            places.sums(numbers)
+            for numbers in on_cpu([run.attributions(i) for i in range(len(run.z))])
+        ]
+        attributions = torch.cat([x.flatten(1) for x in by_sublayer], dim=1).numpy().sum(0)
         sizes, n_places = np.abs(attributions), len(places.names)
         if sites is None:
             index = select_largest(sizes, top=top, mass=mass)
         else:
-            n_before = [0, *np.cumsum([part.shape[1] for part in numbers])]
-            index = _rows_of(run, sites, n_before, places.names)
+            index = _rows_of(run, sites, places.names)
         _require_affordable(run, sizes, index, max_edges, n_places)
         chosen = _by_sublayer(run, index, n_places)
         at_positions = [places.positions_of(nodes) for nodes in chosen]
         edges, by_prompt = LinearGraph(run, pair, at_positions).edges()
-        nodes = node_frame(run, places, chosen, float(np.delete(attributions, index).sum()))
+        rest = float(np.delete(attributions, index).sum())
+        nodes = node_frame(run, places, by_sublayer, chosen, rest)
     tokens, corrupted_tokens = (
         tuple(tuple(token_texts(model, row)) for row in side.tolist())
         for side in (pair.clean, pair.corrupted)
@@ -172,32 +175,27 @@ def attribution_graph(
 
 
 def _rows_of(
-    run: AttributedRun, sites: Circuit | Sequence[str], n_before: list[int], places: list[str]
+    run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
     """Return the rows of nodes by name; refuse unknown ones."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
-    writes = [sublayer.writes for sublayer in run.linear.sublayers]
-    order = {(write.layer, write.kind): i for i, write in enumerate(writes)}
-    rows, reasons = list[int](), list[str]()
-    for name in dict.fromkeys(sites):
-        head_name, _, place = str(name).partition("@")
-        try:
-            head = HeadName.parse(head_name)
-            index = order[head.layer, head.kind]
-            n_nodes = run.gradients[index].shape[2]
-            if head.index >= n_nodes:
-                raise KeyError
-            rows.append(n_before[index] + places.index(place) * n_nodes + head.index)
-        except (InputError, ValueError, KeyError):
-            reasons.append(
-                f"got the site {name!r}; expected a head of the model at one of {places}, such as "
-                f"'L0N0@{places[-1]}'"
-            )
-    if not rows:
-        reasons.append("got no sites; expected one or more")
-    InputError.raise_if(reasons[:5], _PROBLEM)
-    return np.sort(np.array(rows, dtype=np.int64))
+    ends = zip(run.linear.sublayers, run.gradients, strict=True)
+    heads = [
+        [str(HeadName(sublayer.writes.layer, sublayer.writes.kind, i)) for i in range(x.shape[2])]
+        for sublayer, x in ends
+    ]
+    nodes = [f"{name}@{place}" for names in heads for place in places for name in names]
+    wanted = list(dict.fromkeys(map(str, sites)))
+    rows = pd.Index(nodes).get_indexer(pd.Index(wanted, dtype=object))
+    unknown = [name for name, row in zip(wanted, rows, strict=True) if row < 0]
+    reasons = [
+        f"got the site {name!r}; expected a head of the model at one of {places}, such as "
+        f"'L0N0@{places[-1]}'"
+        for name in unknown[:5]
+    ]
+    InputError.raise_if(reasons or ["got no sites; expected one or more"] * (not wanted), _PROBLEM)
+    return np.sort(rows)
 
 
 def _by_sublayer(

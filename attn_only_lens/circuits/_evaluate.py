@@ -1,4 +1,4 @@
-"""What a circuit does on prompts that it was not found on."""
+"""Measure circuits on prompts that they were not found on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.circuits._search import SITE_KEY, Circuit
 from attn_only_lens.circuits.ablation import ablated_model
 from attn_only_lens.circuits.stability import share_of_sums
@@ -20,18 +21,20 @@ from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.tasks import PairedPrompts
 
 _PROBLEM = "this circuit cannot be measured on these prompts"
+_NO_TRANSFER = "these circuits cannot be measured on these tasks"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a circuit does on prompts that need not be its own. Made by `evaluate`.
+    """The faithfulness of a circuit on some prompts. Made by `evaluate`.
 
     Attributes:
-        faithfulness: of the circuit.
+        faithfulness: the faithfulness of the circuit.
         completeness: the faithfulness of all other sites.
         whole: the metric of the whole model.
         nothing: the metric with every site ablated.
-        standard_error: of the faithfulness, over prompts; NaN for one prompt, or one number of all.
+        standard_error: the standard error of the faithfulness over prompts; NaN for one prompt, or
+            a metric with one number for all prompts.
         error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. A faithfulness near 1 can
             hide prompts that overshoot and prompts that fall short.
     """
@@ -56,18 +59,18 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Measure a circuit on other prompts, with everything outside it ablated as before.
+    """Measure a circuit on other prompts, with the ablation with which it was found.
 
     Args:
         model: the circuit's model.
         circuit: found by `discover`.
-        clean: prompts of the same length, in which positions mean the same; for a circuit by role,
-            prompts of any lengths.
-        corrupted: their pairs, token for token.
-        metric: for these prompts, such as another answer's.
+        clean: prompts of the same length, in which positions have the same meaning; for a circuit
+            by role, prompts of any lengths.
+        corrupted: their counterparts, token for token.
+        metric: the metric of these prompts, which may have other answers.
         positions: for a circuit by role, where each role is in these prompts: `task.roles`.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        prompts_at_once: pairs whose activations are held at once; see `discover`.
+        prompts_at_once: how many pairs of prompts are in memory at once; see `discover`.
 
     Raises:
         InputError: prompts of another length, unless positions are "all" or by role; roles that
@@ -83,20 +86,23 @@ def evaluate(
         >>> second = circuits.evaluate(
         ...     model, circuit, torch.tensor([9, 4, 113]), torch.tensor([9, 5, 113]),
         ...     p.logit_diff(13, 14))
-        >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it is of one sum alone
+        >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it was found on one sum
         True
     """
+    reasons = _no_circuit_reasons(circuit)
     if positions is not None and not isinstance(positions, Mapping):
-        reason = f"got positions={positions!r}; expected a position for each role: task.roles"
-        raise InputError([reason], _PROBLEM)
-    if not isinstance(circuit, Circuit):
-        raise InputError([f"got a {type(circuit).__name__}; expected a circuit"], _PROBLEM)
+        reasons.append(f"got positions={positions!r}; expected a position for each role")
+    if prompts_at_once is not None:
+        reasons += positive_reasons(prompts_at_once=prompts_at_once)
+    InputError.raise_if(reasons, _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
-    reasons = []
-    if roles != (got := sorted(map(str, positions or {}))):
-        expected = roles or "none, because its sites have numbers as positions"
-        reasons.append(f"got the roles {got}; expected those of the circuit, {expected}")
+    names = sorted(map(str, positions or {}))
+    if names != roles:
+        expected = f"its sites are at the roles {roles}: pass positions=task.roles with these alone"
+        if not roles:
+            expected = "its sites have no roles: leave positions out"
+        reasons.append(f"got positions of the roles {names}; {expected}")
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
@@ -127,15 +133,20 @@ def evaluate(
     return Evaluation(*numbers, error=float((abs(left - whole) / abs(whole - nothing)).mean()))
 
 
+def _no_circuit_reasons(circuit: object) -> list[str]:
+    if isinstance(circuit, Circuit):
+        return []
+    return [f"got a {type(circuit).__name__}; expected a Circuit, such as `discover` returns"]
+
+
 def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:
     """Measure every circuit on every task.
 
     Args:
         model: the circuits' model.
         circuits: found by `discover`, by name.
-        tasks: prompts by name: `PairedPrompts`, or (clean, corrupted, metric). Of a task's roles,
-            those of the circuit are used; a circuit by number of position needs prompts of its
-            length.
+        tasks: prompts by name: `PairedPrompts`, or (clean, corrupted, metric). A task may have more
+            roles than a circuit. A circuit without roles needs prompts of its own length.
 
     Returns:
         The faithfulness: a row for each circuit, a column for each task. `viz.transfer_heatmap`
@@ -154,21 +165,27 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         >>> bool(circuits.transfer(model, some, tasks).loc["3 + 4", "3 + 4"] >= 0.85)
         True
     """
-    for name, value in (("circuits", circuits), ("tasks", tasks)):
-        if not isinstance(value, Mapping) or not value:
-            expected = "one or more, by name: {'a name': …}"
-            raise InputError([f"got {name} {value!r:.80}; expected {expected}"], _PROBLEM)
+    reasons = [
+        f"{name}: got a {type(value).__name__}; expected one or more, by name: {{'a name': …}}"
+        for name, value in (("circuits", circuits), ("tasks", tasks))
+        if not isinstance(value, Mapping) or not value
+    ]
+    InputError.raise_if(reasons, _NO_TRANSFER)
+    for name, circuit in circuits.items():
+        reasons += [f"circuit {name!r}: {reason}" for reason in _no_circuit_reasons(circuit)]
+    for name, task in tasks.items():
+        if not isinstance(task, PairedPrompts) and not (isinstance(task, tuple) and len(task) == 3):
+            expected = "expected PairedPrompts, or a tuple (clean, corrupted, metric)"
+            reasons.append(f"task {name!r}: got a {type(task).__name__}; {expected}")
+    InputError.raise_if(reasons, _NO_TRANSFER)
     rows = {}
     for circuit_name, circuit in circuits.items():
         row = rows[circuit_name] = dict[str, float]()
         for task_name, task in tasks.items():
             if isinstance(task, PairedPrompts):
                 prompts, roles = (task.clean, task.corrupted, task.metric), task.roles
-            elif isinstance(task, tuple) and len(task) == 3:
-                prompts, roles = task, {}
             else:
-                expected = "expected PairedPrompts, or (clean, corrupted, metric)"
-                raise InputError([f"got a {type(task).__name__}; {expected}"], "this is no task")
+                prompts, roles = task, {}
             positions = None
             if isinstance(circuit.positions, Mapping):
                 positions = {role: roles[role] for role in roles if role in circuit.positions}

@@ -1,8 +1,7 @@
-"""One call from two prompts to an answer: what made the difference, in which circuit, how exactly.
+"""Explain in one call why a metric differs between two prompts.
 
-The attribution by secants ranks all sites; a search finds a small circuit; the graph of the
-difference shows how its sites act on each other; patches of the strongest sites, one at a time,
-measure what the attribution only divides.
+Attribution by secants ranks all sites. A search finds a small circuit. The graph of the difference
+shows how its sites act on each other. Patches measure the effects of the strongest sites alone.
 """
 
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
@@ -104,10 +104,10 @@ class Explanation:
         """Return the graph as an interactive page (`viz.circuit_view`).
 
         Args:
-            examples: of the explanation's `neurons`, by `neurons.top_examples`: the page shows
-                them, and names a neuron after the token where its output is largest.
+            examples: top examples of the explanation's `neurons`, by `neurons.top_examples`. The
+                page shows them, and names a neuron after the token at which it is largest.
         """
-        # Pages are above this package: what draws them is loaded when one is asked for.
+        # `viz` imports this package, so it is imported only here.
         viz = import_module("attn_only_lens.viz")
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
@@ -144,7 +144,7 @@ class Explanation:
     def __repr__(self) -> str:
         table = self.table().head(10).round(2)
         numbers = table.select_dtypes("number").columns
-        table[numbers] += 0.0  # no -0.00
+        table[numbers] += 0.0  # writes 0.00 and not -0.00
         rows = table.to_string(index=False, float_format="{:.2f}".format)
         return f"{self.title}; everything else keeps {self.circuit.completeness:.0%}\n{rows}"
 
@@ -177,11 +177,11 @@ def explain(
         model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
         clean: a text, texts, or tokens [batch, pos].
         corrupted: the same for the corrupted run, with the same number of tokens.
-        metric: `logit_diff(...)` and the like, or a differentiable function of logits.
-        faithfulness: the share of the difference that the circuit must keep, within 1 - this of 1.
-        most_nodes: of the circuit's sites, how many the graph shows: those of the largest shares.
+        metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
+        faithfulness: the share of the difference that the circuit must keep; see `discover`.
+        most_nodes: how many sites of the circuit the graph shows, those with the largest shares.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
-        resamples: as of `discover`: the page then shows how stable each node is; 0 for none.
+        resamples: as in `discover`; the page then shows how stable each node is.
         progress: show a bar for the search.
 
     Raises:
@@ -197,6 +197,7 @@ def explain(
         (True, 'L3H3@5')
     """
     reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
+    reasons += resamples_reasons(resamples)
     InputError.raise_if(reasons, "nothing can be explained")
     prompts = model, clean, corrupted, metric
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
@@ -221,7 +222,7 @@ def explain(
 def _what_nodes_do(
     model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return where heads look, and what neurons write, in the first clean prompt; and labels."""
+    """Return what each node reads and writes in the first clean prompt, and a label for it."""
     pair, host = prompt_pair(model, clean, corrupted), host_of(model)
     heads = [HeadName.parse(name) for name, _ in nodes]
     hooks = {

@@ -1,14 +1,14 @@
-"""Groups of nodes of an attribution graph that do the same ("supernodes").
+"""Groups of nodes of an attribution graph that act alike ("supernodes").
 
-Nodes of one kind at one position may form a group. Two of them are similar by the mean of
+Only nodes of one kind at one position form a group. The similarity of two nodes is the mean of
 
-    cos(edges out), cos(edges in)    of edges by neighbour and kind; an edge that is missing is 0
+    cos(edges out), cos(edges in)    edges by neighbour and kind; a missing edge is 0
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
-                                     stream; read: the gate's direction, of neurons alone
+                                     stream; read: the direction of the gate, for neurons alone
 
-and groups are clusters of average linkage. As a whole, a group has one number t for each prompt:
-its members' z are set to corrupted + t · (clean - corrupted), with the t that fits best, by least
-squares, what they write when only the graph's nodes are left.
+Groups are clusters by average linkage. To test a group, it is replaced by one number t for each
+prompt: the z of all members are set to corrupted + t · (clean - corrupted), with the least-squares
+fit t to what they write if only the graph's nodes are left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,23 +41,23 @@ from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these nodes cannot be grouped"
-_STEP = 0.05  # of similarity
+_STEP = 0.05  # by which the similarity is raised
 _LONGEST = 12  # characters of a token in a name
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NodeGroups:
-    """Nodes of a graph that do the same. Made by `group_nodes`.
+    """Groups of nodes that act alike. Made by `group_nodes`.
 
     Attributes:
-        frame: a row for each group, the largest effect first: `name`, `members` (ids); `effect`, by
-            how much the metric falls when all members are patched at once with the corrupted run;
-            `sum_of_effects` of its members, each patched alone; `attribution`, the sum of theirs.
-        nodes: a row for each head and neuron of the graph: `id`, `group` (the number of its row in
-            `frame`, -1 for none), and `effect` when it is patched alone.
+        frame: a row for each group, the largest effect first: `name`, `members` (ids); `effect`,
+            the fall of the metric if all members are patched at once from the corrupted run;
+            `sum_of_effects` and `attribution`, the sums over members, each patched alone.
+        nodes: a row for each head and neuron of the graph: `id`, `group` (its row in `frame`, -1
+            for none), and `effect`, the fall of the metric if it is patched alone.
         faithfulness: of the graph's nodes, with all other heads and neurons ablated.
-        group_faithfulness: the same, with each group replaced as a whole, by one number a prompt.
-        similarity: the least average similarity of a group's members.
+        group_faithfulness: the same, with each group replaced by one number for each prompt.
+        similarity: the smallest average similarity within a group.
     """
 
     frame: pd.DataFrame
@@ -74,7 +74,7 @@ class NodeGroups:
         return (
             f"{len(self)} groups of {inside} of {len(self.nodes)} nodes; faithfulness "
             f"{self.faithfulness:.2f} of the nodes, {self.group_faithfulness:.2f} with each group "
-            "replaced as a whole"
+            "replaced by one number"
         )
 
 
@@ -103,13 +103,13 @@ def group_nodes(
         clean: its clean prompts.
         corrupted: its corrupted prompts.
         metric: its metric.
-        similarity: from 0 to 1: the least average similarity of a group's members. It is raised in
-            steps of 0.05, into smaller groups, until the faithfulness fits.
-        tolerance: by how much the faithfulness may change when each group is replaced as a whole.
+        similarity: from 0 to 1: the smallest average similarity within a group. It is raised in
+            steps of 0.05, which makes groups smaller, until the faithfulness is within `tolerance`.
+        tolerance: how much the faithfulness may change if each group is replaced by one number.
         positions: for a graph by role, where each role is: `task.roles`.
-        examples: of neurons, by `neurons.top_examples`; groups are then also named after the token
-            where most of their neurons are largest.
-        mask: as given to `attribution_graph`.
+        examples: top examples of neurons, by `neurons.top_examples`; groups are then also named
+            after the token at which most of their neurons are largest.
+        mask: the mask of `attribution_graph`.
 
     Raises:
         InputError: with every reason: a graph of one run; a similarity beyond 0 to 1; another
@@ -208,7 +208,7 @@ def _require_same_prompts(
 
 
 def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
-    """Return cosines; those of a vector of 0 are 0."""
+    """Return cosines; the cosine with a zero vector is 0."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
     return np.asarray(units @ units.T)
@@ -224,7 +224,7 @@ def _similar_weights(
     for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
         sites = LayerSites.of(map(HeadName.parse, some["name"]))
         directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
-        # A neuron that is smaller in the clean run reads, and writes, the opposite.
+        # If a neuron is smaller in the clean run, its directions are reversed.
         rows = torch.from_numpy(some.index.to_numpy(copy=True))
         signs = (write[rows] * directions).sum(1, keepdim=True).sign()
         read[rows] = matrices.read_matrices(sites, "q").A[:, :, 0].cpu().double() * signs
@@ -298,7 +298,7 @@ def _short(token: str) -> str:
 
 
 class _GroupedModel(AblatedModel):
-    """A model of which the nodes of a graph are left, alone or in groups."""
+    """A model in which all but the nodes of a graph are ablated, single or in groups."""
 
     def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
         super().__init__(model, *prompts, **options)
@@ -320,11 +320,9 @@ class _GroupedModel(AblatedModel):
     def _place(self, row: int) -> tuple[str, slice, Tensor]:
         """Return a site's hook point, its heads, and where it is: [batch or 1, pos]."""
         (point,) = [x for x in self._points if row in x.rows]
-        assert point.position is not None
-        ((index, position),) = np.stack([point.index, point.position], 1)[point.rows == row]
-        role = np.arange(self.n_pos)[None] if point.role is None else point.role
+        ((index, place),) = np.stack([point.index, point.place], 1)[point.rows == row]
         heads = slice(index * point.width, (index + 1) * point.width)
-        return point.name, heads, torch.from_numpy(role[:, self._first :] == position)
+        return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
         """Return what a site adds to the stream in each prompt, beyond the corrupted run."""
@@ -339,7 +337,7 @@ class _GroupedModel(AblatedModel):
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return the faithfulness of a circuit with the members of each group set by one number."""
+        """Return the faithfulness of a circuit if each group is replaced by one number."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:

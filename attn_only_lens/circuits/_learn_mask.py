@@ -1,18 +1,18 @@
-r"""Circuits of a given size that are learned, to hold on prompts that were not seen.
+r"""Learn a circuit of a given size that also holds on prompts that were not seen.
 
-Every candidate site has a score θ, and the circuit C is the k sites with the highest scores. Scores
-are trained by gradient on
+Every candidate site has a score θ. The circuit C is the k sites with the highest scores. Scores are
+trained by gradient on
 
     loss = mean over prompts of |m(C) - m(M)| / max(|m(M) - m(∅)|, half of its mean)
 
-in the notation of `ablation.py`: the error of every prompt, and not of the mean, in which errors of
-opposite signs cancel. The forward pass has the circuit itself; the slope of θ is what the site
-would add to the loss, to first order, whether it is in the circuit or not (a straight-through
-estimator: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013).
-Steps have momentum, and are divided by the geometric mean of the running sizes of the site's slope
-and of all slopes: with the site's alone, as in Adam, all sites that help would rise alike. k falls
-from all candidates to `n_sites` in the first 40 % of the steps. Of the circuits after that, by
-running means of θ, the one with the smallest error on validation prompts is returned.
+in the notation of `ablation.py`. The mean metric would let errors of single prompts cancel. The
+forward pass runs the circuit. The slope of θ is what the site adds to the loss, to first order,
+whether or not it is in the circuit (a straight-through estimator: Bengio et al., "Estimating or
+Propagating Gradients Through Stochastic Neurons", 2013). Steps have momentum, and are divided by
+the geometric mean of two running sizes: of the site's slopes, and of all slopes. (With the first
+alone, as in Adam, all useful sites would rise equally fast.) k falls from all candidates to
+`n_sites` in the first 40 % of the steps. After that, circuits are chosen by running means of θ, and
+the one with the smallest error on validation prompts is returned.
 """
 
 import math
@@ -41,11 +41,11 @@ from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 
-_SHRINKING = 0.4  # of the steps
+_SHRINKING = 0.4  # the share of steps in which circuits get smaller
 _RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
-_CHECKS = 16  # of validation prompts
-_VALIDATION = 0.2  # of the prompts
+_CHECKS = 16  # how often validation prompts are measured
+_VALIDATION = 0.2  # the share of prompts for validation
 
 
 @warned_once()
@@ -68,28 +68,28 @@ def learn_mask(
     mask: Tensor | None = None,
     progress: bool | str = False,
 ) -> Circuit:
-    """Learn which sites, of a given number, keep the metric of every prompt, also of unseen ones.
+    """Learn a circuit of a given size that keeps the metric of every prompt, also of unseen ones.
 
-    `discover` finds the smallest circuit that keeps the mean over these prompts. This function
-    takes three passes for each step, and its circuits are for other prompts too.
+    `discover` finds a small circuit that keeps the mean over its prompts. This function takes three
+    passes for each step.
 
     Args:
         model: converted, or with exposed neuron-heads; without hooks of its own.
         clean: five prompts or more; see `prompt_pair`.
-        corrupted: prompts that differ from them in what the circuit is about, token for token.
-        metric: `logit_diff(...)` and the like, differentiable, with a number for each prompt.
+        corrupted: their counterparts without the feature to explain, token for token.
+        metric: `logit_diff(...)` or another differentiable metric with a number for each prompt.
         n_sites: the size of the circuit.
-        steps: of training, 20 or more.
-        n_candidates: the circuit is chosen from the sites of largest |effect|; by default five
-            times `n_sites`.
-        groups: a label for each pair, its noun for instance; a random fifth of the labels is for
-            validation. By default each pair has its own.
-        batch_size: prompts of a step.
-        method: of the ranking; see `attribution`.
-        ablation: of everything outside; see `discover`. Means are those of a step's prompts.
+        steps: how many training steps, 20 or more.
+        n_candidates: how many sites of largest |effect| are candidates; by default five times
+            `n_sites`.
+        groups: a label for each pair, for instance its noun; a random fifth of the labels is used
+            for validation. By default each pair has its own label.
+        batch_size: how many prompts a step has.
+        method: how candidates are ranked; see `attribution`.
+        ablation: how other sites are ablated; see `discover`. Means are over a step's prompts.
         sites: candidates, all heads by default. Others are never ablated.
         positions: "each" separately, "all" together, or by role; see `discover`.
-        seed: of the validation prompts and of batches.
+        seed: the seed of the validation prompts and of batches.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         progress: show a bar over the steps; a text is its label.
 
@@ -207,7 +207,7 @@ class _Training:
         slope = torch.from_numpy(slopes[self._candidates])
         self._slope += (1 - _MOMENTUM) * (slope - self._slope)
         self._square += (1 - _MEMORY) * (slope**2 - self._square)
-        # Both means begin at 0, which these factors make up for, as in Adam.
+        # Both means begin at 0; as in Adam, these factors remove the bias.
         sizes = (self._square / (1 - _MEMORY**self._n_steps)).sqrt()
         divisor = (sizes * (sizes**2).mean().sqrt()).sqrt()
         rate = _RATE + (_LAST_RATE - _RATE) * done
@@ -225,7 +225,7 @@ class _Training:
         row = {"step": "training", "n_sites": len(circuit)}
         row |= {"faithfulness": float(ablated.faithfulness([circuit])[0])}
         self.tried.append(row | {"error": float((errors / spans).mean())})
-        # Errors as shares of the mean: one prompt of a small span does not decide.
+        # Relative to the mean span: a prompt with a small span has no large weight.
         error = errors.mean() / spans.mean()
         if self._size == self._n_sites and error < self._best:
             self.circuit, self._best = circuit, float(error)

@@ -1,4 +1,4 @@
-"""Path expansion on a prompt: the logits as a sum over paths, through no head, one, two, or more.
+"""Path expansion on a prompt: the logits as a sum over paths, through zero, one, two or more heads.
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
 attention-only model into end-to-end terms. With patterns held, a head is linear, a neuron-head with
@@ -6,14 +6,14 @@ its gate held too, so the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-over all paths embedding → s → … → t → logits. The terms add up to the logits of the run; a path
-says what flows with this run's patterns, not what another prompt would do to them.
+over all paths embedding → s → … → t → logits. The terms add up to the logits of the run. A path
+says what flows with this run's patterns, not how another prompt would change them.
 
-A path begins at the embedding (with positions) or at a bias. b_O and b_out count as written before
-any head; b_V, b_in and a norm's bias begin in the head that reads them: one hop. One pass carries
-the streams of 0, 1, 2, and more hops side by side. The effect of embedding → s → t → logits is the
-product of z_s W_O[s], for the embedding alone, and F_tᵀ c, with c the gradient of a metric at the
-stream that is unembedded; the largest are found in blocks.
+A path begins at the embedding (with positions) or at a bias. b_O and b_out have no hop; b_V, b_in
+and a norm's bias have one, through the head that reads them. One pass computes the streams of 0, 1,
+2, … hops together. The effect of embedding → s → t → logits is the product of z_s W_O[s], for the
+embedding alone, and F_tᵀ c, with c the gradient of a metric at the stream that is unembedded. The
+largest products are found in blocks.
 """
 
 from bisect import bisect_right
@@ -56,9 +56,9 @@ class PathExpansion:
     """The logits of a run by the number of heads and neuron-heads that paths pass through.
 
     Attributes:
-        logits: of paths through no head, one, two, and so on; the last entry is all longer paths.
+        logits: the logits of paths through 0, 1, 2, … heads; the last entry has all longer paths.
             They add up to the logits of the run, before any soft cap.
-        held: the factor of gated neurons that is held.
+        held: which factor of gated neurons is held.
     """
 
     logits: Float[Tensor, "hops batch pos d_vocab"]
@@ -66,19 +66,19 @@ class PathExpansion:
     _pair: PromptPair = field(repr=False)
     _linear: LinearRun = field(repr=False)
     _first: tuple[Tensor, ...] = field(repr=False)
-    """The outputs of each sublayer for the embedding and biases alone."""
+    """The outputs of each sublayer in paths of one hop."""
 
     @full_precision()
     def effects(self, metric: AnyMetric) -> pd.DataFrame:
-        """Return what paths of each length add to a metric.
+        """Return the effect on a metric of all paths of each length.
 
         Args:
-            metric: a function of the logits of one run; if it is not linear, to first order at
-                the run's logits.
+            metric: a function of the logits of one run; if it is not linear, effects are to first
+                order at the run's logits.
 
         Returns:
-            `hops` ("0", "1", "2", …, "more") and `effect`. For a metric that is linear in logits
-            without a cap, effects add up to the metric, which is in `attrs["value"]`.
+            `hops` ("0", "1", "2", …, "more") and `effect`; `attrs["value"]` is the metric. If the
+            metric is linear in the logits, and these have no soft cap, effects add up to it.
 
         Raises:
             InputError: a metric that compares two runs or has no gradient.
@@ -105,8 +105,8 @@ class PathExpansion:
 
         Returns:
             Rows by falling |effect|: `hops` (1 or 2), `first` and `second` (names with positions,
-            `L3N7@13`; `second` is empty for one hop), `effect`. `attrs["paths"]` is the number of
-            all such paths; `attrs["value"]`, the metric.
+            such as `L3N7@13`; `second` is empty for one hop), `effect`. `attrs["paths"]` is the
+            number of all such paths, and `attrs["value"]` the metric.
 
         Raises:
             InputError: as in `effects`; k or block not positive.
@@ -144,15 +144,15 @@ def path_expansion(
 ) -> PathExpansion:
     """Expand the logits of a run into paths through heads and neuron-heads.
 
-    Exact, with patterns and norm scales held at their values of the run. A neuron-head is linear in
-    its value once its gate is held.
+    This is exact if patterns and norm scales are held at their values of the run. A neuron-head is
+    linear in its value if its gate is held.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
         model: converted, or with exposed neuron-heads. In half precision it is run in float32.
         prompts: a text, texts, or tokens.
-        hops: the largest number of heads that paths are told apart by.
+        hops: up to which number of heads paths get separate entries.
         held: in a gated MLP with exact heads, the factor of the value that is held: "gate" (paths
             go through W_in), or "up" (through W_gate, the neuron's score).
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
@@ -190,7 +190,7 @@ def path_expansion(
     logits = linear.unembed(streams)
     real, neurons = pair.real.to(logits.device), host_of(model).neurons
     tolerance = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
-    # Terms of different lengths may be much larger than their sum.
+    # Terms may be much larger than their sum.
     size = logits.abs().sum(0)[real].amax()
     if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
         raise UnsupportedModelError(
@@ -202,13 +202,13 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final stream by hops, and each sublayer's outputs for embedding and biases."""
+    """Return the final stream by hops, and the outputs of each sublayer in paths of one hop."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
     for index, sublayer in enumerate(linear.sublayers):
         read = history[linear.n_before(index) - index - 1].to(sublayer.constant.device)
-        # A head makes paths of h hops longer by one; the longest stay together.
+        # A head adds one hop to a path; the longest paths share an entry.
         z = sublayer.z(torch.cat([read[:hops], read[hops:].sum(0, keepdim=True)]))
         z[0] += sublayer.constant
         first.append(z[0])
@@ -218,7 +218,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The largest effects of single paths; `first` holds every head's output for the embedding."""
+    """The largest effects of single paths; `first` has the outputs of heads in paths of one hop."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -243,7 +243,7 @@ class _RankedPaths:
                 is_neuron = last.writes.neurons is not None
                 for key in range(end, end + 1) if is_neuron else range(n_pos):
                     back = last.covectors(gradient[:, nodes], nodes, end, key)
-                    if not back.any():  # masked
+                    if not back.any():  # `end` does not attend to `key`
                         continue
                     back = back.transpose(0, 1).flatten(1)
                     for before, written in self._writers(index, key):

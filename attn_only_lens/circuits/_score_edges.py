@@ -1,22 +1,22 @@
-r"""Edges of a model by two factors: one forward pass for each node instead of one for each edge.
+r"""Score edges by two factors, with one forward pass for each node instead of one for each edge.
 
-Cutting an edge from a writer w to a reader R first changes what R writes, then everything after R.
-The first change has a closed form for all writers at once; one forward pass for each node measures
-the second, up to direction and size:
+A cut of the edge from a writer w to a reader R changes what R writes, and so everything after R.
+The first change has a closed form for all writers at once. One forward pass for each node estimates
+the second:
 
-    L(w → R)  = Σ_ref mean ‖change of what R writes, when it reads ref in place of w's write‖
-    N(R)      = Σ_ref mean max |change of the logits, when R puts out ref in place of its z|
+    L(w → R)  = Σ_ref mean ‖change of what R writes, if it reads ref in place of w's write‖
+    N(R)      = Σ_ref mean max |change of the logits, if ref takes the place of R's z|
     score     = L(w → R) · N(R) / max ‖what R writes‖
-    exact     = Σ_ref mean max |change of the logits, when R reads ref in place of w's write|
+    exact     = Σ_ref mean max |change of the logits, if R reads ref in place of w's write|
 
-Means and the maximum of sizes are over all tokens of all prompts; ref is 0, and the mean of z over
-them ("zero", "mean"). A writer is replaced in one input of the reader alone: queries, keys or
-values of an attention head ("q", "k", "value"); the whole input of a neuron-head or of the
+The references ref are 0 and the mean of z ("zero", "mean"). Means, and the maximum of norms, are
+over all tokens of all prompts. A writer is replaced in one input of the reader alone: queries, keys
+or values of an attention head ("q", "k", "value"), or the whole input of a neuron-head or of the
 unembedding ("in"). Norm scales are held. For edges into the logits ("output") all three are equal.
 
-Cost: 1 forward pass for the writes; an attention block with a row for each writer, for each layer
-with readers, kind and reference; 2 forward passes for each node, and for each exact cut. Prompts of
-one length run together.
+Cost: 1 forward pass for the writes; for each layer with readers, kind and reference, an attention
+block with a row for each writer; 2 forward passes for each node and each exact cut. Prompts of one
+length run together.
 """
 
 from collections import defaultdict
@@ -61,7 +61,7 @@ from attn_only_lens.precision import full_precision
 
 _REFERENCES = ("zero", "mean")
 _KINDS: dict[HeadKind, tuple[str, ...]] = {"attention": ("q", "k", "value"), "neuron": ("in",)}
-_NUMBERS = 2**24  # at once: 128 MiB in float64
+_NUMBERS = 2**24  # numbers at once: 128 MiB in float64
 _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"
@@ -91,25 +91,25 @@ def score_edges(
         model: converted, or with exposed neuron-heads; without hooks of its own. A model in half
             precision is run in float32.
         prompts: a text, texts, tokens [batch, pos], or a list of rows of tokens; of any lengths.
-        nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names: whole neurons. By default all,
-            up to `top`, or those of largest attribution, Σ |gradient · z| over tokens.
-        metric: for that attribution.
+        nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names of heads and whole neurons. By
+            default all, or the `top` nodes of largest attribution, Σ |gradient · z| over tokens.
+        metric: for this attribution.
         top: the largest number of default nodes.
-        to: what replaces writes and outputs: "zero", "mean", or both, which are added up.
-        exact: how many of the edges of highest score are also cut exactly.
+        to: what replaces writes and outputs: "zero", "mean", or both (scores are added up).
+        exact: how many of the edges with the highest scores are also cut exactly.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
         progress: show a bar over forward passes of nodes and cuts.
 
     Returns:
         A row for each edge, the highest score first: `writer` ("embed" or a name), `reader` (a name
         or "output"), `kind` ("q", "k", "value", "in"), `score`, `local` (L), `node` (N; missing for
-        "output"), and `exact`, missing where it was not asked for.
+        "output"), and `exact` (missing for edges that were not cut).
 
     Raises:
         InputError: with every reason: prompts or nodes that do not fit, single heads of a neuron, a
             model with too many heads without nodes or a metric, unknown norms or matrices.
-        UnsupportedModelError: writes that do not add up to the stream, or heads that do not read
-            or write where they are hooked.
+        UnsupportedModelError: writes do not add up to the stream, or the model ignores edits at the
+            hook points of heads.
 
     Example:
         >>> import torch
@@ -151,7 +151,7 @@ def score_edges(
         edges["score"] = edges["local"] * edges["node"].fillna(1.0) / size.where(size > 0, 1.0)
         edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
         wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
-        # Cuts of edges into the logits take no forward pass.
+        # Cuts of edges into the logits need no forward pass.
         n_cuts = sum(reader != "output" for _, reader, _ in wanted)
         bar.total = bar.n + len(batches) * len(to) * n_cuts
         cuts = _sum_by_key(scoring.exact(wanted))
@@ -160,7 +160,7 @@ def score_edges(
 
 
 def _by_length(pair: PromptPair) -> list[Tokens]:
-    """Return prompts of one length together, without padding; the shortest first."""
+    """Return a batch without padding for each length of prompts, the shortest first."""
     rows: dict[int, list[Tensor]] = {}
     for row, real in zip(pair.clean, pair.real, strict=True):
         rows.setdefault(int(real.sum()), []).append(row[real])
@@ -257,7 +257,7 @@ class _Scoring:
         return product(self._batches, self._references, self._chosen.values())
 
     def sizes(self) -> dict[str, float]:
-        """Return the largest size of what each node writes."""
+        """Return the largest norm of what each node writes."""
         sizes: dict[str, float] = {}
         for sites in self._chosen.values():
             written = [batch.writes(sites).written(sites) for batch in self._batches]
@@ -319,7 +319,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return writers, and the reference less what each of them wrote."""
+        """Return writers, and the change of the stream if each of them is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -342,7 +342,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield writers, and z of the nodes of a layer when each writer is replaced."""
+        """Yield writers, and the z of a layer's nodes if each writer is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -359,7 +359,7 @@ class _Scoring:
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
-        """Yield the changes of the logits when they read each writer replaced."""
+        """Yield the change of the logits if each writer is replaced in the final stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
             for reference in self._references:
@@ -377,7 +377,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return the change of the logits when a node of each variant puts out another z."""
+        """Return the change of the logits if, in each variant, one node has another z."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -425,7 +425,7 @@ def _sizes(
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
-    """Return the size of what each node then writes, as the mean over tokens."""
+    """Return the norm of the change of what each node writes, as the mean over tokens."""
     index = sites.index.to(dz.device)
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])

@@ -1,16 +1,16 @@
-"""Who sets a pattern: an attention score, or a pre-activation, as an exact sum over writers.
+"""Split an attention score, or a pre-activation, into an exact sum over writers.
 
-The stream that a head reads is a sum of what was written before (`engine/writes.py`). With the
-scales of norms held at those of the run, a score is linear in it on either side:
+The stream that a head reads is a sum of what was written before (`engine/writes.py`). With norm
+scales held at their values in the run, a score is linear in the stream at both positions:
 
     score = Σ_u Σ_w q_u B k_w        u writes at the query's position, w at the key's
     q_u = u N W_Q / s,  k_w = w N W_K / s'
 
 B is the head's bilinear form at these two positions: 1/√d_head, rotations, norms of queries and
-keys with their scales held. It is computed from the model's own code, as the second derivative of
-the score at queries and keys of 0 (or of the logarithm of the pattern, if a model shows no scores).
-What a score has besides (ALiBi, a bias of a norm of queries) belongs to the head's own biases. The
-score is that before the softmax and before a soft cap. For a neuron,
+keys with held scales. It is computed with the model's own code, as the second derivative of the
+score at queries and keys of 0 (of the logarithm of the pattern, if a model shows no scores). Other
+terms of a score (ALiBi, the bias of a norm of queries) belong to the head's own biases. The score
+is the value before the softmax and before a soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
@@ -61,30 +61,30 @@ def score_sources(
 ) -> pd.DataFrame:
     """Split an attention score, or a neuron's pre-activation, into shares of all writers.
 
-    The shares add up to the score, to rounding, for norm scales as they are in this run.
+    The shares add up to the score, up to rounding, with the norm scales of this run.
 
     Args:
         model: converted, or with exposed neuron-heads. In half precision it is run in float32.
         prompt: a text, or tokens [pos] or [1, pos].
         name: `L5H3`, or a neuron, `L5N1234`.
-        query: the position that attends; of a neuron, its position. -1 is the last.
+        query: the position that attends, or the position of the neuron. -1 is the last.
         key: the position attended to; None for a neuron.
-        top: how many rows of largest |share| to keep; the others are summed in a last row, "rest".
-            None for all rows, up to 4,000,000.
+        top: how many rows of largest |share| to keep; the others are summed into a last row,
+            "rest". None for all rows, up to 4,000,000.
 
     Returns:
         For a neuron, a row for each writer before it, by falling |share|: `name`, `position`,
         `share`. For an attention head, a row for each pair of writers: `writer_q`, `position_q`,
         `writer_k`, `position_k`, `share`. Writers are "embed" (token and position), heads by name,
-        the biases of sublayers ("L0.b_O", "L0.b_out"), and "own bias": those of the head itself and
-        of the norm that it reads through. `attrs["score"]` is the score in the run, before the
+        the biases of sublayers ("L0.b_O", "L0.b_out"), and "own bias": the biases of the head
+        itself and of the norm before it. `attrs["score"]` is the score in the run, before the
         softmax and any soft cap.
 
     Raises:
-        InputError: with every reason: positions that are not there, a key after its query, more
-            than one prompt, too many pairs, unknown norms or matrices.
+        InputError: with every reason: invalid positions, a key after its query, more than one
+            prompt, too many pairs, unknown norms or matrices.
         UnknownHeadError: the model has no such head.
-        UnsupportedModelError: the shares do not add up, as where queries are clipped.
+        UnsupportedModelError: the shares do not add up, for instance because queries are clipped.
 
     Example:
         >>> import torch
@@ -129,7 +129,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return what a head reads, by a matrix, of each writer at a position; the last is its bias."""
+    """Return what a head reads through W from each writer at a position; the last is its bias."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -181,8 +181,8 @@ def _of_attention(
     scores, pattern = (
         parts.recording.hooked[name][0, head.index, query] for name in (score_name, pattern_name)
     )
-    # Some bridges show the pattern where the scores should be: there its logarithm takes their
-    # place, which is the score less a constant of the query.
+    # Some bridges show the pattern in place of the scores. Its logarithm is the score less a
+    # constant of the query.
     hidden = torch.equal(scores, pattern)
     scores = pattern.log() if hidden else scores
     if scores[key] <= torch.finfo(scores.dtype).min / 2:
@@ -200,7 +200,7 @@ def _of_attention(
     score = left.sum(0) @ k.sum(0)
     size = (left.abs().sum(0) * k.abs().sum(0)).sum()
     totals, keys = [score], [key]
-    if hidden:  # a difference of two scores is that of the logarithms
+    if hidden:  # the constant cancels in a difference of two keys
         keys.append(
             int(pattern.index_fill(0, torch.tensor(key, device=pattern.device), 0).argmax())
         )
@@ -273,11 +273,11 @@ def _bilinear_form(
     if not alone > 0:
         reason = (
             f"position {query} attends to position {key} alone, and {names[2]} of this model "
-            "shows the pattern: there is no score to be seen"
+            "shows the pattern and not the scores: the score is unknown"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
     form = _taylor(scores[0].log(), leaves, places) / alone
-    form[-1, -1] = 0.0  # of the constant
+    form[-1, -1] = 0.0  # the constant is unknown
     return form
 
 
@@ -299,7 +299,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Compare a sum with the score in the run, before or after a soft cap; or differences."""
+    """Compare sums with scores of the run, before or after a soft cap; of two, the differences."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:

@@ -1,20 +1,20 @@
-r"""Small circuits: the smallest set found that nearly does what the model does.
+r"""Search for a small circuit that is nearly as faithful as the whole model.
 
 With f the faithfulness (`ablation.py`), a circuit C suffices if |1 - f(C)| ≤ 1 - wanted.
-Faithfulness is not monotone in circuit size, because sites can cancel, so no bisection along one
-ranking finds the smallest prefix. The search has three steps, each from the best circuit so far:
+Faithfulness is not monotone in circuit size, because sites can cancel, so bisection along a ranking
+does not find the smallest prefix. The search has three steps, each from the best circuit so far:
 
-    prefixes   By |effect| and by signed effect, the k highest ranked sites, for k on a grid of
-               ratio √√2, finer where f comes within the bound, or crosses it.
+    prefixes   The k highest ranked sites, by |effect| and by signed effect, for k on a grid of
+               ratio √√2, which is finer where f enters or crosses the bound.
     worth      Sites are ranked again by what they add to the current circuit, to first order
-               (`AblatedModel.worth`); ranks are averaged with those of earlier rounds. The step
-               ends after two rounds that find no smaller circuit.
-    pruning    Every chunk of sites is left out in turn, exactly, and as many as can go together are
-               removed. Chunks halve when none can go, down to single sites.
+               (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
+               without a smaller circuit.
+    pruning    Each chunk of sites is left out in turn, exactly; then as many chunks as possible are
+               removed together. If none can be removed, chunks are halved, down to single sites.
 
-At the end every prefix of either order that is shorter than the circuit is measured. So for a
-circuit of up to 1,000 sites, no site of it can be left out alone, and no shorter prefix suffices.
-It is not proved that no smaller circuit exists.
+At the end, every shorter prefix of both orders is measured. So in a circuit of up to 1,000 sites,
+no single site can be left out, and no shorter prefix suffices. It is not proved that no smaller
+circuit exists.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import as_plain, is_number, option_reasons
+from attn_only_lens.arguments import as_plain, is_number, option_reasons, positive_reasons
 from attn_only_lens.circuits.ablation import (
     ORDERS,
     AblatedModel,
@@ -44,6 +44,7 @@ from attn_only_lens.circuits.stability import (
     random_halves,
     require_resamples,
     resampled,
+    resamples_reasons,
 )
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
@@ -56,27 +57,27 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # sizes of the grid
-_BETWEEN = 16  # sizes of a finer grid
+_PER_DOUBLING = 4  # sizes of the grid from k to 2k
+_BETWEEN = 16  # sizes of the finer grid
 _IDLE_ROUNDS = 2
-_AROUND = 4  # how much larger or smaller circuits of other prompts are expected to be
-_LARGE = 1000  # circuits of up to so many sites are pruned site by site
+_AROUND = 4  # the largest ratio expected between sizes of circuits of other prompts
+_LARGE = 1000  # the most sites of a circuit that is pruned site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
-"""Yields circuits, is sent their faithfulness, and returns a size."""
+"""A generator that yields circuits, receives their faithfulness, and returns a size."""
 
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """Sites that nearly do what the model does. Made by `discover`.
+    """A set of sites that is nearly as faithful as the whole model. Made by `discover`.
 
     Attributes:
         frame: a row for each site, the highest ranked first: `layer`, `kind`, `index`, `name`,
-            `position`, and its `effect` in the ranking; if prompts were resampled, also its
-            `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`), missing
-            if no half of the prompts has it.
+            `position`, and its `effect` in the ranking. If prompts were resampled, also
+            `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`), which are
+            missing for a site that is in no circuit of a half.
         n_sites: how many sites were ranked.
         n_pos: tokens of a prompt.
         faithfulness: of the circuit.
@@ -85,12 +86,12 @@ class Circuit:
         wanted: the faithfulness that was asked for; None if a number of sites was.
         tried: a row for each measured circuit, in order: the `step` of the search ("magnitude",
             "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
-        ablation: of all other sites.
-        method: of the ranking.
+        ablation: how all other sites are ablated.
+        method: the method of the ranking.
         metric: the metric's name.
         candidates: the heads that were ranked.
         positions: the positions at which they were ranked.
-        stability: how it changes with the prompts, if `discover` resampled them.
+        stability: how the circuit changes with the prompts, if `discover` resampled them.
     """
 
     frame: pd.DataFrame
@@ -168,34 +169,35 @@ def discover(
 
     Args:
         model: converted, or with exposed neuron-heads; without hooks of its own.
-        clean: the prompts whose circuit it is; see `prompt_pair`. Several prompts share one
-            circuit, by the metric's mean.
-        corrupted: prompts that differ from them in what the circuit is about, token for token.
-        metric: `logit_diff(...)` and the like, or a differentiable function of logits.
-        faithfulness: the faithfulness wanted, more than 0, up to 1.
-        method: of the ranking: one of `attribution`'s, or "patching" for `activation_patch`, which
-            uses no gradients; the search then skips the step "worth". With the default, "secant",
-            circuits were the smallest (`analyses/results/contrast_vs_patching.md`).
-        budget: of exact patches in the ranking, as in `attribution`.
-        ablation: of everything outside: "zero", "mean", "positional_mean", "resample".
-        order: None to search and prune; "magnitude" or "signed" for the shortest prefix found of
-            that order of effects, "signed" with what helps the clean run first.
+        clean: the prompts to explain; see `prompt_pair`. Several prompts share one circuit, for the
+            mean of the metric.
+        corrupted: their counterparts without the feature to explain, token for token.
+        metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
+        faithfulness: the wanted faithfulness, more than 0, up to 1.
+        method: how sites are ranked: a method of `attribution`, or "patching" for
+            `activation_patch`, which uses no gradients; the search then skips the step "worth".
+            With the default, "secant", circuits were the smallest
+            (`analyses/results/contrast_vs_patching.md`).
+        budget: how many sites of the ranking are patched exactly, as in `attribution`.
+        ablation: "zero", "mean", "positional_mean" or "resample", for sites outside the circuit.
+        order: None to search and prune; "magnitude" or "signed" for the shortest sufficient prefix
+            of one order of effects ("signed": sites that help the clean run first).
         sites: candidates, all heads by default. Others are never ablated.
         positions: "each" separately, "all" together, or by role: `task.roles`. By role, a site is
             a head at a role's token, prompts may differ in length, and tokens without a role are
             never ablated.
-        n_random: random circuits of the same size to measure.
-        resamples: how many random halves of the prompts to search again, 20 for instance; the
+        n_random: how many random circuits of the same size to measure.
+        resamples: how many random halves of the prompts to search again, for instance 20; the
             circuit then has a `stability`.
-        seed: of random circuits and halves.
+        seed: the seed of random circuits and halves.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        prompts_at_once: pairs whose activations are held at once; by default as many as fit a fifth
-            of the memory. With fewer than all, each measurement records the runs again. Ablations
-            to a mean, and custom metrics, hold all.
+        prompts_at_once: how many pairs of prompts are in memory at once; by default as many as fit
+            a fifth of it. With fewer than all, each measurement records the runs again. Ablations
+            to a mean, and custom metrics, need all prompts at once.
         progress: show a bar over the circuits that are run; a text is its label.
 
     Returns:
-        The circuit, with all circuits that were tried.
+        The circuit. `tried` lists all circuits that were measured.
 
     Raises:
         InputError: with every reason: invalid settings; prompts, metric, sites or positions that do
@@ -239,12 +241,13 @@ def search_circuit(
         reasons += option_reasons("order", order, ORDERS)
     if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
         reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
-    InputError.raise_if(
-        reasons + reasons_against_draws(n_random, seed), "no circuit can be searched"
-    )
+    reasons += reasons_against_draws(n_random, seed) + resamples_reasons(resamples)
+    if prompts_at_once is not None:
+        reasons += positive_reasons(prompts_at_once=prompts_at_once)
+    InputError.raise_if(reasons, "no circuit can be searched")
     if resamples:
         pair = prompt_pair(model, clean, corrupted, mask)
-        require_resamples(resamples, len(pair.clean), as_metric(metric))
+        require_resamples(len(pair.clean), as_metric(metric))
     prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
     options: dict[str, Any] = {"positions": positions, "mask": mask}
@@ -255,7 +258,7 @@ def search_circuit(
         ranking = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
-        if resamples:  # rows of each site follow each other
+        if resamples:  # the rows of a site are consecutive
             n_prompts = len(pair.clean)
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
@@ -281,7 +284,7 @@ def search_circuit(
             inclusion = stability.sites[[*SITE_KEY, *INCLUSION]]
             with_shares = circuit.frame.merge(inclusion, on=SITE_KEY, how="left")
             circuit = replace(circuit, frame=with_shares, stability=stability)
-        bar.total = bar.n  # not known before
+        bar.total = bar.n  # the total was not known before
         bar.refresh()
     return circuit, ablated
 
@@ -346,8 +349,8 @@ def _smallest(
 class _Search:
     """A search for circuits of one ablated model; `tried` lists those that were measured.
 
-    With `near`, the size of a circuit of other prompts, it begins with sizes around it, and leaves
-    out the last look at all shorter prefixes.
+    `near` is the size of a circuit of other prompts: the search begins with sizes around it, and
+    does not measure all shorter prefixes at the end.
     """
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
@@ -386,8 +389,8 @@ class _Search:
     def _search(self, order: Rows, longest: int | None) -> _Questions:
         """Ask for the faithfulness of prefixes, and return the shortest size that suffices."""
         longest = len(order) if longest is None else min(longest, len(order))
-        # The sizes do not depend on the number of sites: a model that only grew by sites that do
-        # nothing, which come last, has the same prefix.
+        # Sizes do not depend on the number of sites. So a model that grew by sites without effects,
+        # which are ranked last, has the same prefix.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -398,14 +401,14 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Return the first of some increasing sizes of a prefix that suffices, if there is one.
+        """Return the smallest of increasing sizes at which a prefix suffices, if any.
 
-        `short` is a smaller size, which does not suffice, and f its faithfulness.
+        `short` is a smaller size that does not suffice, and f its faithfulness.
         """
         measured = yield [order[:size] for size in sizes]
         for size, g in zip(sizes.tolist(), measured.tolist(), strict=True):
             suffices = self._suffices(g, size)
-            if suffices or (f - 1) * (g - 1) < 0:  # or f crosses the bound
+            if suffices or (f - 1) * (g - 1) < 0:  # f crosses 1
                 if size - short > 1:
                     between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
                     earlier = yield from self._first(order, short, f, np.unique(between))
@@ -443,11 +446,11 @@ class _Search:
                 n_chunks *= 2
 
     def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
-        """Return a circuit without as many of the chunks as can be left out together."""
+        """Return a circuit without as many chunks as can be left out together."""
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # First the chunk that changes least; or the one that works most against the circuit.
+        # First the chunk that changes f least, or the chunk whose removal raises f most.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),
@@ -461,10 +464,7 @@ class _Search:
         return self._smallest_sufficient("pruning", circuit, rests)
 
     def shorter_prefix(self, orders: Iterable[Rows], circuit: Rows) -> Rows:
-        """Return the shortest sufficient prefix of the orders, or the circuit if none is shorter.
-
-        None is measured if the circuit is very large.
-        """
+        """Return the shortest sufficient prefix, or the circuit if it is shorter or very large."""
         sizes = range(1, len(circuit) if len(circuit) <= _LARGE else 1)
         prefixes = [order[:size] for order in orders for size in sizes]
         return self._smallest_sufficient("prefix", circuit, prefixes)
@@ -487,5 +487,5 @@ class _Search:
         return values
 
     def _suffices(self, f: float, size: int) -> bool:
-        # All sites are the model itself, to rounding.
+        # With all sites, f is 1 up to rounding.
         return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)

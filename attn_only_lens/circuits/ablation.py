@@ -1,16 +1,15 @@
-r"""A model in which everything but a circuit is ablated, and how faithful circuits are by size.
+r"""Ablate everything but a circuit, and measure how faithful circuits of each size are.
 
-Sites are attention heads and neuron-heads at positions, as in the rows of a `Sweep`; by role, at
-the role's token in each prompt. A site of the circuit computes as usual, from what reaches it. Any
-other site is ablated: its z becomes
+Sites are attention heads and neuron-heads at positions, as in the rows of a `Sweep`, or at roles: a
+token in each prompt. Sites of the circuit compute as usual. All other sites are ablated: z becomes
 
     "zero"             0
     "mean"             its mean over all real tokens of the clean prompts
     "positional_mean"  its mean over the clean prompts at the same position, or role
     "resample"         its value in the corrupted run, at the same position
 
-Heads and positions that are not sites, the embedding and the biases are never ablated. Circuits are
-rows of one batch (`engine/replay`). With m the metric, M all sites and C a circuit,
+Heads and positions that are not sites, the embedding and the biases are never ablated. Many
+circuits run as one batch (`engine/replay`). With m the metric, M all sites and C a circuit,
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
     completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
@@ -18,9 +17,9 @@ rows of one batch (`engine/replay`). With m the metric, M all sites and C a circ
 (Marks et al., "Sparse Feature Circuits", 2024.) With g the gradient of m at a site where only C is
 left, the site adds g · (z - its ablated value) / (m(M) - m(∅)) to f(C), to first order.
 
-`faithfulness` measures the k highest ranked sites, for shares k of all sites. Its areas are those
-of Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by trapezoids (MIB ranks
-by signed scores for CPR, by |scores| for CMD, and counts edges, not sites):
+`faithfulness` measures the k highest ranked sites, for shares k of all sites, and two areas of
+Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by trapezoids (MIB ranks by
+signed scores for CPR, by |scores| for CMD, and counts edges, not sites):
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -36,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from scipy.integrate import trapezoid
 from torch import Tensor
 
@@ -69,7 +68,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Rows of a frame of sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-_BY_PROMPT = ("zero", "resample")  # ablations of a prompt that depend on no other prompt
+_BY_PROMPT = ("zero", "resample")  # these ablations of a prompt depend on no other prompt
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -87,9 +86,9 @@ class Faithfulness:
         random_cmd: mean CMD of random rankings.
         whole: the metric of the model.
         nothing: the metric with every site ablated.
-        ablation: of everything outside.
-        order: of the ranking, "magnitude" or "signed".
-        method: of the ranking.
+        ablation: how sites outside a circuit are ablated.
+        order: the order of the ranking, "magnitude" or "signed".
+        method: the method of the ranking.
     """
 
     frame: pd.DataFrame
@@ -126,14 +125,14 @@ def faithfulness(
         model: converted, or with exposed neuron-heads; without hooks of its own.
         clean: the prompts whose circuit it is; see `prompt_pair`.
         corrupted: the prompts to resample from, token for token.
-        metric: `logit_diff(...)` and the like, or any function of logits.
+        metric: `logit_diff(...)` or another metric, or any function of logits.
         ranking: by `activation_patch` or `attribution`, with positions "each", "all" or by role.
-        ablation: of everything outside: "zero", "mean", "positional_mean", "resample".
-        order: rank by "magnitude" of effects, or "signed", with what helps the clean run first.
-        shares: of all sites, increasing; MIB's by default.
+        ablation: "zero", "mean", "positional_mean" or "resample", for sites outside a circuit.
+        order: "magnitude" of effects, or "signed": sites that help the clean run first.
+        shares: increasing shares of all sites; MIB's by default.
         positions: for a ranking by role, where each role is in these prompts: `task.roles`.
-        n_random: random rankings to compare with; 0 for none.
-        seed: of those.
+        n_random: how many random rankings to compare with; 0 for none.
+        seed: the seed of random rankings.
         mask: 1 for real tokens, 0 for padding, if prompts are tokens.
 
     Raises:
@@ -164,13 +163,11 @@ def faithfulness(
     highest = ablated.ranked(ranking, order)
     sizes = [int(share * ablated.n_sites) for share in shares]
     kept, others, random = ablated.curves([highest[:size] for size in sizes], n_random, seed)
-    if not n_random:
-        random = np.full((1, len(sizes)), np.nan)
-    columns = {"share": list(shares), "n_sites": sizes, "faithfulness": kept}
-    columns |= {"completeness": others, "random": random.mean(axis=0)}
-    columns |= {"random_min": random.min(axis=0), "random_max": random.max(axis=0)}
+    frame = pd.DataFrame({"share": list(shares), "n_sites": sizes, "faithfulness": kept})
+    random = random if n_random else np.full((1, len(sizes)), np.nan)
+    ends = {"random_min": random.min(axis=0), "random_max": random.max(axis=0)}
     return Faithfulness(
-        pd.DataFrame(columns),
+        frame.assign(completeness=others, random=random.mean(axis=0), **ends),
         cpr=float(trapezoid(kept, shares)),
         cmd=float(trapezoid(abs(1 - kept), shares)),
         random_cpr=float(trapezoid(random, shares).mean()),
@@ -184,7 +181,7 @@ def faithfulness(
 
 
 def reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    """Return why random circuits cannot be drawn like this."""
+    """Return why these options of random circuits are refused."""
     return [
         f"got {name}={number!r}; expected a whole number, 0 or more"
         for name, number in (("n_random", n_random), ("seed", seed))
@@ -193,7 +190,10 @@ def reasons_against_draws(n_random: object, seed: object) -> list[str]:
 
 
 class AblatedModel:
-    """A model of which only a circuit is left; `whole` and `nothing` are the metric's ends."""
+    """A model in which all sites outside a circuit are ablated.
+
+    `whole` and `nothing` are the metric with all sites, and with none.
+    """
 
     def __init__(
         self,
@@ -209,10 +209,10 @@ class AblatedModel:
         some: Sequence[int] | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
-        """Run both prompts, and the clean ones with every site (rows of `Sweep.frame`) ablated.
+        """Record the clean and the corrupted run, and measure the clean one without any site.
 
-        `positions` has the roles of sites by role; `some` are indices of the prompts to use;
-        `on_done` is called with the number of circuits that are done.
+        `sites` are rows of `Sweep.frame`; `positions` says where their roles are; `some` are
+        indices of the prompts to use; `on_done` is called with numbers of finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -249,7 +249,7 @@ class AblatedModel:
 
     @cached_property
     def span(self) -> float:
-        """The metric of the whole model, less that with every site ablated."""
+        """The metric of the whole model, less the metric with every site ablated."""
         span = self.whole - self.nothing
         if not abs(span) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
@@ -261,9 +261,9 @@ class AblatedModel:
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Return the rows of a ranking (or of other effects of its sites), the highest first."""
-        # The two spans may differ in sign: of two prompts, and of all sites and none.
+        # Clean and corrupted runs may differ by another sign than all sites and none.
         span = ranking.clean_value - ranking.corrupted_value
-        # What helps raises the score when put in, and lowers it when taken out.
+        # A useful site raises the score if it is added, and lowers it if it is removed.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
         effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
@@ -284,7 +284,7 @@ class AblatedModel:
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
     ) -> tuple[_Floats, _Floats, Float[np.ndarray, "random circuit"]]:
-        """Return the faithfulness of circuits, of all other sites, and of random ones alike."""
+        """Return the faithfulness of circuits, of their complements, and of random circuits."""
         every = np.arange(self.n_sites)
         others = [np.delete(every, circuit) for circuit in circuits]
         generator = np.random.default_rng(seed)
@@ -319,7 +319,7 @@ class AblatedModel:
         for point in self._points:
             change = computed[point.name] - point.replacement[:, self._first :]
             add = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
-            add = add.sum(dim=0, keepdim=True) if point.role is None else add
+            add = add.sum(dim=0, keepdim=True) if len(point.place_of) == 1 else add
             adds.append(add.to(to_float64_device(stream).device))
         sizes = [add.numel() for add in adds]
         flat = torch.cat([add.flatten() for add in adds]).cpu().split(sizes)
@@ -412,15 +412,19 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """Sites at one hook point, and the ablated value of every z there."""
+    """Sites at one hook point, and the ablated value of every z there.
+
+    A place is the number of a position or of a role; it is 0 for sites at all positions. `place_of`
+    has the place of each token, -1 for none, with one row for all prompts if there are no roles.
+    """
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
-    width: int  # heads of a node
-    rows: Rows  # of the sites, among all
+    width: int  # how many heads a node has
+    rows: Rows  # the rows of the sites in the frame of all sites
     index: Rows
-    position: Rows | None  # or the number of the role; None for sites at all positions
-    role: Rows | None  # the number of the role at each token, -1 for none; None without roles
+    place: Rows
+    place_of: Int[np.ndarray, "row pos"]
 
     def hook(
         self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
@@ -440,45 +444,30 @@ class _AblatedPoint:
 
         return self.name, hook
 
-    def _ablated(self, kept: _Flags, first: int) -> Tensor:
-        """Return whether heads are ablated: [circuit, batch or 1, pos, head_index, 1]."""
-        n_pos, n_heads = self.replacement.shape[1:3]
-        n_places = n_pos if self.role is None else self.role.max() + 2  # the last: no role
-        gone = np.zeros((len(kept), n_places, n_heads // self.width), dtype=bool)
-        ablated = ~kept[:, self.rows]
-        if self.position is None:
-            gone[:, :, self.index] = ablated[:, None]
-        else:
-            gone[:, self.position, self.index] = ablated
-        gone = gone[:, None] if self.role is None else gone[:, self.role]
-        by_head = torch.from_numpy(gone[:, :, first:]).repeat_interleave(self.width, dim=3)
-        return by_head.unsqueeze(-1)
+    def _ablated(self, kept: _Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
+        gone = np.zeros((len(kept), *self._shape), dtype=bool)
+        gone[:, self.place, self.index] = ~kept[:, self.rows]
+        by_node = torch.from_numpy(gone[:, self.place_of[:, first:]])
+        return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Return numbers of sites, from those of heads from position `first` on.
+        """Return numbers of sites, from those of heads from position `first` on."""
+        by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
+        by_place = np.zeros(self._shape)
+        np.add.at(by_place, self.place_of[:, first:], by_node)
+        return by_place[self.place, self.index]
 
-        The row is a sum over prompts; for sites by role, there is one row for each prompt.
-        """
-        n_pos, n_heads = self.replacement.shape[1:3]
-        full = np.zeros((len(by_head), n_pos, n_heads // self.width))
-        full[:, first:] = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
-        if self.position is None:
-            return cast("_Floats", full.sum(axis=(0, 1))[self.index])
-        if self.role is None:
-            return cast("_Floats", full[0, self.position, self.index])
-        by_role = np.zeros((self.role.max() + 2, full.shape[-1]))
-        np.add.at(by_role, self.role, full)
-        return cast("_Floats", by_role[self.position, self.index])
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """The number of places, the last of which is none, and of nodes."""
+        n_places = max(self.place.max(), self.place_of.max()) + 2
+        return int(n_places), self.replacement.shape[2] // self.width
 
 
 def _ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> list[_AblatedPoint]:
     """Return the hook points of some sites, with replacements from a run."""
-    role: npt.NDArray[Any] | None = None
-    if roles:
-        is_role = torch.stack([one.chosen for one in roles]).cpu().numpy()
-        role = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
@@ -488,15 +477,18 @@ def _ablated_points(
         else:
             replacement = source.neurons[layer].z.unsqueeze(-1)
             width = host_of(model).neurons[layer].heads_per_neuron
-        position: npt.NDArray[Any] | None = None
+        place = rows["position"]
         if roles:
-            numbers = {one.label: number for number, one in enumerate(roles)}
-            position = rows["position"].map(numbers).to_numpy(dtype=np.int64)
-        elif not (rows["position"] == "all").all():
-            position = rows["position"].to_numpy(dtype=np.int64)
-        index = rows["index"].to_numpy(dtype=np.int64)
-        places = (rows.index.to_numpy(), index, position, role)
-        points.append(_AblatedPoint(name, replacement, width, *places))
+            place = place.map({role.label: number for number, role in enumerate(roles)})
+            is_role = torch.stack([role.chosen for role in roles]).cpu().numpy()
+            place_of = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
+        elif (place == "all").all():
+            place, place_of = 0 * rows["index"], np.zeros((1, replacement.shape[1]), dtype=np.int64)
+        else:
+            place_of = np.arange(replacement.shape[1])[None]
+        index, places = (x.to_numpy(dtype=np.int64) for x in (rows["index"], place))
+        columns = rows.index.to_numpy(), index, places, place_of
+        points.append(_AblatedPoint(name, replacement, width, *columns))
     return points
 
 
@@ -532,8 +524,8 @@ def ablated_model(
 class _InChunks(AblatedModel):
     """An ablated model whose memory does not grow with the number of prompts.
 
-    The recorded runs of a chunk are made again whenever circuits are measured: a search measures
-    hundreds of circuits at once, and does so some ten times.
+    Each measurement records the runs of every chunk again. A search measures about ten times,
+    hundreds of circuits at once.
     """
 
     def __init__(

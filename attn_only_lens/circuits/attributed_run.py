@@ -1,22 +1,22 @@
 """A metric attributed to the heads of one run, or of the difference between two.
 
-A target t reads the stream: its output is a sum over everything written before it, so its
+A target t reads the stream, so its output z_t is a sum over everything written before it. Its
 attribution A_t = c_t · z_t, with c_t the gradient of the metric at its output, is a sum of edges.
 
-Of one run, with patterns and norm scales held (`linear_run.py`), only values carry A_t:
+In one run, with patterns and norm scales held (`linear_run.py`), only values carry A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
-Of the difference of two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern and
+In the difference of two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern and
 value carry A_t, and there are no biases:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
-                neuron; Σ_t w(s → t) = A_s over all targets t, the metric among them
+                neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-A neuron-head's keys are constant. If its gate is a step (relu), it has no edges of kind "gate" in
-one run, and in a difference only where the step is crossed.
+The keys of a neuron-head are constant. If its gate is a step (relu), it has no edges of kind "gate"
+in one run; in a difference only if the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF, Residual
-from attn_only_lens.engine.contrast import Contrast, contrast, run_both
+from attn_only_lens.devices import on_cpu
+from attn_only_lens.engine.contrast import Contrast, contrast, run_both, run_softmax
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.linear_pair import SecantNorm, gate_term, linear_sublayers
 from attn_only_lens.engine.linear_run import (
@@ -53,7 +54,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 class NeuronSlope:
     """The gradient of the metric at neurons' pre-activations, through their patterns alone.
 
-    `constant` is the effect of scaling the constant part of queries by 1 + ε, over ε.
+    `constant` is the derivative of the metric by the scale of the queries' constant part.
     """
 
     sublayer: LinearSublayer
@@ -64,7 +65,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return what targets read at their own position, and the part of biases inside them."""
+        """Return the covectors of targets at their own positions, and the terms of their biases."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -72,10 +73,10 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The gradient of the metric at patterns, which a graph joins to queries or keys (inputs).
+    """The gradient of the metric at patterns, in a graph with `inputs`, their queries or keys.
 
-    `W` is W_Q or W_K of the groups of heads that share keys; `constant` are the inputs for a stream
-    of 0.
+    `W` is W_Q or W_K, with one entry for each group of heads that share keys; `constant` are the
+    inputs for a stream of 0.
     """
 
     sublayer: LinearSublayer
@@ -88,12 +89,12 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return the gradient at the inputs through the pattern's row of each target alone."""
+        """Return the gradient at the inputs through one row of the pattern for each target."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
 
-        # Not is_grads_batched, which takes some operations row by row, such as softmax.
+        # Not is_grads_batched: it computes some operations, such as softmax, row by row.
         def gradient(row: Tensor) -> Tensor:
             graph = (self.pattern, self.inputs, row)
             (slope,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
@@ -105,7 +106,7 @@ class AttentionSlope:
     def covectors(
         self, gradients: Float[Tensor, "target batch pos group d_head"]
     ) -> Float[Tensor, "batch target pos d_model"]:
-        """Return what targets read at every position, from the gradients at the inputs."""
+        """Return the covectors of targets at every position, from the gradients at the inputs."""
         n_targets, _, n_pos = gradients.shape[:3]
         entering = torch.einsum("tbpgd,gmd->btpm", gradients, self.W).flatten(1, 2)
         positions = torch.arange(n_pos, device=entering.device).repeat(n_targets)
@@ -113,7 +114,7 @@ class AttentionSlope:
 
 
 Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
-"""How patterns of a sublayer are moved: by "q" and "k" of attention heads, by "gate" of neurons."""
+"""The slopes of a sublayer's patterns: "q" and "k" of attention heads, "gate" of neurons."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +127,14 @@ class AttributedRun:
     linear: LinearRun
     metric: str
     value: float  # the metric, or its change
-    offset: float  # what the logits do not explain to first order: 0 for a metric with known rules
+    offset: float  # the part of the metric that is not linear in the logits
     gradients: list[Outputs]
     first: Residual  # the gradient at the embedding
     last: Residual  # the gradient at the stream that is unembedded
-    logit_bias: Float[Tensor, "batch"]  # what biases of the last norm and the unembedding add
-    bias: float  # what all biases add
+    logit_bias: Float[Tensor, "batch"]  # the terms of biases of the last norm and the unembedding
+    bias: float  # the sum of the terms of all biases
     slopes: list[Slopes]
-    z: list[Outputs]  # of the clean run
+    z: list[Outputs]  # the outputs of heads in the clean run
     is_difference: bool = False
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
@@ -160,20 +161,19 @@ def attribute_run(
     slopes: list[Slopes] = [{} for _ in linear.sublayers]
     if patterns:
         tape = Tape(name for (*_, point), name in _hook_names(model).items() if point != "z")
-        runs = run_both(model, replace(pair, corrupted=pair.clean))
-        result = contrast(model, runs, bound, tape, keep_graph=True)
+        softmax = run_softmax(model, pair, tape)
         slopes = [
-            _run_slopes(model, sublayer, along, result, tape.nodes)
+            _run_slopes(model, sublayer, along, softmax, tape.nodes)
             for sublayer, along in zip(linear.sublayers, outputs, strict=True)
         ]
     offset = value - float((gradient * linear.logits).sum())
     zero = torch.zeros_like(linear.run.final.stream)
     logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
-    bias = float(logit_bias.sum())
+    biases = [logit_bias.sum()]
     for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
-        bias += float((along * sublayer.constant).sum())
-        bias += float((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
-    ends = streams[0], streams[-1], logit_bias, bias
+        biases.append((along * sublayer.constant).sum())
+        biases.append((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
+    ends = streams[0], streams[-1], logit_bias, sum(map(float, on_cpu(biases)))
     recorded = [sublayer.writes.z for sublayer in linear.sublayers]
     return AttributedRun(linear, bound.name, value, offset, outputs, *ends, slopes, recorded)
 
@@ -184,7 +184,7 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    with FunctionRules(paused=True):  # in float64 throughout, as in `run_both`
+    with FunctionRules(paused=True):  # all in float64, as in `run_both`
         both = decompose(model, tokens, mask, names=tuple(patterns))
     runs = run_both(model, pair)
     clean, corrupted = runs.logits.chunk(2)
@@ -197,7 +197,8 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     for sublayer, writes in zip(sublayers, both.sublayers, strict=True):
         along = result.gradients[names[writes.layer, writes.kind, "z"]]
         if writes.neurons is None:
-            here = _pair_slopes(model, sublayer, result, tape.nodes)
+            pattern = result.softmax[writes.layer], result.patterns[writes.layer]
+            here: Slopes = {**_pattern_slopes(model, sublayer, *pattern, tape.nodes)}
         else:
             heads: Any = writes.neurons  # z has Σ_j w_j z_j of the heads of a neuron
             flat = along.squeeze(-1)
@@ -239,9 +240,13 @@ def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:
 
 
 def _run_slopes(
-    model: Any, sublayer: LinearSublayer, along: Outputs, result: Contrast, nodes: dict[str, Tensor]
+    model: Any,
+    sublayer: LinearSublayer,
+    along: Outputs,
+    softmax: Sequence[Tensor],
+    nodes: dict[str, Tensor],
 ) -> Slopes:
-    """Return the derivatives of the patterns of one run."""
+    """Return the slopes of the patterns of one run."""
     if not isinstance(sublayer, LinearAttention):
         gate = _neuron_slope(sublayer, along)
         return {} if gate is None else {"gate": gate}
@@ -251,20 +256,19 @@ def _run_slopes(
     values = torch.einsum("bkm,hmd->bkhd", writes.entered, sublayer.W_V)
     if b_V is not None:
         values = values + by_head(b_V.view(-1, values.shape[3]), values.shape[2])
-    pattern_gradient = torch.einsum("bqhd,bkhd->bhqk", along, values)
-    n_sinks = result.softmax[writes.layer].shape[-1] - pattern_gradient.shape[-1]
-    pattern_gradient = torch.nn.functional.pad(pattern_gradient, (0, n_sinks))
+    gradient, pattern = torch.einsum("bqhd,bkhd->bhqk", along, values), softmax[writes.layer]
+    n_sinks = pattern.shape[-1] - gradient.shape[-1]
+    gradient = torch.nn.functional.pad(gradient, (0, n_sinks))
+    entering = writes.reads.change(writes.reads.stream)
     slopes: Slopes = {}
-    for kind, slope in _pair_slopes(model, sublayer, result, nodes).items():
-        assert isinstance(slope, AttentionSlope)
-        entering = writes.reads.change(writes.reads.stream)
+    for kind, slope in _pattern_slopes(model, sublayer, pattern, gradient, nodes).items():
         constant = slope.inputs.detach() - torch.einsum("bpm,gmd->bpgd", entering, slope.W)
-        slopes[kind] = replace(slope, gradient=pattern_gradient, constant=constant)
+        slopes[kind] = replace(slope, constant=constant)
     return slopes
 
 
 def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | None:
-    """Return the derivative of the gates of one run; None if they are steps."""
+    """Return the slope of the gates of one run; None if they are steps."""
     heads: Any = sublayer.writes.neurons
     q, up = heads.projections(sublayer.writes.entered)
     with torch.enable_grad():
@@ -285,18 +289,22 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     return NeuronSlope(sublayer, by_q, W, constant)
 
 
-def _pair_slopes(
-    model: Any, sublayer: LinearSublayer, result: Contrast, nodes: dict[str, Tensor]
-) -> Slopes:
-    """Return how queries and keys move the patterns of attention heads between two runs."""
+def _pattern_slopes(
+    model: Any,
+    sublayer: LinearSublayer,
+    pattern: Float[Tensor, "batch head_index query_pos key"],
+    gradient: Float[Tensor, "batch head_index query_pos key"],
+    nodes: dict[str, Tensor],
+) -> dict[str, AttentionSlope]:
+    """Return how queries and keys move patterns of attention heads; `gradient` is at these."""
     host, layer = host_of(model), sublayer.writes.layer
-    slopes: Slopes = {}
+    slopes: dict[str, AttentionSlope] = {}
     for kind in "qk":
         inputs = nodes[host.hook_name(layer, "attention", kind)]
         W, n_groups = getattr(host.attention(layer), f"W_{kind.upper()}"), inputs.shape[2]
         W = W.detach()[:: len(W) // n_groups] if len(W) > n_groups else by_head(W, n_groups)
-        pattern = result.softmax[layer], result.patterns[layer]
-        slopes[kind] = AttentionSlope(sublayer, *pattern, inputs, W, torch.zeros_like(inputs))
+        constant = torch.zeros_like(inputs)
+        slopes[kind] = AttentionSlope(sublayer, pattern, gradient, inputs, W, constant)
     return slopes
 
 
@@ -308,8 +316,8 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Compare what each sublayer reads, by its weights, with the attributions of its heads."""
-    sums, sizes = list[tuple[float, float]](), list[float]()
+    """Compare the sum of the edges into each sublayer with the attributions of its heads."""
+    numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
         covector = sublayer.back(along)
@@ -321,10 +329,13 @@ def _require_flows(
                 entering = torch.einsum("bpgd,gmd->bpm", inputs, slope.W)
             covector = covector + writes.reads.back(entering)
         terms, outputs = covector * (clean - corrupted).to(covector), along * writes.outputs
-        sums.append((float(terms.sum()), float(outputs.sum())))
-        sizes.append(max(float(outputs.abs().sum()), float(terms.abs().sum())))
+        numbers += [terms.sum(), outputs.sum(), terms.abs().sum(), outputs.abs().sum()]
+    values = list(map(float, on_cpu(numbers)))
+    rows = [values[i : i + 4] for i in range(0, len(values), 4)]
+    sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    smallest = allowed * max([abs(result.total), *sizes])  # where flows are only roundings
+    # Below this size, flows are only rounding errors.
+    smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: flows into its {sublayer.writes.kind} heads add up to "
         f"{got:.6g}; expected {expected:.6g}: its matrices do not make what its heads read, for "

@@ -6,14 +6,15 @@ Nodes, by `kind`, and their `id`:
     attention  L5H3@7         an attention head, at the position where it writes
     neuron     L5N1234@7      a neuron-head (all heads of the neuron, if several share it)
     bias       bias           all biases, wherever they are added
-    rest       rest           heads and neurons that are no nodes of this graph
-    offset     offset         the rest of a metric that is not linear in the logits
+    rest       rest           heads and neurons that are not nodes of this graph
+    offset     offset         the part of a metric that is not linear in the logits
     metric     metric         the metric
 
-Edges add up: into every node to its attribution, into "metric" to the metric, or to its change
-(`attributed_run.py`). In a graph of one run these are the edges of kind "value"; edges of kinds
+The edges into a node add up to its attribution, and the edges into "metric" to the metric, or to
+its change (`attributed_run.py`). In a graph of one run only edges of kind "value" count; the kinds
 "q", "k" and "gate" say what sets a node's pattern, to first order. In a graph of a difference all
-kinds add up together. Pruning preserves the sums: edges from dropped nodes come from "rest".
+kinds add up together. Pruning preserves the sums: edges from dropped nodes become edges from
+"rest".
 """
 
 from collections.abc import Iterable
@@ -43,20 +44,20 @@ class CircuitGraph:
 
     Attributes:
         nodes: a row for each node: `id`, `kind`, `layer` (source layer; only of heads and neurons),
-            `name`, `position` (none for bias, rest, offset, metric), `value` (the mean over prompts
-            of a neuron's output in the clean run, or the length of a head's or the embedding's),
-            `gradient` (of the metric by a neuron's value; none with several prompts, or heads to a
-            neuron) and `attribution`, the sum over prompts; by role also `error`, the standard
-            error.
+            `name`, `position` (missing for bias, rest, offset, metric), `value` (in the clean run,
+            the mean over prompts of a neuron's output, or of the norm of a head's output or of the
+            embedding), `gradient` (of the metric by a neuron's output; missing for several prompts,
+            or if several heads share a neuron) and `attribution`, the sum over prompts; by role
+            also `error`, the standard error.
         edges: a row for each edge that is not 0: `source`, `target` (ids), `kind` ("value", "q",
             "k", "gate"), `weight`; by role also `error`.
-        tokens: of each clean prompt, as strings; by role, the roles.
-        metric: its name.
+        tokens: the tokens of each clean prompt, as strings; by role, the roles.
+        metric: the metric's name.
         value: the metric, or its change from the corrupted to the clean run.
         model: the model's name.
         n_layers: source layers of the model.
-        n_heads: heads and neurons of the model at all positions: the possible nodes.
-        mass: the share of their Σ |attribution| that the graph's nodes have.
+        n_heads: the number of possible nodes: heads and neurons at all positions.
+        mass: the share of Σ |attribution| of all possible nodes that this graph's nodes have.
         corrupted: the tokens of each corrupted prompt; empty for a graph of one run.
 
     Example:
@@ -108,7 +109,7 @@ class CircuitGraph:
         n_pos = max(map(len, self.tokens), default=0)
         away = ids[self.nodes["position"].notna() & ~self.nodes["position"].between(0, n_pos - 1)]
         reasons += [f"got node {name} beyond prompts of {n_pos} tokens" for name in away[:5]]
-        if not 0 <= self.mass <= 1 + 1e-9:  # a sum of shares, to rounding
+        if not 0 <= self.mass <= 1 + 1e-9:  # a sum of shares may be rounded up
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
 
@@ -118,9 +119,9 @@ class CircuitGraph:
         return EDGE_KINDS if self.corrupted else ("value",)
 
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
-        """Return the sum of the edges into each node that has any, by id.
+        """Return the sum of the edges into each node, by id.
 
-        By default of all kinds that add up to the node's attribution; an unknown kind raises an
+        By default, of all kinds that add up to attributions. An unknown kind raises an
         `InputError`.
         """
         if kind not in (None, *EDGE_KINDS):
@@ -135,7 +136,7 @@ class CircuitGraph:
         return self.nodes[self.nodes["kind"].isin(HEAD_KINDS)]
 
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
-        """Keep the heads and neurons of largest |attribution|; "rest" takes over for the others.
+        """Keep the heads and neurons of largest |attribution|; merge the others into "rest".
 
         All sums still hold.
 
@@ -144,7 +145,7 @@ class CircuitGraph:
             mass: or the share of their Σ |attribution| to keep, with as few as possible.
 
         Raises:
-            InputError: neither or both are given, or one that is invalid.
+            InputError: not exactly one of them, or an invalid one.
         """
         heads = self.heads
         sizes = heads["attribution"].abs()
@@ -158,16 +159,16 @@ class CircuitGraph:
         return replace(self, nodes=nodes, edges=edges, mass=self.mass * left)
 
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
-        """Keep the edges of largest |weight| into each node; "rest" takes over for the others.
+        """Keep the edges of largest |weight| into each node; merge the others into "rest".
 
-        All sums still hold.
+        All sums still hold. Edges from "bias" and "offset" are always kept.
 
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.
-            top: or how many to keep, for every node and kind, besides "bias", "offset" and "rest".
+            top: or how many edges to keep, for every node and kind.
 
         Raises:
-            InputError: neither or both are given, or one that is invalid.
+            InputError: not exactly one of them, or an invalid one.
         """
         keep = np.zeros(len(self.edges), dtype=bool)
         for rows in self.edges.groupby(["target", "kind"], observed=True).indices.values():
@@ -211,9 +212,9 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the rows of the largest entries, in order; of equals the first.
+    """Return the rows of the `top` largest entries, or of as few as have the share `mass`, sorted.
 
-    They are `top` entries, or as few as reach the share `mass` of the sum of all.
+    Of equal entries, the first are taken.
     """
     reasons = []
     if (top is None) == (mass is None):

@@ -1,9 +1,8 @@
 """Nodes and edges of an attributed run (`attributed_run.py`), as frames.
 
-An edge is the product of a covector of the target, what it reads, and a vector of the source, what
-it wrote into the stream. Heads that are not nodes of the graph are summed as vectors into "rest",
-so a graph of K nodes costs K² products, whatever the size of the model. A graph of all nodes is a
-flow from the embedding, and the biases of a single run, to the metric.
+An edge is the product of a covector that the target reads, and a vector that the source wrote into
+the stream. The vectors of heads that are not nodes are summed into "rest", so a graph of K nodes
+takes K² products, for a model of any size.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,26 +18,26 @@ from torch import Tensor
 
 from attn_only_lens.circuits.attributed_run import AttentionSlope, AttributedRun, NeuronSlope
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS
-from attn_only_lens.devices import free_bytes
+from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.linear_run import LinearAttention, LinearRun
 from attn_only_lens.engine.positions import Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import HeadName
 
 Node = tuple[int, int]
-"""Place (a position, or a role), and index in the sublayer."""
-_BLOCK = 2**24  # on a CPU: 64 MiB in float32
-_SHARE = 0.1  # of the free memory of another device
+"""A place (a position or a role), and an index in the sublayer."""
+_BLOCK = 2**24  # numbers at once on a CPU: 64 MiB in float32
+_SHARE = 0.1  # the share of another device's free memory to use
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The places of nodes: positions, or roles, which are tokens of their own in each prompt.
+    """The places of nodes: positions, or roles, which are at another token in each prompt.
 
     Attributes:
-        names: of positions, or of roles in the order of their mean positions.
-        real: the places that some prompt has.
-        chosen: whether a position of a prompt has a role; None for positions.
+        names: positions as texts, or roles in the order of their mean positions.
+        real: the places that at least one prompt has.
+        chosen: whether a role is at a position of a prompt; None for positions.
     """
 
     names: list[str]
@@ -47,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places; a token with several roles counts for the first of them."""
+        """Return the places; a token with several roles belongs to the first of them."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -65,7 +64,7 @@ class Places:
     def sums(
         self, by_position: Float[Tensor, "batch pos node"]
     ) -> Float[Tensor, "batch place node"]:
-        """Return the numbers at the tokens of each place."""
+        """Return the sum of the numbers at each place."""
         numbers = by_position.cpu().double()
         if self.chosen is None:
             return numbers
@@ -105,7 +104,7 @@ class Places:
 
 
 def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
-    """Return the standard error of a sum of equal shares of a mean over prompts."""
+    """Return the standard error of the sum over prompts."""
     n = by_prompt.shape[1]
     if n < 2:
         return np.full(len(by_prompt), np.nan)
@@ -113,11 +112,20 @@ def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row
 
 
 def node_frame(
-    run: AttributedRun, places: Places, chosen: Sequence[Sequence[Node]], rest: float
+    run: AttributedRun,
+    places: Places,
+    attributions: Sequence[Float[Tensor, "batch place node"]],
+    chosen: Sequence[Sequence[Node]],
+    rest: float,
 ) -> pd.DataFrame:
     """Return the nodes: the embedding, heads by layer, and "bias", "rest", "offset", "metric".
 
-    `rest` is the attribution of the heads that are no nodes.
+    Args:
+        run: the run.
+        places: the places of nodes.
+        attributions: of all nodes of each sublayer.
+        chosen: the nodes of the graph in each sublayer.
+        rest: the attribution of the heads that are no nodes.
     """
     rows = list[tuple[Any, ...]]()
 
@@ -140,26 +148,26 @@ def node_frame(
     by_place = places.sums(along)[:, places.real, 0]
     names = ["embed"] * len(places.real)
     add(("embed", None), names, places.real, lengths[places.real], by_place)
-    for index, nodes in enumerate(chosen):
-        if not nodes:
-            continue
+    filled = [index for index, nodes in enumerate(chosen) if nodes]
+    sizes = on_cpu([_sizes(run, index) for index in filled])
+    for index, values in zip(filled, sizes, strict=True):
         gradients, writes = run.gradients[index], run.linear.sublayers[index].writes
-        z = run.z[index].unflatten(2, (gradients.shape[2], -1))
-        is_attention = writes.kind == "attention"
-        values = z.flatten(3).norm(dim=-1) if is_attention else z.sum((3, 4))
+        nodes, z, is_attention = chosen[index], run.z[index], writes.kind == "attention"
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        if not is_attention and len(z) == z.shape[3] == 1 and places.chosen is None:
+        # One prompt, and one head for each neuron.
+        single = len(z) == 1 and z.shape[2] == gradients.shape[2]
+        if not is_attention and single and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
-        by_node = places.sums(run.attributions(index))[:, some, heads]
+        by_node = attributions[index][:, some, heads]
         means = places.sums(values).mean(0)[some, heads]
         add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
     if places.chosen is not None:  # tokens without a role
         rest += float(along.cpu().double().sum() - by_place.sum())
     ends = {"bias": (0.0, run.bias), "rest": (0.0, rest)}
     if run.is_difference:
-        del ends["bias"]  # it drops out
+        del ends["bias"]  # biases cancel in a difference
     if run.offset or not run.is_difference:
         ends["offset"] = (0.0, run.offset)
     for name, (size, attribution) in (ends | {"metric": (run.value,) * 2}).items():
@@ -167,6 +175,13 @@ def node_frame(
     frame = pd.DataFrame(rows, columns=[*NODE_COLUMNS, "error"])
     frame = frame.astype({"layer": "Int64", "position": "Int64"})
     return frame.drop(columns="error") if places.chosen is None else frame
+
+
+def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
+    """Return the outputs of neurons in the clean run, or the lengths of heads' outputs."""
+    z = run.z[index].unflatten(2, (run.gradients[index].shape[2], -1))
+    is_attention = run.linear.sublayers[index].writes.kind == "attention"
+    return z.flatten(3).norm(dim=-1) if is_attention else z.sum((3, 4))
 
 
 class LinearGraph:
@@ -186,9 +201,9 @@ class LinearGraph:
     def edges(
         self, on_done: Callable[[int], object] = lambda n: None
     ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        """Return edges that are not 0, from chosen nodes, "bias" and "rest", and into the metric.
+        """Return the edges that are not 0, and the weights of each prompt.
 
-        With them, the contribution of each prompt. `on_done` is called with numbers of nodes.
+        `on_done` is called with numbers of nodes whose edges are done.
         """
         sources = [f"embed@{pos}" for pos in self._real]
         for index, nodes in enumerate(self._chosen):
@@ -208,7 +223,7 @@ class LinearGraph:
     def _into(
         self, index: int, kind: str, nodes: Sequence[Node]
     ) -> Iterator[tuple[Sequence[Node], Float[Tensor, "batch target column"]]]:
-        """Yield blocks of nodes of a sublayer, and the contributions to them."""
+        """Yield blocks of nodes of a sublayer, and the weights of the edges into them."""
         gradient = self._attributed.gradients[index]
         slope = self._attributed.slopes[index].get(kind)
         size = len(self._sources.positions) + self._linear.run.embedding[0].numel()
@@ -253,7 +268,7 @@ class LinearGraph:
 def _edges_of(
     sources: list[str], targets: list[str], kind: str, by_prompt: Tensor
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """Return edges that are not 0 into targets, and the contribution of each prompt."""
+    """Return edges that are not 0 into targets, and the weights of each prompt."""
     weights = by_prompt.sum(0)
     row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
     names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
@@ -269,7 +284,7 @@ def _edges_of(
 
 
 class _Sources:
-    """What the embedding and chosen nodes wrote, one by one; all others and biases, together."""
+    """The vectors that the embedding and each chosen node wrote, and the sums of all others."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
@@ -288,14 +303,14 @@ class _Sources:
                 outputs[:, node_positions, index], index, node_positions
             )
             vectors.append(written.to(embedding))
-            positions += node_positions.tolist()
+            positions += [position for position, _ in nodes]
             others = outputs.clone()
             others[:, node_positions, index] = 0.0
             self._n_columns.append(len(positions))
             self._rest.append(self._rest[-1] + sublayer.written(others[None])[0].to(embedding))
             self._bias.append(self._bias[-1] + sublayer.writes.bias.to(embedding))
         self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
-        # The sources of a position, numbered from 0: rows of a table with a place for each.
+        # The sources at one position, numbered from 0.
         self._slots = pd.Series(positions).groupby(positions).cumcount().to_numpy()
 
     def products(
@@ -305,10 +320,10 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return what targets behind `n_before` sublayers read of each source; on the CPU.
+        """Return the products of covectors with the sources of the first `n_before` sublayers.
 
-        They read at one position, or (None) at every position. The last two columns are "rest" and
-        "bias".
+        Targets read at their own position, or at every position (None). The last two columns are
+        "rest" and "bias". The result is on the CPU.
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)
         vectors, streams = self._vectors[:, :n], (self._rest[n_before], self._bias[n_before])

@@ -5,18 +5,16 @@ selection: Meinshausen and Bühlmann 2010; in pairs of halves, Shah and Samworth
 is also measured on the half that it was not fitted to.
 
     inclusion    the share of these circuits that include a site: it estimates how probable the
-                 site is in the circuit of a fresh batch of half as many prompts
-    core         sites with an inclusion of 90 % or more; "noise": of 10 % or less; the others are
-                 "contingent"
+                 site is in the circuit of a new sample of half as many prompts
+    class        "core" from an inclusion of 90 % on, "noise" up to 10 %, else "contingent"
 
-Intervals of inclusion are Wilson's for n_eff independent circuits. Circuits of different splits
-share prompts, so n_eff is smaller than their number: 2 + (resamples - 2) / `_DEPENDENCE`, since the
-two halves of one split are independent (`analyses/results/stability_of_circuits.md`).
+Intervals of inclusion are Wilson's for n_eff independent circuits. The two halves of one split are
+independent, but circuits of different splits share prompts, so n_eff is smaller than the number of
+circuits: 2 + (resamples - 2) / `_DEPENDENCE` (`analyses/results/stability_of_circuits.md`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +23,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy.spatial.distance import pdist
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits.ablation import AblatedModel, Rows
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
@@ -78,15 +76,20 @@ class Stability:
         )
 
 
-def require_resamples(resamples: object, n_prompts: int, metric: Metric) -> None:
-    """Refuse what cannot be resampled, with every reason."""
+def resamples_reasons(resamples: object) -> list[str]:
+    """Return why this is no number of resamples."""
+    if is_count(resamples) and as_plain(resamples) != 1:
+        return []
+    return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
+
+
+def require_resamples(n_prompts: int, metric: Metric) -> None:
+    """Refuse prompts that cannot be resampled, with every reason."""
     reasons = []
-    if not is_count(resamples, 2):
-        reasons.append(f"got resamples={resamples!r}; expected 2 or more, or 0 for none")
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} pairs of prompts; expected 4 or more, to split in halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}, one number of all prompts; expected one of each")
+        reasons.append(f"got {metric.name}, one number of all prompts; expected one for each")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
@@ -111,13 +114,12 @@ def resampled(
     """Search halves of the prompts, and measure what is found on the other halves."""
     included, rows = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]]()
     held_out = list[pd.DataFrame]()
-
-    @lru_cache(maxsize=2)  # two halves of one split follow each other
-    def model_of(prompts: tuple[int, ...]) -> AblatedModel:
-        return ablate(some=list(prompts))
-
+    models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
-        ablated, others = (model_of(tuple(some.tolist())) for some in (half, other_half))
+        keys = [tuple(some.tolist()) for some in (half, other_half)]
+        # The two halves of a split follow each other.
+        models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
+        ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
         flags = np.zeros(len(sites), dtype=bool)
         flags[circuit] = True
@@ -163,12 +165,12 @@ def inclusion_interval(count: int, n: int) -> tuple[float, float]:
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Return Wilson's interval of a share of n trials, which need not be a whole number."""
-    z2 = 1.6448536269514722**2  # of a normal distribution, 90 % on both sides
+    """Return Wilson's 90 % interval of a share of n trials; n need not be a whole number."""
+    z2 = 1.6448536269514722**2  # the quantile of a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return min(low, share), max(high, share)  # not left out by rounding, at shares of 0 and 1
+    return min(low, share), max(high, share)  # rounding may exclude shares of 0 and 1
 
 
 def share_of_sums(

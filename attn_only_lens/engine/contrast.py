@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attn_only_lens.axes import SELF, Logits, Residual, Tokens
-from attn_only_lens.engine.gradients import Tape, edit_input
+from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
 from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
 from attn_only_lens.engine.model_weights import HALF, float32_weights
@@ -167,6 +167,18 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
         both = record(model, torch.cat([pair.clean, pair.corrupted]), mask, names=names)
     seen = steps.functions.seen
     return BothRuns(pair, both.logits, both.streams[0], steps.norms, seen, both.hooked)
+
+
+@torch.enable_grad()
+@full_precision()
+def run_softmax(
+    model: Any, pair: PromptPair, tape: Tape
+) -> list[Float[Tensor, "batch head_index query_pos key"]]:
+    """Return the patterns of each layer of the clean run, in a graph with the nodes of a tape."""
+    steps = _Steps(model)
+    with steps.recorded(), start_graph(model):
+        run(model, pair.clean, pair.mask, tape.hooks)
+    return steps.functions.softmax
 
 
 @torch.enable_grad()
@@ -340,7 +352,9 @@ class _Steps:
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Replace norms and functions by their rules in a forward pass."""
-        with self._attached({module: self._norm(module, *x) for module, x in self.norms.items()}):
+        # The structure of a norm shows in any prompt: not all of them are moved to the CPU.
+        norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
+        with self._attached({m: self._norm(norms[m], *both) for m, both in self.norms.items()}):
             yield
 
     @contextmanager
@@ -373,9 +387,8 @@ class _Steps:
             stack.enter_context(self.functions)
             yield
 
-    def _norm(self, module: nn.Module, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
-        """Return a hook that replaces a norm's output by its mean, with the rule's gradient."""
-        norm = self._host.norm_of(module, x, y)
+    def _norm(self, norm: Any, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
+        """Return a hook that gives a norm's mean output the gradient of its rule."""
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)
         scale = (linear * without_bias).sum(-1, keepdim=True) / square

@@ -149,8 +149,8 @@ class FunctionRules(TorchFunctionMode):
         paused: whether to record and replace nothing at first.
 
     Attributes:
-        softmax: the replaced output of each softmax.
-        softmax_changes: the change of each output between the runs.
+        softmax: the output of each softmax, with the gradient of its rule.
+        softmax_changes: how much it changes between the runs.
     """
 
     def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
@@ -179,6 +179,10 @@ class FunctionRules(TorchFunctionMode):
             recorded = y.detach().clone()
             if _RULES[func] is _softmax:  # a row of padding may have no key
                 recorded = recorded.nan_to_num(0.0)
+                if x.requires_grad:
+                    change = softmax_change(recorded, recorded, x - x.detach())
+                    self.softmax.append(centred_at(recorded, change))
+                    y = self.softmax[-1]
             self.seen.append((x.detach().clone(), recorded))
             return y
         rest, seen = args[1:], self.seen[self._n_calls]

@@ -37,6 +37,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual, Tokens
+from attn_only_lens.devices import on_cpu
 from attn_only_lens.engine.edits import neuron_changes
 from attn_only_lens.engine.recording import Recording, output_stream, record
 from attn_only_lens.engine.sites import LayerSites
@@ -71,10 +72,10 @@ class FrozenNorm:
     scale: Float[Tensor, "batch pos 1"]
 
     @classmethod
-    def measure(cls, norm: Any, stream: Residual, output: Residual) -> "FrozenNorm":
-        """Measure the scale from the norm's input and output; refuse a module that is no norm."""
+    def measure(cls, norm: Any, stream: Residual, output: Residual) -> tuple["FrozenNorm", Tensor]:
+        """Measure the scale from the norm's input and output, and whether it is a norm's."""
         if norm.module is None:
-            return cls(norm, stream, torch.ones_like(stream[..., :1]))
+            return cls(norm, stream, torch.ones_like(stream[..., :1])), torch.tensor(True)
         linear = norm.after(stream)
         expected = output if norm.bias is None else output - norm.bias
         square = linear.square().sum(-1, keepdim=True)
@@ -84,11 +85,7 @@ class FrozenNorm:
         eps = scale.square() - frozen._centred(stream).square().mean(-1, keepdim=True)
         rounded = _ROUNDING * scale.square()
         is_root_mean_square = (square == 0) | ((eps > -rounded) & (eps < _LARGEST_EPS + rounded))
-        if not (error <= _ROUNDING * expected.abs().amax() and is_root_mean_square.all()):
-            raise UnsupportedModelError(
-                [f"a {type(norm.module).__name__} does not divide by a root mean square"], _PROBLEM
-            )
-        return frozen
+        return frozen, (error <= _ROUNDING * expected.abs().amax()) & is_root_mean_square.all()
 
     def at(self, positions: Positions) -> "FrozenNorm":
         """Return the norm at some positions."""
@@ -238,6 +235,7 @@ def decompose(
         for kind in HEAD_KINDS
     )
     final = traffic.frozen(last, traffic.entered[model.unembed])
+    traffic.require_norms()
     parallel = tuple(bool(around.parallel) for around in norms)
     run = Decomposition(recording, recording.streams[0], sublayers, final, parallel)
     _require_sums(run)
@@ -245,16 +243,26 @@ def decompose(
 
 
 class _Traffic(NamedTuple):
-    """The inputs and outputs of modules in a forward pass."""
+    """The inputs and outputs of modules in a forward pass, and which of them act as norms."""
 
     entered: dict[nn.Module, Tensor]
     returned: dict[nn.Module, Tensor]
+    is_norm: dict[nn.Module, Tensor]
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
         """Return a norm in this run; `outside` is the stream where there is no norm."""
         if norm.module is None:
-            return FrozenNorm.measure(norm, outside, outside)
-        return FrozenNorm.measure(norm, self.entered[norm.module], self.returned[norm.module])
+            return FrozenNorm.measure(norm, outside, outside)[0]
+        ends = self.entered[norm.module], self.returned[norm.module]
+        frozen, self.is_norm[norm.module] = FrozenNorm.measure(norm, *ends)
+        return frozen
+
+    def require_norms(self) -> None:
+        """Refuse modules that are no norms."""
+        for module, is_norm in zip(self.is_norm, on_cpu([*self.is_norm.values()]), strict=True):
+            if not is_norm:
+                reason = f"a {type(module).__name__} does not divide by a root mean square"
+                raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _sublayer(
@@ -298,18 +306,20 @@ def _require_sums(run: Decomposition) -> None:
         for n_before in [len(run.before(sublayer.layer, sublayer.kind))]
     ]
     readers.append(("the unembedding", run.final.stream, len(totals)))
-    real = run.recording.mask
-    for reader, stream, n_before in readers:
+    real, largest = run.recording.mask, list[Tensor]()
+    for _, stream, n_before in readers:
         total = sum((x.to(stream) for x in totals[:n_before]), run.embedding.to(stream))
-        error, size = (
-            x if real is None else x[real.bool().to(x.device)]
-            for x in ((total - stream).abs(), stream.abs())
-        )
-        if not error.amax() <= _ROUNDING * size.amax():
+        both = torch.stack([total - stream, stream]).abs().amax(-1)
+        if real is not None:
+            both = both.masked_fill(real.to(both) == 0, 0.0)
+        largest.append(both.amax((1, 2)))
+    for (reader, *_), numbers in zip(readers, on_cpu(largest), strict=True):
+        error, size = numbers.tolist()
+        if not error <= _ROUNDING * size:
             reason = (
-                f"the input of {reader} differs by {float(error.amax()):.2g} from the sum of "
-                f"everything written before it (largest entry: {float(size.amax()):.2g}): "
-                "something else writes into the stream, or outputs are multiplied"
+                f"the input of {reader} differs by {error:.2g} from the sum of everything written "
+                f"before it (largest entry: {size:.2g}): something else writes into the stream, "
+                "or outputs are multiplied"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
 
@@ -317,7 +327,7 @@ def _require_sums(run: Decomposition) -> None:
 @contextmanager
 def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
     """Yield the inputs and the outputs of modules, which the next forward pass fills in."""
-    traffic = _Traffic({}, {})
+    traffic = _Traffic({}, {}, {})
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         named = (kwargs[name] for name in ("hidden_states", "value_input") if name in kwargs)

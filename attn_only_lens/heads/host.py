@@ -143,8 +143,8 @@ class Host(ABC):
         """Return the modules that are norms of the stream, or of queries and keys."""
 
     @abstractmethod
-    def norm_of(self, module: Any, x: Any, y: Any) -> Any:
-        """Return the norm that a module computes, given an input and its output."""
+    def norms_of(self, seen: Any) -> Any:
+        """Return the norm that each module is, by its input and output: {module: (x, y)}."""
 
     @abstractmethod
     def require_weights(self) -> None:

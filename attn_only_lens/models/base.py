@@ -3,7 +3,7 @@
 TransformerLens ignores hooks that can never fire; these models refuse them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.engine.model_checks import weight_hook_reasons
 from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.heads.host import CHANGED, Host
-from attn_only_lens.models.norms import Norm, known_norm, norm_modules, norm_of
+from attn_only_lens.models.norms import Norm, known_norm, norm_modules, norms_of
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -28,9 +28,9 @@ class ModelHost(Host):
         """Return the norms of the stream, and of queries and keys."""
         return norm_modules(self.model)
 
-    def norm_of(self, module: nn.Module, x: Tensor, y: Tensor) -> Norm:
-        """Return the norm that a module is, with an input and its output."""
-        return norm_of(module, x, y)
+    def norms_of(self, seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
+        """Return the norms that modules are, by an input and its output."""
+        return norms_of(seen)
 
 
 class HookedTransformerHost(ModelHost):

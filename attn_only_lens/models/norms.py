@@ -16,7 +16,7 @@ through a norm if its output is their input, and write through it if their outpu
 matrices that a bridge calls W_Q, W_in and so on are compared with what its modules compute.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
-from attn_only_lens.devices import normal_numbers
+from attn_only_lens.devices import normal_numbers, on_cpu
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
@@ -104,13 +104,13 @@ def hooked_norms(
 def bridge_final_norm(model: Any) -> Norm:
     """Return the norm before the unembedding of a bridge, by a run on two tokens."""
     last = getattr(model, "ln_final", None)
-    traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"norm": last}))
+    traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"ln_final": last}))
     _record_two_tokens(model, [traffic])
     inputs, outputs = traffic.inputs, traffic.outputs
     try:
-        if "norm" not in inputs or not torch.equal(outputs["norm"], inputs["unembed"]):
+        if "ln_final" not in inputs or not torch.equal(outputs["ln_final"], inputs["unembed"]):
             raise _UnknownError("the unembedding does not read the output of ln_final")
-        return _fitted(last, "ln_final", inputs["norm"], outputs["norm"])
+        return traffic.norm("ln_final")
     except _UnknownError as error:
         raise InputError([str(error)], _PROBLEM) from error
 
@@ -130,14 +130,19 @@ def norm_modules(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def norm_of(module: nn.Module, x: Tensor, y: Tensor) -> Norm:
-    """Return the norm that a module is, with an input and its output; raise InputError if none."""
-    if not isinstance(module, NormalizationBridge):
-        return known_norm(module)
+def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
+    """Return the norms that modules are, by an input and its output; raise InputError if none."""
+    bridges = [module for module in seen if isinstance(module, NormalizationBridge)]
+    names = [f"{type(module).__name__} {i}" for i, module in enumerate(bridges)]
+    traffic = _Traffic(dict(zip(names, bridges, strict=True)))
+    for name, module in traffic.modules.items():
+        traffic.inputs[name], traffic.outputs[name] = seen[module]
+    _read([traffic])
     try:
-        return _fitted(module, type(module).__name__, x, y)
+        fitted = {module: traffic.norm(name) for name, module in traffic.modules.items()}
     except _UnknownError as error:
         raise InputError([str(error)], _PROBLEM) from error
+    return {module: fitted.get(module) or known_norm(module) for module in seen}
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
@@ -183,12 +188,19 @@ class _UnknownError(Exception):
 
 
 class _Traffic:
-    """Inputs and outputs of modules in a forward pass, by name."""
+    """Inputs and outputs of modules in a forward pass, by name, and gains and biases of norms."""
 
     def __init__(self, modules: dict[str, Any]) -> None:
         self.modules = modules
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
+        self.vectors: dict[tuple[str, str], Tensor] = {}
+        for name, module in modules.items():
+            component = getattr(module, "original_component", None)
+            for parameter in ("weight", "bias"):
+                vector = getattr(component, parameter, None)
+                if vector is not None and vector.ndim == 1:
+                    self.vectors[name, parameter] = vector
 
     def watch(self, stack: ExitStack) -> None:
         for name, module in self.modules.items():
@@ -203,7 +215,8 @@ class _Traffic:
     def norm(self, name: str | None) -> Norm:
         if name is None:
             return NO_NORM
-        return _fitted(self.modules[name], name, self.inputs[name], self.outputs[name])
+        vectors = [self.vectors.get((name, parameter)) for parameter in ("weight", "bias")]
+        return _fitted(self.modules[name], name, self.inputs[name], self.outputs[name], *vectors)
 
 
 @torch.no_grad()
@@ -214,6 +227,17 @@ def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
         for traffic in blocks:
             traffic.watch(stack)
         model(checked_tokens(model, torch.tensor([[first, 0]], device="cpu")))
+    _read(blocks)
+
+
+def _read(blocks: Sequence[_Traffic]) -> None:
+    """Move everything that was seen to the CPU at once: each comparison would be a wait."""
+    sides: list[dict[Any, Tensor]] = []
+    for traffic in blocks:
+        sides += [traffic.inputs, traffic.outputs, traffic.vectors]
+    copies = iter(on_cpu([x for side in sides for x in side.values()]))
+    for side in sides:
+        side |= dict(zip(list(side), copies, strict=False))
 
 
 class _BlockTraffic(_Traffic):
@@ -263,39 +287,45 @@ def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
     return noise if first is output else type(output)([noise, *output[1:]])
 
 
-def _fitted(module: Any, name: str, inputs: Tensor, outputs: Tensor) -> Norm:
+def _fitted(
+    module: Any,
+    name: str,
+    inputs: Tensor,
+    outputs: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Norm:
     """Return the norm that fits its input and output; no norm if they are equal."""
-    if torch.equal(inputs.to(outputs.device), outputs):
+    if torch.equal(inputs, outputs):
         return NO_NORM
-    x, y = inputs.cpu().double(), outputs.cpu().double()
-    weight = getattr(module.original_component, "weight", None)
-    bias = getattr(module.original_component, "bias", None)
-    bias = None if bias is None else bias.detach()
-    y = y if bias is None else y - bias.cpu().double()
+    x, y = inputs.double(), outputs.double()
+    y = y if bias is None else y - bias.double()
     fits = []
     for centres, offset in product((True, False), (0.0, 1.0)):
-        w = None if weight is None else weight.detach() + offset
         centred = x - x.mean(-1, keepdim=True) if centres else x
         scale = centred.square().mean(-1, keepdim=True).sqrt()
-        expected = (centred if w is None else centred * w.cpu().double()) / scale
-        fits.append(((expected - y).norm().item(), expected, Norm(w, centres, bias, module)))
-    _, expected, norm = min(fits, key=lambda fit: fit[0])
+        # The gain is rounded in its own dtype.
+        expected = (centred if weight is None else centred * (weight + offset).double()) / scale
+        fits.append(((expected - y).norm().item(), expected, centres, offset))
+    _, expected, centres, offset = min(fits, key=lambda fit: fit[0])
     silent = not (expected.any() or y.any())  # a gain of zero
     if not silent and not _parallel(expected, y):
         raise _UnknownError(f"its {name} is neither LayerNorm nor RMSNorm")
-    return norm
+    gain = None if weight is None else module.original_component.weight.detach() + offset
+    added = None if bias is None else module.original_component.bias.detach()
+    return Norm(gain, centres, added, module)
 
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
     """Return whether each row of a is a positive multiple of b's, up to half precision."""
-    cosine = torch.cosine_similarity(a.cpu().double(), b.cpu().double(), dim=-1)
+    cosine = torch.cosine_similarity(a.double(), b.double(), dim=-1)
     return bool((cosine > 1 - 1e-3).all())
 
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
     """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply."""
-    reasons = []
+    texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
         matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
@@ -303,23 +333,25 @@ def require_bridge_weights(model: Any) -> None:
             matrices["mlp.gate"] = "W_gate"
         for path, name in matrices.items():
             owner = block.attn if path.startswith("attn") else block.mlp
-            if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
-                reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
+            module = getattr(owner, path.split(".")[1], None)
+            applied.append(_applies(getattr(owner, name), module, path))
+            texts.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
+    reasons = [text for text, is_right in zip(texts, on_cpu(applied), strict=True) if not is_right]
     InputError.raise_if(reasons, "the names of some weights of this model are wrong")
 
 
-def _applies(weight: Tensor, module: Any, path: str) -> bool:
+def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
     """Return whether a module of a bridge applies this matrix, heads concatenated."""
     linear = getattr(module, "original_component", None)
-    if linear is None:
-        return False
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)
     else:
         flat = weight
+    if linear is None:
+        return torch.tensor(False)
     x = normal_numbers((3, flat.shape[0])).to(flat)
     computed = linear(x) - linear(torch.zeros_like(x))
     expected = x @ flat
     if computed.shape != expected.shape:
-        return False
-    return bool((computed - expected).norm() <= _TOLERANCE * expected.norm())
+        return torch.tensor(False)
+    return (computed - expected).norm() <= _TOLERANCE * expected.norm()

@@ -162,6 +162,9 @@ def from_jsonl(
     if isinstance(keys, str) or len(keys) != len(KEYS):
         reasons.append(f"got keys={keys!r}; expected four names, such as {KEYS}")
         keys = KEYS
+    if not callable(keep):
+        reasons.append(f"got keep={keep!r}; expected a function of a line's object")
+        keep = bool
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError, TypeError) as error:

@@ -83,6 +83,7 @@ def test_what_makes_no_sense_is_refused(model):
     for settings, reason in (
         ({"n_patched": 0}, "got n_patched=0"),
         ({"faithfulness": 2}, "got faithfulness=2"),
+        ({"resamples": None}, "got resamples=None"),
     ):
         with pytest.raises(InputError, match=reason):
             circuits.explain(model, CLEAN, CORRUPTED, METRIC, **settings)

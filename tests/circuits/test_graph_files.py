@@ -1,4 +1,4 @@
-"""Graphs in files: read back to the bit, refused when damaged or newer; circuit-tracer's schema."""
+"""Graphs in files: read back to the bit, refused when damaged or newer."""
 
 import json
 from dataclasses import fields, replace
@@ -10,42 +10,9 @@ from sealed_files import rewrite
 
 from attn_only_lens import CheckpointError, InputError, convert
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, from_json, to_json, to_neuronpedia
+from attn_only_lens.circuits import attribution_graph, from_json, to_json
 
 METRIC = p.logit_diff(7, 11)
-
-# What circuit-tracer's pydantic models demand, retold: field, type, whether it may be left out.
-NODE = {
-    "node_id": str,
-    "feature": int,
-    "layer": str,
-    "ctx_idx": int,
-    "feature_type": str,
-    "token_prob": float,
-    "is_target_logit": bool,
-    "run_idx": int,
-    "reverse_ctx_idx": int,
-    "jsNodeId": str,
-    "clerp": str,
-    "influence": float,
-    "activation": float,
-}
-METADATA = {
-    "slug": str,
-    "scan": str,
-    "transcoder_list": list,
-    "prompt_tokens": list,
-    "prompt": str,
-    "node_threshold": float,
-    "schema_version": int,
-}
-Q_PARAMS = {
-    "pinnedIds": list,
-    "supernodes": list,
-    "linkType": str,
-    "clickedId": str,
-    "sg_pos": str,
-}
 
 
 @pytest.fixture(scope="module")
@@ -141,45 +108,3 @@ def test_what_does_not_hang_together_is_no_graph(graph):
         replace(graph, edges=graph.edges.iloc[[0, 0]])
     with pytest.raises(InputError, match="got nodes with"):
         replace(graph, nodes=graph.nodes.drop(columns="value"))
-
-
-def test_the_schema_of_circuit_tracer(graph, tmp_path):
-    path = tmp_path / "g.json"
-    to_neuronpedia(graph, path, slug="g", scan="tiny")
-    whole = json.loads(path.read_text("utf-8"))
-    assert set(whole) == {"metadata", "qParams", "nodes", "links"}
-    for part, schema in ((whole["metadata"], METADATA), (whole["qParams"], Q_PARAMS)):
-        assert {k: type(v) for k, v in part.items()} == schema
-    for node in whole["nodes"]:
-        assert {k: type(v) for k, v in node.items()} == NODE
-        layer, _, pos = node["node_id"].split("_")
-        assert (layer, int(pos)) == (node["layer"], node["ctx_idx"])
-    ids = [node["node_id"] for node in whole["nodes"]]
-    assert len(set(ids)) == len(ids) == len(graph.nodes)
-    by_id = {node["node_id"]: node for node in whole["nodes"]}
-    names = dict(zip(graph.nodes["id"], ids, strict=True))
-    neuron = graph.nodes.query("kind == 'neuron'").iloc[0]
-    node = by_id[names[neuron["id"]]]
-    assert node["clerp"] == neuron["name"]
-    assert node["layer"] == str(2 * neuron["layer"] + 1)
-    assert node["activation"] == neuron["value"]
-    blocks = 2 * graph.n_layers  # a logit is in layer n_layers + 1 of circuit-tracer's model
-    assert by_id[names["metric"]]["layer"] == str(blocks + 1)
-    assert {by_id[names["embed@3"]]["feature_type"], by_id[names["metric"]]["feature_type"]} == {
-        "embedding",
-        "logit",
-    }
-    # sums hold there, too
-    into = {}
-    for link in whole["links"]:
-        into[link["target"]] = into.get(link["target"], 0.0) + link["weight"]
-    assert into[names["metric"]] == pytest.approx(graph.value, abs=1e-9)
-    assert len(whole["links"]) == (graph.edges["kind"] == "value").sum()
-
-
-def test_several_prompts_have_no_place_in_that_schema(tmp_path):
-    model = convert(build("gelu", scale=0.25))
-    graph = attribution_graph(model, tokens(0, 2, 5), METRIC, top=3)
-    with pytest.raises(InputError, match="of 2 prompts"):
-        to_neuronpedia(graph, tmp_path / "g.json", slug="g")
-    assert not list(tmp_path.iterdir())

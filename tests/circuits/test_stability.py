@@ -158,10 +158,14 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     ]
     assert matrix.loc["relative"].tolist() == pytest.approx(expected)
     lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
-    with pytest.raises(InputError, match="expected those of the circuit"):
+    with pytest.raises(
+        InputError, match=r"its sites are at the roles .*: pass positions=task.roles"
+    ):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
-    with pytest.raises(InputError, match="expected PairedPrompts"):
-        circuits.transfer(model, {"relative": circuit}, {"text": "The keys"})
+    with pytest.raises(InputError) as error:  # all at once
+        circuits.transfer(model, {"no circuit": "L0H1"}, {"text": "The keys", "same": task})
+    for reason in ("circuit 'no circuit': got a str", "task 'text': got a str; expected PairedPr"):
+        assert reason in str(error.value)
     for wrong in (([circuit], {"a": task}), ({"a": circuit}, [task]), ({}, {"a": task})):
         with pytest.raises(InputError, match="expected one or more, by name"):
             circuits.transfer(model, *wrong)
@@ -169,8 +173,13 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     for positions in ("each", 5, torch.tensor([1, 2])):
         with pytest.raises(InputError, match="expected a position for each role"):
             circuits.evaluate(model, circuit, *prompts, positions=positions)
-    with pytest.raises(InputError, match="got a NoneType; expected a circuit"):
+    with pytest.raises(InputError, match="got a NoneType; expected a Circuit"):
         circuits.evaluate(model, None, *prompts, positions=task.roles)
+    numbered = replace(circuit, positions="each")
+    with pytest.raises(InputError, match="its sites have no roles: leave positions out"):
+        circuits.evaluate(model, numbered, *prompts, positions=task.roles)
+    with pytest.raises(InputError, match="got prompts_at_once='many'"):
+        circuits.evaluate(model, circuit, *prompts, prompts_at_once="many")
     twice = replace(circuit, frame=pd.concat([circuit.frame, circuit.frame]))
     with pytest.raises(InputError, match="some sites are in it twice"):
         circuits.evaluate(model, twice, *prompts, positions=task.roles)
@@ -197,6 +206,9 @@ def test_what_cannot_be_resampled_is_refused(model, task):
     arguments = model, task.clean, task.corrupted
     for metric, how, reason in (
         (task.metric, {"resamples": 1}, "got resamples=1"),
+        (task.metric, {"resamples": None}, "got resamples=None"),
+        (task.metric, {"resamples": np.arange(2)}, "got resamples=array"),
+        (task.metric, {"prompts_at_once": 0}, "got prompts_at_once=0"),
         (p.custom(lambda logits: logits.mean()), {"resamples": 4}, "one number of all prompts"),
     ):
         with pytest.raises(InputError, match=reason):

@@ -130,10 +130,10 @@ def test_the_strongest_pairs(block):
             near(top["score"].to_numpy(), expected[:29])
             near(every[top["read_token"], top["written_token"]], expected[:29])
         assert top["read"].tolist() == [str(token) for token in top["read_token"]]
-        near(ov.block(SOME, [2, 3]).to_numpy(), every[SOME][:, [2, 3]])
+        near(ov.matrix.AB, every)
         part = circuits.ov_circuit(model, head, tokens=SOME)
         assert set(part.top(1000)["read_token"]) == set(SOME)
-        near(part.block([5, 31], [7]).to_numpy(), Tables(raw, SOME).ov(head)[[1, 9]][:, [2]])
+        near(part.matrix.AB, Tables(raw, SOME).ov(head))
     gate = circuits.qk_circuit(model, "L2N5").top(3)
     assert gate["key"].tolist() == ["bias token"] * 3
     assert gate["key_token"].tolist() == [-1] * 3
@@ -282,7 +282,6 @@ def test_refusals():
     for match, call in (
         ("got k=0", lambda: ov.top(0)),
         ("got block=0.5", lambda: ov.top(block=0.5)),
-        ("rows: got 2; expected tokens of this circuit", lambda: ov.block([2, 3])),
         ("each once", lambda: circuits.qk_circuit(model, "L0H1", tokens=[3, 3])),
         ("got tokens=", lambda: circuits.copying_scores(model, tokens=[D_VOCAB])),
         ("got tokens=", lambda: circuits.token_paths(model, tokens=[])),
@@ -332,10 +331,6 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
     how = {"tokens": chosen, "fold_norms": False}
     ov = circuits.ov_circuit(model, "L1H1", **how)
     near(ov.matrix.AB, E @ W_V @ W_O @ U)
-    near(
-        ov.block([3, 29], [29]).to_numpy(),
-        ov.matrix.AB[[read.index(3), read.index(29)]][:, [written.index(29)]],
-    )
     pairs = ov.top(100)
     assert set(pairs["read_token"]) == set(read)
     assert set(pairs["written_token"]) == set(written)

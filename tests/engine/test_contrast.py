@@ -123,7 +123,9 @@ def test_flows_into_every_node_add_up_to_its_attribution(family):
     run = attribute_difference(model, pair, METRICS["logit_diff"])
     chosen = [[(i, j) for i in range(g.shape[1]) for j in range(g.shape[2])] for g in run.gradients]
     edges, _ = LinearGraph(run, pair, chosen).edges()
-    nodes = node_frame(run, Places.of(pair), chosen, 0.0).set_index("id")["attribution"]
+    places = Places.of(pair)
+    attributions = [places.sums(run.attributions(i)) for i in range(len(chosen))]
+    nodes = node_frame(run, places, attributions, chosen, 0.0).set_index("id")["attribution"]
     largest = nodes.abs().max()
     inflow = edges.groupby("target")["weight"].sum().reindex(nodes.index).fillna(0.0)
     ends = nodes.index.str.startswith("embed") | nodes.index.isin(["bias", "rest", "offset"])

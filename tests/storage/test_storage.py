@@ -24,7 +24,7 @@ from analyses.tools.growth_training import Training
 from attn_only_lens import AttnOnlyLensError, CheckpointError, load, pretrained, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import CircuitGraph, from_json, to_json, to_neuronpedia
+from attn_only_lens.circuits import CircuitGraph, from_json, to_json
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.growth import read_provenance
@@ -534,7 +534,6 @@ TAKES_FILE = {
     "Sweep.load parquet": lambda path: p.Sweep.load(f"{path}.parquet"),
     "from_json": from_json,
     "to_json": lambda path: to_json(graph(), path),
-    "to_neuronpedia": lambda path: to_neuronpedia(graph(), path, slug="g"),
     "write_html": lambda path: write_html("<p>", path),
 }
 

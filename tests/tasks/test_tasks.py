@@ -273,6 +273,7 @@ def test_files_that_make_no_pairs(tmp_path):
     lacking = {key: "The key" for key in tasks._custom.KEYS[:3]}
     refused(r"(?s)line 1: expected an object.*line 2: expected .* patch_answer", [[7], lacking])
     refused("and 2 more lines", [7] * 7)
+    refused("got keep='cars'; expected a function", [row_of("keys", "key")], keep="cars")
     refused("has 5 words; expected more, for subject", [row_of("a", "b")], roles={"subject": 5})
     refused(r"(?s)role 'end'.*word -1 for the role 'end'", roles={"end": -1})
     refused("n=1; 0 of 1", [row_of("garden door", "key")])

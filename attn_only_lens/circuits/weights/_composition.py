@@ -1,4 +1,4 @@
-"""Composition of heads and neuron-heads: how much of what one writes another reads.
+"""Composition of heads and neuron-heads: how much a head reads of what another head writes.
 
 A writer W and a reader R act on rows of the residual stream (`head_matrices.py`). Their score is
 
@@ -10,17 +10,17 @@ query (q), key (k) or value (v). Between neurons it is |cos| of the vectors writ
 With R turned by a random rotation U, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model: 1/√d_model is the root mean
 square score of unrelated heads, and `ratio_to_baseline` the score divided by it.
 
-A pair counts if the writer has written before the reader reads: an attention head and a neuron of
-one layer do (unless they run in parallel), a neuron and an attention head of one layer do not.
-(TransformerLens compares layers, and drops the first.) A neuron-head's key is constant, so
-K-composition into it is zero: `composition` returns 0 with a note, other functions refuse it.
+A pair counts if the writer's sublayer comes before the reader's. In one layer, an attention head
+comes before a neuron, unless both run in parallel. (TransformerLens compares layers only, and so
+omits these pairs.) A neuron-head's key is constant, so K-composition into it is zero: `composition`
+returns 0 with a note, other functions refuse it.
 
 Norms are folded into the weights by default (`models/norms.py`). Rotary positions are left out of
 W_Q W_Kᵀ, and "embed" has no positional embeddings, as in TransformerLens.
 
-Each head has a *factor*, a matrix [rank, d_model] of norm 1 for everything that it writes or reads.
-With A = Q T and Q's columns orthonormal, ‖A B‖ = ‖T B‖, so scores of many pairs are one product of
-factors.
+Each head has a *factor*, a matrix [rank, d_model] of norm 1, for what it writes or reads. If the
+columns of Q are orthonormal and A = Q T, then ‖A B‖ = ‖T B‖. So the scores of many pairs are one
+product of factors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads,
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 
-_ROWS = 1024  # of W_E at once
+_ROWS = 1024  # rows of W_E at once
 _BLOCK = 1024  # rows of factors at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"
@@ -206,9 +206,10 @@ def virtual_weights(
 ) -> FactoredMatrix:
     """Return the matrix W R that joins a writer's input to a reader's output.
 
-    Rows are the writer's input: the stream (d_model); for a neuron, its activation (1); for
-    "embed", the token (d_vocab). Columns are the reader's output: for an attention head the stream
-    on the other side of its scores (q, k), or what it writes (v); for a neuron its query or value.
+    Rows are the writer's input: the stream (d_model) of a head, the activation (1) of a neuron, the
+    token (d_vocab) of "embed". Columns are the reader's output: for an attention head the stream
+    at the other position of its scores (q, k), or what it writes (v); for a neuron its query or
+    value (1).
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -261,7 +262,7 @@ def _resolve_pairs(
 
 
 def _read_stage(sites: LayerSites) -> int:
-    """Count the sublayers, attention and MLP in turn, that have run before these heads."""
+    """Return how many sublayers (attention, MLP, attention, …) run before these heads."""
     return 2 * sites.layer + (sites.kind == "neuron")
 
 
@@ -339,7 +340,7 @@ def _embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1
 
 def _normalize(factors: Tensor, names: tuple[str, ...]) -> Tensor:
     """Divide by the norm, in place; zeros stay zero."""
-    # By the largest entry first: squares of large or small weights leave their type's range.
+    # First by the largest entry: squares of large or small weights may be out of range.
     largest = torch.linalg.vector_norm(factors, ord=torch.inf, dim=(-2, -1), keepdim=True)
     finite = largest.flatten().isfinite().tolist()
     if bad := [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]:
@@ -376,7 +377,7 @@ class Partner(NamedTuple):
     """A head that writes what a neuron reads, or reads what it writes; signed between neurons."""
 
     side: Literal["writes", "reads"]
-    kind: Kind  # the reader's input; in a plain MLP "v" stands for "q" too
+    kind: Kind  # the reader's input; in a plain MLP "q" equals "v", and is left out
     name: str
     score: float
 

@@ -6,14 +6,14 @@
                                                    k: none, its keys do not depend on the token
     the embedding    writes  W_E
 
-A neuron-head's own W_V is left out: it has rank one and cancels in every score, and a gated MLP has
-none. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j W_in[:, i];
-with b_j = 0 its query reads nothing. What a neuron with the activation a_1 SiLU(a_2 x) reads has
-the sign of a_2 as its query, which is then positive where its gate is open; and its value is times
-a_1 a_2, or a_1 |a_2| in a gated MLP, where W_gate has its sign already.
+The W_V of a neuron-head is left out: it has rank one and cancels in every score, and a gated MLP
+has none. If several heads share a neuron, head j writes w_j W_out[i] and has the query
+b_j W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied
+by the sign of a_2, so that it is positive if the gate is open, and the value by a_1 a_2 (in a gated
+MLP by a_1 |a_2|, because the sign is in the query).
 
-Norms are folded into the matrices on request (`models/norms.py`). Half precision is computed in
-float32.
+Norms are folded into the matrices on request (`models/norms.py`). Matrices in half precision are
+converted to float32.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """The matrices of a model's heads, with the norms of each layer folded in unless None."""
+    """The matrices of a model's heads; the norms of each layer are folded in, unless None."""
 
     model: Any
     norms: tuple[LayerNorms, ...] | None
@@ -83,7 +83,7 @@ class HeadMatrices:
         if norm.centres:
             raise InputError(
                 [f"layer {sites.layer}: a LayerNorm mixes its heads; pass fold_norms=False"],
-                "the queries and keys of this model are not those of one head",
+                "the queries and keys of single heads cannot be separated",
             )
         of_head = self._of_heads(norm.weight.view(-1, d_head), sites)
         return weight * of_head.to(weight.dtype)[:, None]
@@ -138,7 +138,7 @@ class HeadMatrices:
         gate = getattr(heads.module, "W_gate", None)
         W = heads.module.W_in if kind == "v" or gate is None else gate
         columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
-        if isinstance(heads.gate, Gate):  # of a generalized SiLU, perhaps the opposite
+        if isinstance(heads.gate, Gate):  # a generalized SiLU may change the sign
             if kind == "q":
                 columns = columns * heads.gate.side
             elif gate is None:
@@ -149,7 +149,7 @@ class HeadMatrices:
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """Return W_E; refuse one that is normed or projected before it enters the stream."""
+        """Return W_E; refuse an embedding that is normed or projected before the first block."""
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (

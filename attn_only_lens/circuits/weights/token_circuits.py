@@ -1,4 +1,4 @@
-"""What heads and neuron-heads do from token to token, by their weights: no prompt.
+"""What heads and neuron-heads do from token to token, by their weights alone, without a prompt.
 
     attention head   QK  W_E W_Q W_Kᵀ W_Eᵀ      query token, key token
                      OV  W_E W_V W_O W_U C      token attended to, token whose logit is raised
@@ -6,26 +6,26 @@
                                                 that of the bias token: a vector over tokens
                      OV  W_E W_in[:, i] ⊗ W_out[i] W_U C    rank one
 
-(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) For a neuron-head QK says
-which tokens open its gate, and OV what is then read and written; in a gated MLP OV follows W_in.
-Left out: scales of norms (gains are folded in), biases, positions (rotary: distance 0), 1/√d_head,
-and everything that earlier heads add. W_U C is W_U less its mean over the vocabulary.
+(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) The QK of a neuron-head
+says which tokens open its gate; OV says what it then reads and writes (through W_in in a gated
+MLP). Left out are scales of norms (gains are folded in), biases, positions (rotary: distance 0),
+1/√d_head, and everything that earlier heads add. W_U C is W_U less its mean over the vocabulary.
 
-A head copies where its OV circuit M raises the logit of the token that it reads:
+A head copies if its OV circuit M raises the logit of the token that it reads:
 
-    copying = Σ λ / Σ |λ|               λ: eigenvalues of M; 0 in the mean for unrelated heads
+    copying = Σ λ / Σ |λ|               λ: eigenvalues of M; on average 0 for random heads
     cosine  = Σ λ / ‖M‖_F               the cosine of M and the identity, times √d_vocab
 
-A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is its sign. The
-eigenvalues are those of W_O W_U W_E W_V, d_head × d_head, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U
-W_Uᵀ W_Oᵀ)): a matrix d_vocab × d_vocab is never held.
+A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is 1 or -1. No
+matrix d_vocab × d_vocab is computed: the eigenvalues are those of W_O W_U W_E W_V, d_head × d_head,
+and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U W_Uᵀ W_Oᵀ)).
 
-A token's path through one neuron, with ReLU in place of the activation, which every activation here
-approaches as the stream grows, and which commutes with the scale of a norm:
+Paths of tokens through one neuron have ReLU in place of the activation: all activations here are
+close to ReLU for large inputs, and ReLU commutes with the scale of a norm.
 
     drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP, ⁺ for max(0, ·)
-               (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: a neuron has two rows, one
-                                                            for either sign of its value
+               (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: one row for each sign of
+                                                            the neuron's value
     write(t)   (W_out N W_U C)[i, t]
     score      drive(s) · write(t)
 """
@@ -41,7 +41,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import as_plain, is_count, positive_reasons
+from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.circuits.weights._composition import is_gated
 from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, VocabularyMatrices
 from attn_only_lens.devices import to_float64_device
@@ -53,10 +53,9 @@ from attn_only_lens.gates import Gate
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.precision import full_precision
 
-_BIAS = -1  # in place of a token
-_MOST_ENTRIES = 4_000_000
-_ROWS = 1024  # of the vocabulary at once
-_NEURONS = 64  # of d_vocab numbers at once
+_BIAS = -1  # stands for the bias token
+_ROWS = 1024  # tokens of the vocabulary at once
+_NEURONS = 64  # neurons at once, with d_vocab numbers each
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -68,10 +67,11 @@ class TokenCircuit:
     Attributes:
         name: of the head.
         kind: "qk" or "ov".
-        matrix: a TransformerLens `FactoredMatrix`, with rows for query tokens, or tokens read, and
-            columns for key tokens, or tokens written. A neuron's QK has one, for the bias token.
+        matrix: a TransformerLens `FactoredMatrix`: rows are query tokens (QK) or tokens read (OV),
+            columns are key tokens or tokens written. The QK of a neuron has one column, for the
+            bias token.
         row_tokens: the tokens of its rows; None for the whole input vocabulary.
-        column_tokens: the tokens of its columns; None for all (of an OV circuit, all outputs).
+        column_tokens: the tokens of its columns; None for the whole vocabulary.
     """
 
     name: str
@@ -93,12 +93,12 @@ class TokenCircuit:
 
         Args:
             k: how many pairs, at most.
-            lowest: the most negative scores instead of the largest.
-            block: tokens of either side at once.
+            lowest: return the most negative scores instead of the largest.
+            block: how many rows and columns to compute at once.
 
         Returns:
-            Rows by falling score (rising, of the lowest): texts, `query` and `key` or `read` and
-            `written`; tokens, `query_token` and so on (-1 for the bias token); `score`.
+            Rows by falling score (rising for `lowest`): the texts `query` and `key`, or `read` and
+            `written`; the tokens `query_token` and so on (-1 for the bias token); `score`.
 
         Raises:
             InputError: k or block not positive.
@@ -112,30 +112,6 @@ class TokenCircuit:
         tokens = {f"{name}_token": self._ids(name, places) for name, places in ends.items()}
         score = sign * largest.values.cpu().double().numpy()
         return pd.DataFrame({**texts, **tokens, "score": score})
-
-    @torch.no_grad()
-    @full_precision()
-    def block(self, rows: Sequence[int], columns: Sequence[int] | None = None) -> pd.DataFrame:
-        """Return the scores of some tokens (of all columns for None), labelled by their texts.
-
-        Raises:
-            InputError: tokens that the circuit does not have, or more than 4,000,000 entries.
-        """
-        reasons: list[str] = []
-        sides = zip(("rows", "columns"), (rows, columns), self.matrix.shape, strict=True)
-        chosen = [self._places(side, tokens, n, reasons) for side, tokens, n in sides]
-        if len(chosen[0]) * len(chosen[1]) > _MOST_ENTRIES:
-            reasons.append(
-                f"got {len(chosen[0]):,} by {len(chosen[1]):,} tokens; expected at most "
-                f"{_MOST_ENTRIES:,} entries: take fewer, or `top`"
-            )
-        InputError.raise_if(reasons, _PROBLEM)
-        entries = self.matrix.A[chosen[0]] @ self.matrix.B[:, chosen[1]]
-        index, header = (
-            pd.Index(self._texts(name, places), name=name)
-            for name, places in zip(self.columns, chosen, strict=True)
-        )
-        return pd.DataFrame(entries.cpu().double().numpy(), index=index, columns=header)
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
@@ -159,18 +135,6 @@ class TokenCircuit:
         ids = self._ids(name, places)
         return ["bias token" if id_ == _BIAS else token_text(self._model, id_) for id_ in ids]
 
-    def _places(self, side: str, tokens: object, n: int, reasons: list[str]) -> list[int]:
-        """Return the rows or columns of some tokens; of None, all."""
-        if tokens is None:
-            return list(range(n))
-        listed = as_plain(tokens)
-        ids: list[Any] = list(listed) if isinstance(listed, Sequence) else [None]
-        name = self.columns[side == "columns"]
-        places = {token: place for place, token in enumerate(self._ids(name, list(range(n))))}
-        if wrong := [id_ for id_ in ids if not is_count(id_, _BIAS) or id_ not in places]:
-            reasons.append(f"{side}: got {wrong[0]!r}; expected tokens of this circuit")
-        return [] if wrong else [places[id_] for id_ in ids]
-
 
 @torch.no_grad()
 @full_precision()
@@ -181,13 +145,13 @@ def qk_circuit(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return which tokens a head attends to from which, or which open a neuron-head's gate.
+    """Return the QK circuit: from which token a head attends to which, or what opens a gate.
 
     Args:
         model: converted, or with exposed neuron-heads.
         name: `L5H3`, a neuron, or one of several heads of a neuron.
-        tokens: of the input vocabulary; None for all. Tokens that were never trained may lie far
-            from all others, and fill every table.
+        tokens: which tokens of the input vocabulary; None for all. Tokens that were never trained
+            may have extreme scores, and so fill every table.
         fold_norms: fold gains of norms into the weights.
 
     Returns:
@@ -224,13 +188,13 @@ def ov_circuit(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return which logits a head raises for each token that it attends to, by its weights.
+    """Return the OV circuit: which logits a head raises for each token that it attends to.
 
     Args:
         model: converted, or with exposed neuron-heads.
         name: as in `qk_circuit`.
-        tokens: as in `qk_circuit`. Where the vocabularies differ, rows are the tokens in the input
-            vocabulary, and columns those in the output vocabulary.
+        tokens: as in `qk_circuit`. If the vocabularies differ, rows are the tokens in the input
+            vocabulary, and columns the tokens in the output vocabulary.
         fold_norms: as in `qk_circuit`.
 
     Returns:
@@ -247,8 +211,6 @@ def ov_circuit(
         >>> pairs = ov.top(5)
         >>> bool(pairs["score"].is_monotonic_decreasing), len(ov.eigenvalues)
         (True, 32)
-        >>> ov.block([3, 5], [7, 11, 13]).shape
-        (2, 3)
     """
     sites = _resolve_one(model, name)
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
@@ -285,14 +247,14 @@ def copying_scores(
     Args:
         model: converted, or with exposed neuron-heads.
         sites: `patching.heads()`, `patching.neuron_heads()`, names; None for all.
-        tokens: as in `qk_circuit`, all of them in the output vocabulary, too; eigenvalues are then
+        tokens: as in `qk_circuit`; they must be in the output vocabulary, too. Eigenvalues are then
             those of the circuit between these tokens.
         fold_norms: fold gains of norms into the weights.
 
     Returns:
         A row for each head, by layer: `name`, `layer`, `kind` ("attention" or "neuron"),
-        `eigenvalue_sum` (of a neuron, its one eigenvalue), `copying`, and `cosine`; the last two
-        are missing where a head reads or writes nothing.
+        `eigenvalue_sum` (for a neuron, its one eigenvalue), `copying`, and `cosine`; the last two
+        are missing if a head reads or writes nothing.
 
     Raises:
         InputError: as in `qk_circuit`; an output vocabulary of another size, without tokens that
@@ -394,16 +356,16 @@ def token_paths(
         neurons: `patching.neuron_heads()`, names of whole neurons; None for all.
         k: how many rows, at most.
         tokens: as in `ov_circuit`.
-        n_tokens: how many tokens of either end to name.
-        block: tokens at once.
+        n_tokens: how many tokens are listed in `reads` and `writes`.
+        block: how many tokens to compute at once.
         fold_norms: fold gains of norms into the weights.
         progress: show a bar over layers.
 
     Returns:
-        Rows by falling score, one for each neuron, or for each sign of a gated one's value: `name`,
-        `layer`, `value` (the sign), `reads` and `writes` (texts of the tokens that drive it most,
-        and that it then raises most, the strongest first), `drive`, `write` and `score` (of the
-        first of them).
+        Rows by falling score, one for each neuron (in a gated MLP, for each sign of its value):
+        `name`, `layer`, `value` (the sign); `reads`, the texts of the tokens with the largest
+        drive, and `writes`, the texts of the tokens that it raises most; `drive`, `write` and
+        `score` for the first of them.
 
     Raises:
         InputError: as in `ov_circuit`; numbers that are not positive, single heads of a neuron.

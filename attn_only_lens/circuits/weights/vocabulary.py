@@ -3,15 +3,15 @@
     reads    W_E N W         N the gain of the norm that the head reads through
     writes   W N W_U C       N that of the final norm; C removes the mean over the vocabulary
 
-The softmax ignores that mean, so a centred unembedding gives the same matrices.
+The softmax ignores this mean, so a centred unembedding gives the same matrices.
 
-`DirectEffects` gives one number for each token, for the direct path of one node:
+`DirectEffects` returns one score for each token, for the direct path of one node:
 
     promotes z W_O N W_U     z of the node at its position in one run, N the final norm
-    reads    W_E N W_in      W_gate of a gated MLP, which sets the neuron's pattern; N its norm
+    reads    W_E N W_in      W_gate in a gated MLP; N the norm before the neuron
 
-Scales of norms are left out, so scores are standardized over the vocabulary. The first is the logit
-lens on a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al.,
+Scales of norms are left out, so scores are standardized over the vocabulary. "promotes" is the
+logit lens on a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al.,
 "Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the Vocabulary Space"
 (2022).
 """
@@ -34,15 +34,15 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
-_PROBLEM = "heads of this model have no matrices in its vocabulary"
-_ROWS = 64  # of d_vocab numbers at once
+_PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
+_ROWS = 64  # rows at once, with d_vocab numbers each
 TokenScores: TypeAlias = list[tuple[int, float]]
-"""Tokens of the largest scores and, after them, those of the smallest; each with its score."""
+"""The tokens with the largest scores, then the tokens with the smallest, each with its score."""
 
 
 @dataclass(frozen=True, eq=False)
 class InputVocabulary:
-    """The matrices of a model's heads, and its embedding of `read_tokens` (None for all)."""
+    """The matrices of a model's heads, and the embedding of `read_tokens` (None for all)."""
 
     heads: HeadMatrices
     W_E: Float[Tensor, "d_vocab d_model"]
@@ -57,16 +57,13 @@ class InputVocabulary:
         return cls(heads, W_E if chosen is None else W_E[list(chosen)], chosen)
 
     def reads(self, columns: Float[Tensor, "d_model n"]) -> Float[Tensor, "d_vocab n"]:
-        """Return what columns read of the embedding of each token."""
+        """Return the product of each token's embedding with the columns that heads read through."""
         return self.W_E @ columns.to(self.W_E)
 
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """The same with the final norm, and the unembedding of `written_tokens` (None for all).
-
-    Heads read the chosen tokens of the input vocabulary, and write those of the output vocabulary.
-    """
+    """The same with the final norm, and the unembedding of `written_tokens` (None for all)."""
 
     W_U: Float[Tensor, "d_model d_vocab_out"]
     written_tokens: tuple[int, ...] | None
@@ -77,7 +74,7 @@ class VocabularyMatrices(InputVocabulary):
     def of(
         cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool
     ) -> "VocabularyMatrices":
-        """Return the matrices of a model for some tokens of either vocabulary."""
+        """Return the matrices of a model for some tokens, in both vocabularies."""
         both = InputVocabulary.of(model, None, fold_norms=fold_norms)
         W_E, W_U = both.W_E, _finite(_unembedding(model), "unembedding")
         sizes = {"input": len(W_E), "output": W_U.shape[1]}
