@@ -208,7 +208,7 @@ def check_grown(folder: Path) -> None:
         return
     files = GROWN.read(path_inside(folder, PROVENANCE))["files"]
     try:
-        check_files(folder, files, closed=TOKENIZER)
+        check_files(folder, files, closed=[f"{TOKENIZER}/**/*"])
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. If the grown model was trained since: save it to another folder, and give "

@@ -143,8 +143,13 @@ def _digest(path: Path) -> FileDigest:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def check_files(folder: Path, files: Mapping[str, FileDigest], closed: str | None = None) -> None:
-    """Compare the files of a folder with the digests in its manifest."""
+def check_files(
+    folder: Path, files: Mapping[str, FileDigest], closed: Iterable[str] = (), *, seal: str = ""
+) -> None:
+    """Compare the files of a folder with the digests in its manifest, which `seal` names.
+
+    No other file may match the patterns in `closed`.
+    """
     wrong = []
     for name, expected in files.items():
         path = path_inside(folder, name)
@@ -154,10 +159,10 @@ def check_files(folder: Path, files: Mapping[str, FileDigest], closed: str | Non
             wrong.append(f"{name} has {path.stat().st_size} bytes; expected {expected['bytes']}")
         elif _digest(path) != expected:
             wrong.append(f"{name} was changed after it was saved")
-    if closed is not None:
-        every = (folder / closed).rglob("*")
-        present = (path for path in every if path.is_symlink() or not path.is_dir())
-        added = sorted({path.relative_to(folder).as_posix() for path in present} - files.keys())
-        wrong += [f"{name} was added after it was saved" for name in added]
+    matching = (path for pattern in closed for path in folder.glob(pattern))
+    present = (path for path in matching if path.is_symlink() or not path.is_dir())
+    names = {path.relative_to(folder).as_posix() for path in present}
+    added = sorted(names - files.keys() - {seal})
+    wrong += [f"{name} was added after it was saved" for name in added]
     if wrong:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}. Save the model again")

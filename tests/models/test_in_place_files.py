@@ -98,7 +98,7 @@ def test_damage_is_refused(tmp_path):
         ({"gate": other}, "got heads=3"),
         ({"gate": other | {"heads_per_neuron": 4, "ranges": [3.0, 3.0]}}, "expected no ranges"),
         ({"layout": "upside down"}, "layout: got 'upside down'"),
-        ({"model": "TransformerBridge"}, "other_mode is missing.*results is missing"),
+        ({"model": "TransformerBridge"}, "architecture is missing; attention is missing"),
         ({"model": None}, "model: got None"),
     ):
         whole = (folder / MANIFEST).read_text()
