@@ -86,7 +86,7 @@ def small_english_texts() -> list[str]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for what takes no time."""
+    """Hide transformers' progress bars."""
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

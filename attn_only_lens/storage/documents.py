@@ -1,12 +1,11 @@
-"""JSON that carries a digest of itself and, where it describes a folder, of every file there.
+"""JSON with a digest of itself and, if it describes a folder, of every file in the folder.
 
-    {"format": "attn_only_lens…", "format_version": 5, …, "sha256": of all the rest}
+    {"format": "attn_only_lens…", "format_version": 5, …, "sha256": digest of the rest}
 
-Every format of the package is a `Document`: stated once, written by `write` and read by `read`;
-`tensors` and `tables` put the same JSON into or beside their files. Whitespace, the order of keys
-and the spelling of numbers do not count; any other change is noticed before a value is used. A
-digest detects damage and careless editing, not malice, since whoever writes a file can seal it
-again: so types are checked besides.
+Every file format of the package is a `Document`. `tensors.py` and `tables.py` write the same JSON
+into their files, or next to them. Whitespace, the order of keys and the spelling of numbers do not
+count; any other change is noticed before a value is used. A digest detects damage and careless
+editing, but not malice, since anyone can compute it again. So the types of all values are checked.
 """
 
 import hashlib

@@ -13,7 +13,6 @@ logits on a few tokens, which must be bitwise equal. A bridge that differs is re
 import copy
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -226,28 +225,16 @@ def _from_config(
         model: Any = NativeModel(cfg).to(dtype=dtype)
         cfg.seed = config.get("seed")  # building with it would reset the generators
         return {"model": model, "architecture": architecture, "tl_config": cfg}
-    if hub := [name for name in _implementations(config) if "/" in name or ":" in name]:
-        raise ValueError(f"it runs code from a hub: {', '.join(hub)}")
     name = next(iter(config.get("architectures") or ()), None)
-    kind = getattr(transformers, str(name), None)
+    kind: Any = getattr(transformers, str(name), None)
     if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel):
         raise ValueError(f"transformers has no PreTrainedModel named {name!r}")
-    model = build_module(kind, config_from(kind.config_class, config))
-    model.set_attn_implementation(manifest["attention"])
+    hf_config = config_from(kind.config_class, config)
+    # Not those of the file, which could name code from a hub.
+    hf_config._attn_implementation = manifest["attention"]
+    hf_config._experts_implementation = "eager"
+    model = build_module(kind, hf_config)
     return {"model": model.to(dtype), "architecture": architecture, "hf_config": model.config}
-
-
-def _implementations(value: Any, chosen: bool = False) -> Iterator[str]:
-    """Return the names of implementations of attention and so on, which transformers loads."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            here = str(key) == "attention" or str(key).endswith(("implementation", "_internal"))
-            yield from _implementations(item, chosen or here)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _implementations(item, chosen)
-    elif chosen and isinstance(value, str):
-        yield value
 
 
 @torch.no_grad()
