@@ -4,7 +4,8 @@ The bridge is that of `TransformerBridge.boot_transformers`. transformers fills 
 random numbers and leaves out unknown ones, with a warning; here both are errors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformer_lens.model_bridge.sources.transformers import (
     get_hf_model_class_for_architecture,
 )
 from transformers import AutoConfig
+from transformers.utils import logging
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import (
@@ -43,6 +45,18 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken")
 _OTHER_TASKS = ("Classification", "QuestionAnswering", "MultipleChoice")
 _SHOWN = 5
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Hide transformers' progress bars."""
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
 
 
 def read_hf_folder(

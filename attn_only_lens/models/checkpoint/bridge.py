@@ -30,7 +30,7 @@ from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import MISFIT, expose_again
-from attn_only_lens.models.hf_folder import read_hf_folder
+from attn_only_lens.models.hf_folder import no_bars, read_hf_folder
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import (
     CONFIG,
@@ -93,7 +93,7 @@ def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any])
     for weights in choices:
         entries["weights"] = weights
         try:
-            with checkpoint_errors(_LOST):
+            with checkpoint_errors(_LOST), no_bars():
                 write = _write_transformers if weights == "transformers" else _write_tensors
                 write(model, folder)
                 refuse(_differences(model, read_bridge(folder, entries)), _LOST)
@@ -110,7 +110,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
     """Read the bridge of a manifest; raise CheckpointError if the files do not fit it."""
     name = manifest["settings"].get("model_name") or folder.name
     dtype, has_tokenizer = parse_dtype(manifest["dtype"]), manifest["padding_side"] is not None
-    with keep_random_state(_CPU), _CPU:
+    with keep_random_state(_CPU), _CPU, no_bars():
         if manifest["weights"] == "transformers":
             model = read_hf_folder(folder, str(name), dtype, _CPU, manifest["attention"])
             process_as_saved(model, manifest)
@@ -229,7 +229,8 @@ def _from_config(
     kind: Any = getattr(transformers, str(name), None)
     if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel):
         raise ValueError(f"transformers has no PreTrainedModel named {name!r}")
-    hf_config = config_from(kind.config_class, config)
+    config_class: Any = kind.config_class
+    hf_config = config_from(config_class, config)
     # Not those of the file, which could name code from a hub.
     hf_config._attn_implementation = manifest["attention"]
     hf_config._experts_implementation = "eager"
