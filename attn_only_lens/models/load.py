@@ -42,7 +42,7 @@ def load(
         a folder of transformers             config.json and safetensors: the same
         a folder that grown.save_pretrained  or the command `grow` wrote: the same, or a
                                              HookedTransformer, as it was saved
-        a folder that `save` wrote           the model with its neuron-heads, of its old class
+        a folder that `save` wrote           the saved model with its neuron-heads
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 

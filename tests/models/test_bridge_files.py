@@ -225,7 +225,7 @@ def _own_class(model):
 
 
 REFUSED = {
-    "another activation": (_another_activation, "modules .* would be others|logits would differ"),
+    "another activation": (_another_activation, "modules .* would differ|logits would differ"),
     "a module more": (_a_probe, r"probe\.bias is not known"),
     "hooks": (_hooked, "hooks are attached to it"),
     "code of its own": (_own_class, "wraps a Mine, which transformers does not have"),

@@ -62,7 +62,6 @@ _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _POS = 7  # tokens of the trial
 # Other implementations could be code from a hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-_Weights = Literal["transformers", "bridge"]
 
 
 class BridgeFields(TypedDict):
@@ -72,7 +71,7 @@ class BridgeFields(TypedDict):
     """
 
     layout: Literal["in place"]
-    weights: _Weights
+    weights: Literal["transformers", "bridge"]
     architecture: str
     attention: _Attention | None
     dtype: str
@@ -87,23 +86,23 @@ class BridgeFields(TypedDict):
 def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
     """Write an exposed bridge to an empty folder, read it again, and return its entries."""
     entries = common | _describe(model)
-    choices: tuple[_Weights, ...] = get_args(_Weights)
-    if entries["processed"] or entries["architecture"] == _NATIVE:
-        choices = ("bridge",)
-    for weights in choices:
-        entries["weights"] = weights
+    if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
-            with checkpoint_errors(_LOST), no_bars():
-                write = _write_transformers if weights == "transformers" else _write_tensors
-                write(model, folder)
-                refuse(_differences(model, read_bridge(folder, entries)), _LOST)
-            return entries
-        except CheckpointError:
-            if weights == choices[-1]:
-                raise
+            return _write_and_compare(model, folder, entries | {"weights": "transformers"})
+        except CheckpointError:  # no folder of transformers holds this model
             shutil.rmtree(folder)
             folder.mkdir()
-    raise AssertionError
+    return _write_and_compare(model, folder, entries | {"weights": "bridge"})
+
+
+def _write_and_compare(
+    model: TransformerBridge, folder: Path, entries: dict[str, Any]
+) -> dict[str, Any]:
+    write = _write_transformers if entries["weights"] == "transformers" else _write_tensors
+    with checkpoint_errors(_LOST), no_bars():
+        write(model, folder)
+        refuse(_differences(model, read_bridge(folder, entries)), _LOST)
+    return entries
 
 
 def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
@@ -305,19 +304,18 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
 def _differences(model: Any, twin: Any) -> list[str]:
     """List the differences between a model and its copy from files."""
     wrong = []
-    types, twin_types = ({n: type(m) for n, m in _modules(bridge)} for bridge in (model, twin))
-    changed = sorted(n for n in types.keys() | twin_types if types.get(n) is not twin_types.get(n))
-    if changed:
-        wrong.append(f"modules {', '.join(changed[:5])} would be others")
-    if hooks := sorted(set(model.hook_dict) ^ set(twin.hook_dict)):
-        wrong.append(f"hook points {', '.join(hooks[:5])} would be gone, or new")
+    for what, read in (
+        ("modules", lambda bridge: {name: type(module) for name, module in _modules(bridge)}),
+        ("hook points", lambda bridge: dict.fromkeys(bridge.hook_dict, True)),
+        ("settings", _settings),
+    ):
+        values, twin_values = read(model), read(twin)
+        keys = sorted(values.keys() | twin_values)
+        names = [key for key in keys if values.get(key) != twin_values.get(key)]
+        wrong += [f"its {what} {', '.join(names[:5])} would differ"] * bool(names)
     attached, rebuilt = (find_hooks(bridge) for bridge in (model, twin))
     if attached != rebuilt:
         wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
-    settings, again = _settings(model), _settings(twin)
-    keys = sorted(k for k in settings.keys() | again if settings.get(k) != again.get(k))
-    if keys:
-        wrong.append(f"cfg.{', cfg.'.join(keys[:5])} would differ")
     tensors, twin_tensors = _named(model), _named(twin)
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - twin_tensors)]
     wrong += [f"{name} is missing" for name in sorted(twin_tensors.keys() - tensors)]

@@ -88,8 +88,8 @@ def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tenso
         neuron.module.act_fn != gating.silu for neuron in host_of(model).neurons
     ):
         reasons.append(
-            f"its activation is code of its own, and what is loaded runs {gating.silu!r}: set that "
-            "as act_fn of every MLP of the source, and start again from there"
+            f"its activation is custom code, and a loaded model would run {gating.silu!r}: set "
+            "that as act_fn of every MLP of the source, and convert or expose the source again"
         )
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     entries: dict[str, Any] = {
@@ -107,7 +107,7 @@ def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tenso
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {name: tensor.detach() for name, tensor in named}
     reasons = reasons or skeleton_misfits(_skeleton(entries), tensors, entries["tied"])
-    refuse(reasons, "this model is more than its configuration leads to, and could not be loaded")
+    refuse(reasons, "this model is not what its configuration leads to, and could not be loaded")
     return entries, tensors
 
 

@@ -99,7 +99,8 @@ def non_finite_weights(model: Any) -> list[str]:
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
     }
-    if math.isfinite(nn.utils.get_total_norm(named.values(), math.inf)):  # one look at all
+    # One number for all parameters, since each look at a number waits for the device.
+    if math.isfinite(nn.utils.get_total_norm(named.values(), math.inf)):
         return []
     counts = {name: int((~parameter.isfinite()).sum()) for name, parameter in named.items()}
     wrong = [
