@@ -49,6 +49,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.heads import host_of
+from attn_only_lens.models.in_place import hide
 from attn_only_lens.patching.run_patches import PatchRunner
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -463,6 +464,19 @@ def gpt2_of_twelve_layers():
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return expose_neuron_heads(bridges.bridged(source.eval())).model
+
+
+@of_bridges
+def test_exposing_looks_at_all_weights_and_at_all_checks_once():
+    model = gpt2_of_twelve_layers()
+    set_up()
+    with SimulatedDevice(forbid_float64=True) as device:
+        model.to(HERE)
+        hide(model)
+        device.counts.clear()
+        expose_neuron_heads(model)
+    assert device.total("kernel") <= 1_700  # 222 of them, one for each weight, are one on a GPU
+    assert device.synchronisations <= 4 * 12 + 5
 
 
 @of_bridges

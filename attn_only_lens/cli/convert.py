@@ -153,7 +153,7 @@ def verify(
             saved_in = str(loaded.cfg.dtype).removeprefix("torch.")
             source = load_model(model, saved_in, device, hooked=manifest["model"] != _BRIDGE)
             if manifest["model"] == _BRIDGE and isinstance(source, TransformerBridge):
-                checkpoint.process_as_saved(source, manifest["config"])
+                checkpoint.process_as_saved(source, manifest)
         with working("comparing"):
             report = verify_models(source, loaded, _input_of(source, inputs, chat))
         typer.echo(str(report))

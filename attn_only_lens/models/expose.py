@@ -1,8 +1,10 @@
 """Expose neuron-heads in place: the model keeps its class and modules, its neurons become heads."""
 
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -210,48 +212,65 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
     """Show the heads if every MLP computes the same before, after, and with all hooks live."""
-    reasons = []
     try:
-        inputs = [normal_numbers((2, 7, mlp.W_out.shape[1]), 2).to(mlp.W_out) for mlp in heads]
-        runs = zip(heads, inputs, strict=True)
+        inputs = [
+            normal_numbers((2, 7, layer.W_out.shape[1]), 2).to(layer.W_out) for layer in heads
+        ]
+        runs = list(zip(heads, inputs, strict=True))
         before = [run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in runs]
         show(model, heads)
-        for layer, x, expected in zip(heads, inputs, before, strict=True):
+        reasons, measured = [], []
+        for (layer, x), expected in zip(runs, before, strict=True):
             try:
-                differences = _differences(layer, x, expected)
+                measured.append((layer, _differences(layer, x, expected)))
             except UnknownMLPError as error:
-                differences = [str(error)]
-            reasons += [f"layer {layer.layer}: {difference}" for difference in differences]
+                reasons.append(f"layer {layer.layer}: {error}")
+        # One look at the numbers of all layers, since a look waits for the device.
+        together = [x.to(before[0].device) for _, x in measured]
+        numbers = torch.stack(together).tolist() if together else []
+        for (layer, x), row in zip(measured, numbers, strict=True):
+            reasons += [
+                f"layer {layer.layer}: {reason}" for reason in _reasons(layer, x.dtype, row)
+            ]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
     except BaseException:  # even an interruption must not leave a model half exposed
         hide(model)
         raise
 
 
-def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> list[str]:
-    """Compare the output of an MLP for x with `expected`, and with the sum of its heads."""
-    results: list[Tensor] = []
+def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "4"]:
+    """Return the largest |Δ output|, and the largest |output|, of an exposed MLP.
+
+    The differences are those of the sum of its heads, of the MLP without hooks on them, and of the
+    MLP with such hooks.
+    """
     silent = run_mlp(heads.mlp, heads.mlp_points, x)
-    handles = [p.register_forward_hook(lambda *_: None) for p in heads.points.values()]
-    handles.append(heads.hook_result.register_forward_hook(lambda m, i, out: results.append(out)))
-    live = run_mlp(heads.mlp, heads.mlp_points, x)
-    heads.results = True
-    written = run_mlp(heads.mlp, heads.mlp_points, x[:1, :1])  # one token: d_mlp · d_model numbers
-    heads.results = False
-    for handle in handles:
-        handle.remove()
-    largest = expected.abs().max().item()
+    with ExitStack() as stack:
+        for point in heads.points.values():
+            stack.callback(point.register_forward_hook(lambda *_: None).remove)
+        seen: list[Tensor] = []
+        stack.callback(heads.hook_z.register_forward_hook(lambda *a: seen.append(a[-1])).remove)
+        live = run_mlp(heads.mlp, heads.mlp_points, x)
+    # The sum for one token, since it has d_mlp · d_model terms.
+    token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
+    with heads.passing.new_pass({(heads.layer, "written"): token}):
+        summed = heads.write(live[:1, :1])
+    differences = torch.stack([silent - expected, live - silent, expected]).abs().flatten(1)
+    of_sum = (live[:1, :1] - summed).abs().max()
+    return torch.cat([of_sum[None], differences.amax(dim=1)])
+
+
+def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
+    """Return why an MLP is not exposed, by its `_differences`."""
+    of_sum, changed, with_hooks, largest = differences
     reasons = []
-    if heads.gating.kind == "exact" and not torch.equal(silent, expected):
+    if heads.gating.kind == "exact" and changed != 0:
         reasons.append("its MLP does not compute the same for the same input twice")
-    for what, output, computed in (
-        ("activations are not those", live, silent),
-        ("output is not the sum", written, results[-1].sum(dim=-2) + heads.b_O),
-    ):
-        difference = (output - computed).abs().max().item()
-        if not difference <= logit_tolerance([heads], x.dtype) * largest:
+    others = {"activations are not those": with_hooks, "output is not the sum": of_sum}
+    for text, difference in others.items():
+        if not difference <= logit_tolerance([heads], dtype) * largest:
             reasons.append(
-                f"its MLP's {what} of its neuron-heads; they differ by {difference:.2g}, and the "
+                f"its MLP's {text} of its neuron-heads; they differ by {difference:.2g}, and the "
                 f"largest entry is {largest:.2g}"
             )
     return reasons

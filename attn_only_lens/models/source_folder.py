@@ -1,4 +1,4 @@
-"""A source model from a folder: `config.json`, `model.safetensors`, perhaps `tokenizer/`.
+"""Read a source model from a folder: `config.json`, `model.safetensors`, perhaps `tokenizer/`.
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`, `model.safetensors` its state
 dict (masks and rotary tables, which TransformerLens computes, may be left out). Where the command
@@ -67,7 +67,7 @@ def load_source(
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
     require_hooked_transformer()
-    # The tokenizer is in the folder; none is looked for at a hub.
+    # The tokenizer is read from the folder, never from a hub.
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     checked = {key: value for key, value in config.items() if key not in chosen}
@@ -156,7 +156,7 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
         tokenizer.encode("")
         return tokenizer
-    except Exception as error:  # of any tokenizer, written in any language
+    except Exception as error:  # tokenizers raise all kinds
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"the tokenizer in {tokenizer_folder} needs its own code, which is never run from "
@@ -169,9 +169,9 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def original_tokenizer(tokenizer: Any) -> Any:
-    """Return a model's tokenizer as in its files; unchanged if these are gone or hold another.
+    """Return a tokenizer as it is in its files; unchanged if the files are gone or differ.
 
-    TransformerLens makes it add a BOS, and makes EOS its BOS and its padding if it has none.
+    TransformerLens lets it add a BOS, and uses EOS as BOS and as padding if it has none.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -208,7 +208,7 @@ def check_grown(folder: Path) -> None:
         return
     files = GROWN.read(path_inside(folder, PROVENANCE))["files"]
     try:
-        check_files(folder, files, closed=TOKENIZER)
+        check_files(folder, files, closed=[f"{TOKENIZER}/**/*"])
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. If the grown model was trained since: save it to another folder, and give "

@@ -3,16 +3,14 @@
 The model's card is `data/small_english/README.md`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
+from attn_only_lens.models.hf_folder import no_bars
 from attn_only_lens.models.load import load
 from attn_only_lens.models.source_folder import parse_device, parse_dtype, read_tokenizer
 from attn_only_lens.tl import (
@@ -64,7 +62,7 @@ def small_english(
     """
     if hooked:
         require_hooked_transformer("small_english as a HookedTransformer")
-    with as_file(_DATA) as folder, _no_bars():
+    with as_file(_DATA) as folder, no_bars():
         if hooked:
             return _hooked(folder, parse_device(device), parse_dtype(dtype))
         bridge = load(folder, device=device, dtype=dtype)
@@ -82,18 +80,6 @@ def small_english_texts() -> list[str]:
         ' David Barbara queens friend D'
     """
     return (_DATA / "texts.txt").read_text("utf-8").splitlines()
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for what takes no time."""
-    drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if drawn:
-            logging.enable_progress_bar()
 
 
 def _hooked(folder: Path, device: torch.device, dtype: torch.dtype) -> HookedTransformer:

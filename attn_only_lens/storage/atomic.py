@@ -28,7 +28,7 @@ from attn_only_lens.errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # Windows: no leftover is known to be nobody's there, and none is removed
+except ImportError:  # Windows has no such locks: leftovers of killed processes stay there
     fcntl = None  # type: ignore[assignment]
 
 
@@ -53,7 +53,7 @@ def write_text(path: AnyPath, text: str) -> None:
 def atomic_write(path: AnyPath) -> Iterator[Path]:
     """Yield a path for a new file or folder, which replaces `path` at the end of the block.
 
-    If anything raises, `path` keeps its old contents. A link is replaced, not the file it leads to.
+    If anything raises, `path` keeps its old contents. A link is replaced, not its target.
     """
     path = as_path(path)
     if not path.name:
@@ -135,7 +135,7 @@ def _discard(scratch: Path, path: Path) -> None:
         else:
             with suppress(OSError):
                 folder.unlink(missing_ok=True)
-    # What could not be removed now, the next one removes: nothing that was written is at stake.
+    # The next process removes what cannot be removed now.
     with suppress(OSError):
         if not new.exists() and not old.exists():
             lock.unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def _remove_leftovers(path: Path) -> None:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # if it is empty; who has just made it will make another
+                scratch.rmdir()  # only if empty; a process that has just made it makes another
             continue
         with lock, suppress(OSError):
             if _lock(lock):
@@ -175,7 +175,7 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
 
 
 def _hidden_prefix(path: Path) -> str:
-    # Of one length for every name: the longest that a file system allows leaves no room for more.
+    # A digest, because the longest name that a file system allows leaves no room for a prefix.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
     return f".attn_only_lens-{digest[:16]}-"
 

@@ -1,12 +1,11 @@
-"""JSON that carries a digest of itself and, where it describes a folder, of every file there.
+"""JSON with a digest of itself and, if it describes a folder, of every file in the folder.
 
-    {"format": "attn_only_lens…", "format_version": 5, …, "sha256": of all the rest}
+    {"format": "attn_only_lens…", "format_version": 5, …, "sha256": digest of the rest}
 
-Every format of the package is a `Document`: stated once, written by `write` and read by `read`;
-`tensors` and `tables` put the same JSON into or beside their files. Whitespace, the order of keys
-and the spelling of numbers do not count; any other change is noticed before a value is used. A
-digest detects damage and careless editing, not malice, since whoever writes a file can seal it
-again: so types are checked besides.
+Every file format of the package is a `Document`. `tensors.py` and `tables.py` write the same JSON
+into their files, or next to them. Whitespace, the order of keys and the spelling of numbers do not
+count; any other change is noticed before a value is used. A digest detects damage and careless
+editing, but not malice, since anyone can compute it again. So the types of all values are checked.
 """
 
 import hashlib
@@ -143,8 +142,13 @@ def _digest(path: Path) -> FileDigest:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def check_files(folder: Path, files: Mapping[str, FileDigest], closed: str | None = None) -> None:
-    """Compare the files of a folder with the digests in its manifest."""
+def check_files(
+    folder: Path, files: Mapping[str, FileDigest], closed: Iterable[str] = (), *, seal: str = ""
+) -> None:
+    """Compare the files of a folder with the digests in its manifest, which `seal` names.
+
+    No other file may match the patterns in `closed`.
+    """
     wrong = []
     for name, expected in files.items():
         path = path_inside(folder, name)
@@ -154,10 +158,10 @@ def check_files(folder: Path, files: Mapping[str, FileDigest], closed: str | Non
             wrong.append(f"{name} has {path.stat().st_size} bytes; expected {expected['bytes']}")
         elif _digest(path) != expected:
             wrong.append(f"{name} was changed after it was saved")
-    if closed is not None:
-        every = (folder / closed).rglob("*")
-        present = (path for path in every if path.is_symlink() or not path.is_dir())
-        added = sorted({path.relative_to(folder).as_posix() for path in present} - files.keys())
-        wrong += [f"{name} was added after it was saved" for name in added]
+    matching = (path for pattern in closed for path in folder.glob(pattern))
+    present = (path for path in matching if path.is_symlink() or not path.is_dir())
+    names = {path.relative_to(folder).as_posix() for path in present}
+    added = sorted(names - files.keys() - {seal})
+    wrong += [f"{name} was added after it was saved" for name in added]
     if wrong:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}. Save the model again")

@@ -1,7 +1,7 @@
-"""Data frames in files, each with a document: in the metadata of parquet, or in a JSON by the CSV.
+"""Data frames in files, with a document in the metadata of a parquet file, or next to a CSV file.
 
-The document holds a digest of the frame: of the bytes of a CSV file; of the columns of a parquet
-file, whose bytes are not known before the document is written into them.
+The document holds a digest: of the bytes of a CSV file, but of the columns of a parquet file, since
+its bytes include the document.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
         text = document.text(content=_digest(table), **body)
         with atomic_write(path) as new:
             table = table.replace_schema_metadata({_KEY: text})
-            # A dictionary is written in its order, whole, as `_digest` reads it. Numbers that
-            # hardly repeat have none, and are read in half the time.
+            # Dictionaries are written whole and in order, because `_digest` reads them. Numbers
+            # that hardly repeat have none, which halves the time of reading.
             repeat = [name for name, kind in frame.dtypes.items() if kind != "float64"]
             pq.write_table(
                 table,
@@ -63,24 +63,25 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
 def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Read a frame and its document."""
     path = as_path(path)
-    said = read_table_document(path, document)
+    fields = read_table_document(path, document)
     with _as_checkpoint_error(path):
         if _is_parquet(path):
             _, pq = _pyarrow()
-            # Mapped, and not read ahead: a third of the time of ten million rows.
+            # Mapping, without reading ahead, takes a third of the time for ten million rows.
             table = pq.read_table(
                 path, page_checksum_verification=True, memory_map=True, pre_buffer=False
             )
-            if _digest(table) != said["content"]:
+            if _digest(table) != fields["content"]:
                 raise ValueError("it was changed after it was written")
-            return table.to_pandas(), said
+            return table.to_pandas(), fields
         content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != said["content"]:
+        if hashlib.sha256(content).hexdigest() != fields["content"]:
             raise ValueError(f"it is not the file that {_sidecar(path).name} describes")
-        # Text first: pandas' own parser of numbers may be a rounding off, and takes "NA" for none.
+        # Text first: pandas' parser of numbers may round wrongly, and reads "NA" as missing.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
-        missing = {name: {"": "nan"} for name, kind in said["numbers"].items() if kind == "float64"}
-        return frame.replace(missing).astype(said["numbers"]), said
+        kinds = fields["numbers"]
+        missing = {name: {"": "nan"} for name, kind in kinds.items() if kind == "float64"}
+        return frame.replace(missing).astype(kinds), fields
 
 
 def read_table_document(path: Path, document: Document) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
 
 
 def _digest(table: Any) -> str:
-    """Return a digest of the columns of an Arrow table, however they lie in memory."""
+    """Return a digest of the columns of an Arrow table, independent of their layout in memory."""
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""

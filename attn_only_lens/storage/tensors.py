@@ -18,9 +18,9 @@ from attn_only_lens.storage.documents import Document
 _KEY = "attn_only_lens"
 
 
-def tensor_digest(named: Iterable[tuple[str, Tensor]], said: Any = None) -> str:
+def tensor_digest(named: Iterable[tuple[str, Tensor]], fields: Any = None) -> str:
     """Return the SHA-256 of tensors: names, shapes, types and bytes, in the order given."""
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, tensor in named:
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
@@ -37,7 +37,7 @@ def write_tensors(
     if document is not None:
         metadata = {_KEY: document.text(**body, tensors=tensor_digest(sorted(whole.items())))}
     path.touch()
-    mode = path.stat().st_mode  # as the umask has it; safetensors makes it the owner's alone
+    mode = path.stat().st_mode  # by the umask; safetensors writes files for their owner alone
     save_file(whole, path, metadata)
     path.chmod(mode)
 
@@ -51,13 +51,13 @@ def read_tensors(
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_KEY)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except Exception as error:  # of safetensors, of torch, of the file system: whatever it holds
+    except Exception as error:  # safetensors, torch and the file system raise all kinds
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     if document is None:
         return tensors, {}
     if text is None:
         raise CheckpointError(f"{path} has no document of format {document.format!r}")
-    said = document.parse(text, path)
-    if said["tensors"] != tensor_digest(sorted(tensors.items())):
+    fields = document.parse(text, path)
+    if fields["tensors"] != tensor_digest(sorted(tensors.items())):
         raise CheckpointError(f"{path} was changed after it was written: its tensors differ")
-    return tensors, said
+    return tensors, fields

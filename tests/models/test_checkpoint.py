@@ -13,11 +13,10 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
-import attn_only_lens.models.checkpoint.save_load as save_load
 from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.models.checkpoint import MANIFEST
+from attn_only_lens.models.checkpoint import MANIFEST, hooked, save_load
 from attn_only_lens.models.source_folder import load_source
 
 KINDS = ("gelu", "llama", "ln_pre", "relu", "local", "alibi", "parallel", "gemma", "post_norm")
@@ -109,7 +108,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     load(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("failing", ["write_tensors", "write_manifest"])
+@pytest.mark.parametrize("failing", [(hooked, "write_tensors"), (save_load, "write_manifest")])
 def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
     old = convert(build("gelu"))
     save(old, tmp_path / "saved")
@@ -117,7 +116,7 @@ def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(save_load, failing, interrupt)
+    monkeypatch.setattr(*failing, interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(convert(build("llama")), tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -345,8 +344,8 @@ DAMAGE = {
         "got heads=3",
     ),
     "newer": (
-        lambda f: edit_manifest(f, format_version=8),
-        "format version 8, and this attn-only-lens reads 7",
+        lambda f: edit_manifest(f, format_version=9),
+        "format version 9, and this attn-only-lens reads 8",
     ),
     "edited": (edit_by_hand, "was changed after it was written"),
     "other gate": (lambda f: edit_manifest(f, gate="other"), "gate: got 'other'"),

@@ -104,7 +104,7 @@ def test_damage_is_refused(tmp_path):
         ({"gate": stored}, "got heads=3"),
         ({"gate": stored | {"heads_per_neuron": 4, "ranges": [3.0, 3.0]}}, "expected no ranges"),
         ({"layout": "upside down"}, "layout: got 'upside down'"),
-        ({"model": "TransformerBridge"}, "other_mode is missing.*results is missing"),
+        ({"model": "TransformerBridge"}, "architecture is missing; attention is missing"),
         ({"model": None}, "model: got None"),
     ):
         whole = (folder / MANIFEST).read_text()

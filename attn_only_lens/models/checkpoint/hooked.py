@@ -6,6 +6,7 @@ configuration is that of layer 0, and `layers` holds the sizes of all.
 """
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,6 +19,9 @@ from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden
 from attn_only_lens.models.in_place.known_mlps import known_mlps
 from attn_only_lens.models.source_folder import (
+    TOKENIZER,
+    WEIGHTS,
+    load_tokenizer,
     parse_dtype,
     plain_config,
     reasons_against_config,
@@ -33,6 +37,7 @@ from attn_only_lens.models.two_blocks.build import (
 )
 from attn_only_lens.models.two_blocks.config import by_layer, sizes_of
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
+from attn_only_lens.storage import limit_size, read_tensors, write_tensors
 from attn_only_lens.tl import HookedTransformer, require_hooked_transformer
 
 MISFIT = "the weights do not fit their manifest"
@@ -42,11 +47,32 @@ class HookedFields(TypedDict):
     """The entries of a manifest that only a HookedTransformer has."""
 
     layout: Literal["two blocks a layer", "in place"]
+    config: dict[str, Any]
     layers: list[LayerSizes]
     tied: dict[str, str]
 
 
-def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_hooked(model: HookedTransformer, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
+    """Write a model to an empty folder, and return the entries of its manifest."""
+    entries, tensors = _describe(model)
+    write_tensors(folder / WEIGHTS, tensors)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder / TOKENIZER)
+        load_tokenizer(folder)
+    return common | entries
+
+
+def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
+    """Read the model of a manifest; raise CheckpointError if the files do not fit it."""
+    tensors, _ = read_tensors(folder / WEIGHTS)
+    with limit_size(tensors):
+        model = _rebuilt(manifest, tensors)
+    if manifest["padding_side"] is not None:
+        model.tokenizer = load_tokenizer(folder)
+    return model
+
+
+def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the entries of a model's manifest, and its tensors, tied ones once."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
@@ -62,8 +88,8 @@ def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str,
         neuron.module.act_fn != gating.silu for neuron in host_of(model).neurons
     ):
         reasons.append(
-            f"its activation is code of its own, and what is loaded runs {gating.silu!r}: set that "
-            "as act_fn of every MLP of the source, and start again from there"
+            f"its activation is custom code, and a loaded model would run {gating.silu!r}: set "
+            "that as act_fn of every MLP of the source, and convert or expose the source again"
         )
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     entries: dict[str, Any] = {
@@ -81,12 +107,11 @@ def describe_hooked(model: HookedTransformer) -> tuple[dict[str, Any], dict[str,
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {name: tensor.detach() for name, tensor in named}
     reasons = reasons or skeleton_misfits(_skeleton(entries), tensors, entries["tied"])
-    refuse(reasons, "this model is more than its configuration leads to, and could not be loaded")
+    refuse(reasons, "this model is not what its configuration leads to, and could not be loaded")
     return entries, tensors
 
 
-def rebuild_hooked(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Build the model of a manifest; raise CheckpointError if the tensors do not fit it."""
+def _rebuilt(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     model = _skeleton(manifest)
     tied, frozen = manifest["tied"], manifest["frozen"]
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -1,10 +1,12 @@
 """Save a model with neuron-heads to a folder, and load it: safetensors and JSON, no pickle, no hub.
 
-    model.safetensors     its tensors; those that are tied or share memory once
-    attn_only_lens.json   a manifest: kind of model, configuration, gate, digest of every file
-    tokenizer/            the tokenizer's own files, where the model has one
+    gate.json           a manifest: kind of model, gate, state, digest of every file
+    model.safetensors   its weights; `bridge.safetensors`, if only `load` can use them
+    tokenizer/          the tokenizer's own files; of a bridge they lie in the folder itself
+    config.json         of a bridge: the configuration
 
-A folder is written next to its destination, and moved there when it is complete.
+The folder of a bridge is one of transformers where that is possible (`bridge.py`). A folder is
+written next to its destination, and moved there when it is complete.
 """
 
 import os
@@ -14,22 +16,21 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.gates import Gating
 from attn_only_lens.heads import has_neuron_heads, host_of
-from attn_only_lens.models.checkpoint.bridge import BridgeFields, describe_bridge, rebuild_bridge
-from attn_only_lens.models.checkpoint.hooked import HookedFields, describe_hooked, rebuild_hooked
-from attn_only_lens.models.source_folder import (
-    TOKENIZER,
-    WEIGHTS,
-    checkpoint_errors,
-    load_tokenizer,
-    refuse,
+from attn_only_lens.models.checkpoint.bridge import (
+    BRIDGE_WEIGHTS,
+    BridgeFields,
+    read_bridge,
+    write_bridge,
 )
+from attn_only_lens.models.checkpoint.hooked import HookedFields, read_hooked, write_hooked
+from attn_only_lens.models.hf_folder import FILES
+from attn_only_lens.models.source_folder import TOKENIZER, WEIGHTS, checkpoint_errors, refuse
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
     Document,
@@ -37,16 +38,13 @@ from attn_only_lens.storage import (
     atomic_folder,
     check_files,
     file_digests,
-    limit_size,
     listed_files,
     open_folder,
-    read_tensors,
     type_mismatches,
-    write_tensors,
 )
 from attn_only_lens.tl import HookedTransformer
 
-MANIFEST = "attn_only_lens.json"
+MANIFEST = "gate.json"
 _UNBUILDABLE = "cannot be built by these versions of transformers and TransformerLens"
 
 
@@ -56,7 +54,6 @@ class _Manifest(TypedDict):
     model: Literal["HookedTransformer", "TransformerBridge"]
     source_name: str | None
     gate: Gating
-    config: dict[str, Any]
     training: bool
     padding_side: Literal["left", "right"] | None
     frozen: list[str]
@@ -64,17 +61,21 @@ class _Manifest(TypedDict):
 
 
 class _Kind(NamedTuple):
-    """A kind of model: its entries of the manifest, and how to save and load it."""
+    """A kind of model: its entries of the manifest, and how to save and load it.
+
+    `closed` are patterns of files that would be read with the model, so that none may be added.
+    """
 
     fields: Any
-    describe: Callable[[Any], tuple[dict[str, Any], dict[str, Tensor]]]
-    rebuild: Callable[[dict[str, Any], dict[str, Tensor]], Any]
+    write: Callable[[Any, Path, dict[str, Any]], dict[str, Any]]
+    read: Callable[[Path, dict[str, Any]], Any]
+    closed: tuple[str, ...]
 
 
-_DOCUMENT = Document("attn_only_lens", 7, _Manifest)
+_DOCUMENT = Document("attn_only_lens", 8, _Manifest)
 _KINDS = {
-    "HookedTransformer": _Kind(HookedFields, describe_hooked, rebuild_hooked),
-    "TransformerBridge": _Kind(BridgeFields, describe_bridge, rebuild_bridge),
+    "HookedTransformer": _Kind(HookedFields, write_hooked, read_hooked, (f"{TOKENIZER}/**/*",)),
+    "TransformerBridge": _Kind(BridgeFields, write_bridge, read_bridge, FILES),
 }
 _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBridge
 
@@ -83,9 +84,11 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
     """Write a model with neuron-heads to a folder, completely or not at all.
 
-    A `TransformerBridge` is written with its present weights, processed by
-    `enable_compatibility_mode` or not. Before anything is written, it is built again and compared,
-    which takes the memory of a second model for a moment.
+    A `TransformerBridge` without processed weights is written as a folder of transformers, with its
+    neuron-heads in `gate.json`: `from_pretrained` and `TransformerBridge.boot_transformers` open
+    it, too. Weights that `enable_compatibility_mode` processed, models of `boot_native` and grown
+    sizes that transformers does not know are written in a form that only `load` opens. The
+    files are read again and compared, which takes the memory of a second model for a moment.
 
     Args:
         model: a model that `convert` or `load` returned, or a model with `expose_neuron_heads`, in
@@ -120,19 +123,16 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     if reasons := host_of(model).reasons():
         raise CheckpointError("; ".join(reasons))
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
-    with checkpoint_errors(f"it {_UNBUILDABLE}"):
-        entries, tensors = _KINDS[kind].describe(model)
-    entries |= {
+    common = {
         "model": kind,
         "source_name": model.cfg.model_name if source_name is None else source_name,
         "training": model.training,
         "padding_side": None if model.tokenizer is None else model.tokenizer.padding_side,
     }
-    with atomic_folder(folder, (MANIFEST, WEIGHTS, TOKENIZER), MANIFEST, listed_files) as new:
-        write_tensors(new / WEIGHTS, tensors)
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(new / TOKENIZER)
-            load_tokenizer(new)
+    names = {MANIFEST, *(Path(name).parts[0] for name in listed_files(folder / MANIFEST))}
+    with atomic_folder(folder, sorted(names), MANIFEST, listed_files) as new:
+        with checkpoint_errors(f"it {_UNBUILDABLE}"):
+            entries = _KINDS[kind].write(model, new, common)
         write_manifest(new, entries)
     return folder
 
@@ -140,12 +140,11 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Read a saved model: no pickle, no network, no code, no other folder."""
     manifest = read_manifest(folder)
-    check_files(folder, manifest["files"], closed=TOKENIZER)
-    tensors, _ = read_tensors(folder / WEIGHTS)
-    with limit_size(tensors), checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
-        model = _KINDS[manifest["model"]].rebuild(manifest, tensors)
+    kind = _KINDS[manifest["model"]]
+    check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)
+    with checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
+        model = kind.read(folder, manifest)
     if manifest["padding_side"] is not None:
-        model.tokenizer = load_tokenizer(folder)
         model.tokenizer.padding_side = manifest["padding_side"]
     if dtype is not None:
         model.to(dtype, print_details=False)
@@ -179,12 +178,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = _DOCUMENT.read(path)
     fields = _KINDS[manifest["model"]].fields
     wrong = [reason.removeprefix(".") for reason in type_mismatches(manifest, fields, "")]
-    names = manifest["files"]
-    wrong += [f"files.{WEIGHTS} is missing"] * (WEIGHTS not in names)
-    wrong += [
-        f"{name!r} is no file of a saved model"
-        for name in names
-        if name != WEIGHTS and not name.startswith(f"{TOKENIZER}/")
-    ]
+    weights = BRIDGE_WEIGHTS if manifest.get("weights") == "bridge" else WEIGHTS
+    wrong += [f"files.{weights} is missing"] * (weights not in manifest["files"])
     refuse(wrong, f"{path} cannot be used")
     return manifest

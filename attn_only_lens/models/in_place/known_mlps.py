@@ -94,17 +94,22 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
 
 def non_finite_weights(model: Any) -> list[str]:
     """Return the first few parameters that hold NaN or infinity, as reasons against a model."""
-    reasons = []
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or parameter.dtype not in _FLOATS or not parameter.numel():
-            continue
-        extremes = torch.stack(parameter.detach().aminmax())  # NaN, if there is one
-        if not extremes.isfinite().all():
-            count = int((~parameter.detach().isfinite()).sum())
-            plain = name.replace("._original_component", "")
-            reasons.append(f"its {plain} has {count} entries that are NaN or infinite")
-    more = len(reasons) - _SHOWN
-    return [*reasons[:_SHOWN], *[f"and {more} more of its parameters have"] * (more > 0)]
+    named = {
+        name.replace("._original_component", ""): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
+    }
+    # One number for all parameters, since each look at a number waits for the device.
+    if math.isfinite(nn.utils.get_total_norm(named.values(), math.inf)):
+        return []
+    counts = {name: int((~parameter.isfinite()).sum()) for name, parameter in named.items()}
+    wrong = [
+        f"its {name} has {count} entries that are NaN or infinite"
+        for name, count in counts.items()
+        if count
+    ]
+    more = len(wrong) - _SHOWN
+    return [*wrong[:_SHOWN], *[f"and {more} more of its parameters have"] * (more > 0)]
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
+from attn_only_lens.models.norms import NO_NORM, known_norm
 from attn_only_lens.models.two_blocks.config import block_kind, block_layer, neurons_block
 
 _MLP_POINTS = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
@@ -372,32 +373,25 @@ class _OutputNorm:
             name = "ln1_post"
         elif cfg.original_architecture in POST_NORM_ARCHITECTURES:
             name = "ln1"
-        self.norm: Any = None
+        self.norm, self.scale = NO_NORM, None
         if name is not None and cfg.normalization_type is not None:
-            self.norm = getattr(self.block, name)
-            self.centres = cfg.normalization_type in ("LN", "LNPre")
+            self.norm = known_norm(getattr(self.block, name))
             scale = cache[f"blocks.{block}.{name}.hook_scale"]
             self.scale = positions.apply(scale, dim=-2)
 
     def rescale(self, written: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
         """Centre directions and apply the gain, which are the same at every position."""
-        if self.norm is None:
-            return written
-        if self.centres:
-            written = written - written.mean(dim=-1, keepdim=True)
-        gain = getattr(self.norm, "w", None)
-        return written if gain is None else written * gain
+        return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
         """Divide amounts [..., pos, any] by the scale at each position."""
-        return amounts if self.norm is None else amounts / self.scale
+        return amounts if self.scale is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
         """Return what the output bias of the block and the bias of the norm add to the stream."""
         output: Any = self.block.attn
         written = self.divide(self.rescale(output.b_O))
-        norm_bias = getattr(self.norm, "b", None)
-        return written if norm_bias is None else written + norm_bias
+        return written if self.norm.bias is None else written + self.norm.bias
 
 
 class _Stack:

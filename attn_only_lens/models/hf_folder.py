@@ -1,0 +1,249 @@
+"""Read a folder of Hugging Face transformers into a TransformerBridge: safetensors and JSON only.
+
+The bridge is that of `TransformerBridge.boot_transformers`. transformers fills missing weights with
+random numbers and leaves out unknown ones, with a warning; here both are errors.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources._bridge_builder import (
+    build_bridge_config_from_hf,
+    build_bridge_from_module,
+)
+from transformer_lens.model_bridge.sources.transformers import (
+    determine_architecture_from_hf_config,
+    get_hf_model_class_for_architecture,
+)
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.models.source_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_grown,
+    first_words,
+    memory_reasons,
+    read_tokenizer,
+    tokenizer_reasons,
+)
+from attn_only_lens.models.transformers_module import DEQUANTISE, config_reasons
+from attn_only_lens.storage import limit_size, out_of_range, read_json, require_few_layers
+
+FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safetensors")
+"""The files that are read, and looked for at the hub."""
+_INDEX = f"{WEIGHTS}.index.json"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken")
+_OTHER_TASKS = ("Classification", "QuestionAnswering", "MultipleChoice")
+_SHOWN = 5
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Hide transformers' progress bars."""
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+def read_hf_folder(
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str | None = None,
+) -> TransformerBridge:
+    """Return the bridge of a folder; `name` is its `cfg.model_name`.
+
+    `attention` is the implementation of attention in transformers, by default as in
+    `boot_transformers`.
+    """
+    try:
+        return _bridge(folder, name, dtype, device, attention)
+    except Exception as error:  # transformers and TransformerLens raise all kinds
+        reason = str(error)
+        if not isinstance(error, CheckpointError):
+            code = " It needs code of its own, which is never run." * ("remote_code" in reason)
+            kind = "KeyError: " * isinstance(error, KeyError)  # whose text is only a key
+            reason = f"{kind}{first_words(error)}{code}"
+        raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
+
+
+def _bridge(
+    folder: Path, name: str, dtype: torch.dtype, device: torch.device, attention: str | None
+) -> TransformerBridge:
+    check_grown(folder)
+    config = read_json(folder / CONFIG)
+    files, reasons = _weight_files(folder)
+    reasons += _other_task(config)
+    _refuse([*config_reasons(config, f"its {CONFIG}"), *out_of_range(config, CONFIG), *reasons])
+    tensors = _tensors_in(files)
+    n_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+    _refuse([*_stored_otherwise(tensors), *memory_reasons(n_bytes)])
+    require_few_layers(config, tensors)
+    with limit_size(tensors):
+        model, architecture, info = _build(folder, name, dtype, attention)
+    tokenizer = _tokenizer(folder)
+    d_vocab = getattr(model.config.get_text_config(), "vocab_size", 0)
+    _refuse([*_misfits(model, info), *tokenizer_reasons(tokenizer, d_vocab)])
+    has_bos = tokenizer is None or tokenizer.bos_token is not None
+    bridge = build_bridge_from_module(
+        model.to(device),
+        architecture,
+        hf_config=model.config,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        model_name=name,
+    )
+    if not has_bos:  # TransformerLens has made EOS its BOS, and would begin every text with it
+        bridge.cfg.default_prepend_bos = False
+    return bridge
+
+
+def _refuse(reasons: list[str]) -> None:
+    if reasons:
+        raise CheckpointError("; ".join(reasons[:_SHOWN]))
+
+
+def _other_task(config: dict[str, Any]) -> list[str]:
+    """Return why a folder does not hold a language model, though its layers would make one."""
+    for name in config.get("architectures") or ():
+        if str(name).endswith(_OTHER_TASKS):
+            return [
+                f"it is a {name}, whose head is not a language model's and would be left out; "
+                "expected a language model, such as the one that it was trained from"
+            ]
+    return []
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """Return the safetensors files of the model, and why there are none."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS], []
+    if (folder / _INDEX).is_file():
+        index = read_json(folder / _INDEX)
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+            return [], [f"{_INDEX} has no weight_map of names to files"]
+        names = sorted(set(shards.values()))
+        # By the name: in the cache of the hub the files themselves are links to elsewhere.
+        if odd := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside of the folder"]
+        missing = [name for name in names if not (folder / name).is_file()]
+        return [folder / name for name in names], [f"{name} is missing" for name in missing]
+    unread = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+    instead = f"; {', '.join(unread[:_SHOWN])} is not read" if unread else ""
+    return [], [
+        f"{WEIGHTS} is missing{instead}: expected safetensors, which save_pretrained of "
+        "transformers writes (a pickle, such as .bin, can run any code)"
+    ]
+
+
+def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Return the tensors of safetensors files without their numbers."""
+    tensors = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    stored = file.get_slice(key)
+                    shape = stored.get_shape()
+                    empty = stored[:0] if shape else file.get_tensor(key)
+                    tensors[key] = torch.empty(shape, dtype=empty.dtype, device="meta")
+        except Exception as error:  # safetensors, torch and the file system raise all kinds
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+    return tensors
+
+
+def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
+    """Return which weights are stored as integers, or in so few bits that they need a scale."""
+    kinds = {
+        str(tensor.dtype).removeprefix("torch."): key
+        for key, tensor in tensors.items()
+        if key.endswith("weight") and (not tensor.is_floating_point() or tensor.itemsize < 2)
+    }
+    return [f"its {key} is stored as {kind}: {DEQUANTISE}" for kind, key in kinds.items()]
+
+
+def _build(
+    folder: Path, name: str, dtype: torch.dtype, attention: str | None
+) -> tuple[Any, str, dict[str, Any]]:
+    """Return the model of transformers, its architecture, and what was missing or left over."""
+    offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(folder, **offline)
+    architecture = determine_architecture_from_hf_config(config)
+    # The options of the architecture's adapter, as in `boot_transformers`.
+    cfg = build_bridge_config_from_hf(config, architecture, name, dtype)
+    adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
+    options: dict[str, Any] = {"config": config, "dtype": dtype}
+    options["attn_implementation"] = getattr(adapter.cfg, "attn_implementation", None) or "eager"
+    adapter.prepare_loading(str(folder), options)
+    if attention is not None:
+        options["attn_implementation"] = attention
+    model, info = get_hf_model_class_for_architecture(architecture).from_pretrained(
+        folder,
+        **options | offline,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # `_misfits` refuses them
+        output_loading_info=True,
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # some classes keep parameters in float32
+    return model.eval(), architecture, info
+
+
+def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
+    """Return how the weights of a folder are not those of its configuration."""
+    kinds = {
+        "missing": sorted(info["missing_keys"]),
+        "of another shape": sorted(f"{key[0]} {list(key[1])}" for key in info["mismatched_keys"]),
+        "not known": [key for key in sorted(info["unexpected_keys"]) if _belongs(model, key)],
+    }
+    return [
+        f"{', '.join(names[:_SHOWN])}{' and others' * (len(names) > _SHOWN)} "
+        f"{'is' if len(names) == 1 else 'are'} {kind}"
+        for kind, names in kinds.items()
+        if names
+    ]
+
+
+def _belongs(model: nn.Module, key: str) -> bool:
+    """Return True for a weight of a module, or of a layer, that the model has or should have.
+
+    Other weights are of parts that its class does not have, such as BERT's pooler.
+    """
+    module: Any = model
+    *path, _ = key.split(".")
+    for part in path:
+        if isinstance(module, nn.ModuleList):
+            return True
+        module = getattr(module, part, None)
+        if module is None:
+            return False
+    return True
+
+
+def _tokenizer(folder: Path) -> Any:
+    """Read the tokenizer; None where the folder has no vocabulary."""
+    if not any(path for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        return None  # transformers would make an empty one of some classes
+    try:
+        return read_tokenizer(folder, add_bos_token=True)  # as boot_transformers does
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        return read_tokenizer(folder)  # one without a BOS
