@@ -12,8 +12,8 @@ and the search for circuits run many variants of a batch, so only the first batc
 
 Memory does not grow with the number of batches. Beyond the models, it is: for each model and token
 of one batch, 3 numbers a neuron, d_head + pos a head in both runs, the logits, and what the
-backward pass keeps; of the first batch, one number for each component and token, and both runs, for
-patching; and 14 float64 a component.
+backward pass keeps; of the first batch, one number for each component and token; and 14 float64 a
+component.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ from typing import Any
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits._search import Circuit, search_circuit
-from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
 from attn_only_lens.comparison.batch_runs import MODELS, add_patching, on_device_of, stage_bar
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
@@ -169,11 +168,10 @@ def _first_batch(
     Return a function that patches so many components, and returns the comparison on all batches
     until then.
     """
-    results = [
+    circuits = [
         _circuit(model, first, settings, progress and f"circuit of {label}")
         for model, label in zip(models, MODELS, strict=False)
     ]
-    circuits, ablated = zip(*results, strict=True)
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar)
     n_prompts = len(first.pair.clean)
@@ -197,7 +195,7 @@ def _first_batch(
 
     def result(n_patched: int | None) -> Comparison:
         old, new, silent = statistics.frames()
-        old, new = add_patching(ablated, old, new, n_patched, progress)
+        old, new = add_patching(models, first, old, new, n_patched, progress)
         return Comparison(
             heads=old[old["kind"] == "attention"].reset_index(drop=True),
             neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
@@ -299,11 +297,9 @@ def _require_source(model: Any, provenance: Provenance) -> None:
     raise ComparisonError([reason, advice], _PROBLEM)
 
 
-def _circuit(
-    model: Any, batch: Batch, settings: dict[str, Any], progress: bool | str
-) -> tuple[Circuit, AblatedModel]:
+def _circuit(model: Any, batch: Batch, settings: dict[str, Any], progress: bool | str) -> Circuit:
     pair = on_device_of(model, batch.pair)
-    return search_circuit(
+    circuit, _ = search_circuit(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=settings["faithfulness"],
         # As overlaps and their intervals rank nodes: by |estimates| of every prompt.
@@ -314,3 +310,4 @@ def _circuit(
         mask=pair.mask,
         progress=progress,
     )
+    return circuit

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+import torch
 from jaxtyping import Bool, Float
 from scipy.stats import rankdata
 
@@ -251,8 +252,9 @@ class _ComponentRows:
     def scores(self, run: BatchRun) -> Float[np.ndarray, "node batch"]:
         """The effect of every node on the metric of each prompt."""
         scores = np.full((len(self.names), self.n_pos, len(run.real)), np.nan)
-        for sites, rows in self.groups:
-            scores[rows] = run.effects_of(sites).mT.cpu().double().numpy()
+        effects = [run.effects_of(sites) for sites, _ in self.groups]
+        read = torch.cat([x.to(effects[0]) for x in effects]).mT.cpu()  # a device waits once
+        scores[np.concatenate([rows for _, rows in self.groups])] = read.double().numpy()
         return scores.reshape(-1, len(run.real))
 
 

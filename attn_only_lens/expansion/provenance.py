@@ -9,11 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pandas as pd
 import torch
 from jaxtyping import Int
+from pydantic import BeforeValidator, PlainSerializer
 from torch import Tensor
 
 from attn_only_lens.errors import UnknownHeadError
@@ -30,11 +32,30 @@ from attn_only_lens.expansion.weights import (
 from attn_only_lens.heads.names import HeadName
 
 
+def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return ranges of successive indices, as start and stop: mostly one."""
+    ranges = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
+    return [(run[0][1], run[-1][1] + 1) for run in ranges]
+
+
+def _indices(ranges: list[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(index for start, stop in ranges for index in range(start, stop))
+
+
+# As pydantic writes them to `provenance.json`, and reads them.
+Indices: TypeAlias = Annotated[
+    tuple[int, ...],
+    PlainSerializer(_ranges, return_type=list[tuple[int, int]]),
+    BeforeValidator(_indices),
+]
+_FROM_PAIRS = BeforeValidator(lambda pairs: {Axis(*axis): value for axis, value in pairs})
+
+
 @dataclass(frozen=True)
 class IndexMap:
     """The new index of each old one, along an axis or of layers, and how many there are now."""
 
-    new_of: tuple[int, ...]
+    new_of: Indices
     size: int
 
     @classmethod
@@ -79,7 +100,10 @@ class IndexMap:
         """Return old and new entries along a dimension, each at its indices."""
         if old.device.type == "meta":  # a sketch has shapes only
             return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
-        both = torch.cat([old, new], dim)
+        # A transposed matrix stays one, so that its parameter needs no other copy.
+        order = sorted(range(old.ndim), key=old.stride, reverse=True)
+        parts = [old.permute(order), new.permute(order)]
+        both = torch.cat(parts, order.index(dim)).permute([order.index(i) for i in range(old.ndim)])
         if self.is_prefix:
             return both
         order = _index((*self.new_of, *self.added), old.device).argsort()
@@ -146,7 +170,7 @@ class ZeroEntries:
     """
 
     name: str
-    indices: tuple[tuple[int, ...], ...]
+    indices: tuple[Indices, ...]
     since: int = field(default=0, kw_only=True)
 
     def off(self, tensor: Tensor) -> Tensor:
@@ -171,7 +195,7 @@ class TiedEntries(ZeroEntries):
     """
 
     dim: int
-    of: tuple[int, ...]
+    of: Indices
     factor: float
 
     def off(self, tensor: Tensor) -> Tensor:
@@ -192,10 +216,10 @@ class Shares:
     """
 
     axis: Axis
-    new: tuple[int, ...]
-    of: tuple[int, ...]
+    new: Indices
+    of: Indices
     share: tuple[float, ...]
-    written: frozenset[str]
+    written: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
 
     def kept(self) -> dict[int, float]:
         """Return what each old unit kept."""
@@ -247,8 +271,16 @@ class Provenance:
     """
 
     layers: IndexMap
-    axes: Mapping[Axis, IndexMap]
-    sizes: Mapping[Axis, int]
+    axes: Annotated[
+        Mapping[Axis, IndexMap],
+        PlainSerializer(lambda x: list(x.items()), return_type=list[tuple[Axis, IndexMap]]),
+        _FROM_PAIRS,
+    ]
+    sizes: Annotated[
+        Mapping[Axis, int],
+        PlainSerializer(lambda x: list(x.items()), return_type=list[tuple[Axis, int]]),
+        _FROM_PAIRS,
+    ]
     constants: Constants
     like: Mapping[int, int] = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)

@@ -221,7 +221,7 @@ def grow(
     originals = {}
     for name, tensor in weights.tensors.items():
         part = provenance.old_part(name, larger.tensors)
-        if not torch.equal(part, tensor):
+        if part.data_ptr() != tensor.data_ptr() and not torch.equal(part, tensor):
             originals[name] = tensor.clone(), tensor_digest([(name, part)])
     notes = [_CENTRED] * provenance.centred
     notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)

@@ -28,6 +28,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.devices import keep_random_state, to_float64_device
+from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, NormPlace, block_name, in_layer
@@ -131,8 +132,7 @@ class HuggingFaceBridge(BridgeModel):
             reasons.append("its config.scale_attn_weights is False, which its bridge does not heed")
         if getattr(config, "add_cross_attention", False):
             reasons.append("it attends to an encoder, whose width would have to grow along")
-        _, twin = self._usual
-        reasons += differing_modules(self.model.original_model, twin.original_model)
+        reasons += differing_modules(self.model.original_model, self._usual)
         if reasons:
             return reasons
         named = self._named_by_transformers()
@@ -141,15 +141,15 @@ class HuggingFaceBridge(BridgeModel):
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
             reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
-        fresh = dict(twin.original_model.named_buffers())
+        fresh = dict(self._usual.named_buffers())
         if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
-        reasons += [
-            f"its {name.replace(WRAPPED, '')} is not what its configuration leads to"
-            for name, buffer in self.model.original_model.named_buffers()
+        buffers = self.model.original_model.named_buffers()
+        return reasons + [
+            f"its {name} is not what its configuration leads to"
+            for name, buffer in ((name.replace(WRAPPED, ""), buffer) for name, buffer in buffers)
             if name in fresh and not torch.equal(buffer.cpu(), fresh[name].to(buffer.dtype))
         ]
-        return reasons
 
     def read(self) -> Weights:
         """Return its weights."""
@@ -209,7 +209,7 @@ class HuggingFaceBridge(BridgeModel):
             module = dispatch_model(module, _device_map(module, some.device))  # as the source is
         model = self._bridge(module)
         model.cfg.n_devices = len(places)
-        usual = vars(self._usual[1].cfg)
+        usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
         for key, value in vars(template.cfg).items():  # what the user has set since
             if key in usual and type(value) in (bool, str) and usual[key] != value:
                 setattr(model.cfg, key, value)
@@ -300,12 +300,14 @@ class HuggingFaceBridge(BridgeModel):
             nn.Module.to(model, torch.float32)  # TransformerLens announces its own
         pos = min(_POS, cfg.n_ctx)
         tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
-        modes = {module: module.training for module in model.modules()}
+        in_training = [module for _, module in modules_of(model) if module.training]
         try:
-            logits = model.eval()(tokens)
+            for module in in_training:
+                module.training = False
+            logits = model(tokens)
         finally:
-            for module, mode in modes.items():
-                module.training = mode
+            for module in in_training:
+                module.training = True
         return to_float64_device(getattr(logits, "logits", logits)).double()
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
@@ -372,7 +374,7 @@ class HuggingFaceBridge(BridgeModel):
 
     def _named_by_transformers(self) -> dict[str, nn.Parameter]:
         """Parameters by the names that they have in a model without a bridge."""
-        clean, _ = self._usual
+        clean = self._usual.state_dict()
         named = self.model.original_model.named_parameters(remove_duplicate=False)
         parameters = ((name.replace(WRAPPED, ""), parameter) for name, parameter in named)
         return {name: parameter for name, parameter in parameters if name in clean}
@@ -419,11 +421,9 @@ class HuggingFaceBridge(BridgeModel):
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
     @cached_property
-    def _usual(self) -> tuple[set[str], TransformerBridge]:
-        """The names of weights without a bridge, and the bridge that the configuration leads to."""
-        module = self._module(self.config)
-        names = set(module.state_dict())
-        return names, self._bridge(module)
+    def _usual(self) -> PreTrainedModel:
+        """The model of transformers that the configuration leads to, with arbitrary weights."""
+        return self._module(self.config)
 
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
@@ -488,6 +488,16 @@ def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
 
 _SAVE = "write it with neuron-heads: attn_only_lens.save(expose_neuron_heads(model).model, folder)"
 _INSTEAD = f"grow d_model or n_heads along, or {_SAVE}"
+
+
+def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a model of one layer, which is quickly built."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    for name in ("layer_types", BY_LAYER):
+        if (by_layer := getattr(config, name, None)) is not None:
+            setattr(config, name, by_layer[:1])
+    return config
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
