@@ -7,8 +7,8 @@
     circuits.py      compares the two models' circuits on the first batch
     results.py       holds, saves and loads the result
 
-The dataset streams by with two forward passes and a backward one for each model and batch. Patching
-and the search for circuits run many variants of a batch, so only the first batch has them.
+Every batch takes two forward passes and a backward one of each model. Patching and the search for
+circuits run many variants of a batch, so they use only the first one.
 
 Memory does not grow with the number of batches. Beyond the models, it is: for each model and token
 of one batch, 3 numbers a neuron, d_head + pos a head in both runs, the logits, and what the
@@ -65,9 +65,9 @@ def compare(
 ) -> Comparison:
     """Compare every component of a model with the same component of one grown from it.
 
-    The effect of a component is the metric's loss when its output is replaced by its output on the
-    corrupted prompt or, without corrupted prompts, on the next prompt (of a stream: of the batch);
-    then the metric must ask something else of each prompt, as `loss` does.
+    The effect of a component is how much of the metric is lost when the component's output is
+    replaced by its output on the corrupted prompt. Without corrupted prompts, the next prompt takes
+    its place (in a stream: of the batch); then the metric must differ by prompt, as `loss` does.
 
     Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023, for growth; `circuits.discover` and `patching.attribution` for the rest.
@@ -87,13 +87,13 @@ def compare(
         provenance: of `grown`, if that is a model, or in place of the provenance of `grown`. It
             identifies the model that grew; other models are refused (`growth.identity`).
         corrupted: prompts for those of `tokens`, if these are texts or a tensor.
-        null: the same growth trained with another seed, as `grown`, to show how much two trainings
-            differ: `grown` is compared with it, too.
+        null: like `grown`, the same growth trained with another seed. `grown` is compared with it
+            too, which shows how much two trainings differ.
         batch_size: the most prompts of a batch, if tokens are cut.
-        faithfulness: of both circuits, which must be within 1 - faithfulness of 1.
+        faithfulness: wanted of both circuits; theirs is at most 1 - faithfulness away from 1.
         n_patched: how many components to patch, by largest |attribution| in any model; None: all.
-        n_nodes: how many nodes of the circuits, by largest effect, to compute edges between; 0 for
-            no edges, for models whose patterns cannot be frozen.
+        n_nodes: how many nodes of the circuits, by largest effect, have edges; 0 for no edges, for
+            models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
         n_resamples: of the first batch's prompts, for confidence intervals.
         confidence: of the intervals.
@@ -105,8 +105,8 @@ def compare(
 
     Raises:
         ComparisonError: with every reason: models or a provenance that do not fit, prompts of an
-            unknown kind, invalid settings. An error in a batch after the first becomes one of
-            these; its `so_far` is the comparison on the batches before.
+            unknown kind, invalid settings. An error in a batch after the first is raised as a
+            ComparisonError, whose `so_far` is the comparison on the batches before.
         InputError: prompts that a model cannot take; a metric that does not fit, or has no
             slope or difference between runs.
         UnsupportedModelError: neuron-heads that cannot be exposed; not linear when frozen.

@@ -1,14 +1,14 @@
 """One batch through one model: patterns, outputs and effects of every component.
 
-Two forward passes and one backward, as `patching.attribution` takes of part "z" with direction
-"noise": with g the gradient of the metric at a head's output z in the clean run, and z* its output
-in the corrupted run,
+Two forward passes and a backward one, as in `patching.attribution(part="z", direction="noise")`.
+With g the gradient of the metric at a head's output z in the clean run, and z* its output in the
+corrupted run,
 
     effect = g · (z - z*)
 
 estimates the metric's loss when z* replaces z, in the metric's own units: positive for a component
-that supports it. Effects are kept for each prompt: for a metric that is a mean over B prompts they
-are B times the shares of the batch's gradient.
+that supports it. There is an effect for each prompt: since the metric is a mean over B prompts, the
+gradient of the batch is multiplied by B.
 
 `add_patching` measures the loss for the components with the largest estimates, on one batch:
 `patching.activation_patch` replaces z at all positions.

@@ -21,11 +21,11 @@ norms that read the stream are LayerNorms. Over tokens,
 **Errors.** The unit is a prompt: with x_i a mean over the tokens of prompt i, the mean is Σ x_i / n
 and the standard error √((Σ x_i² - n mean²) / ((n - 1) n)).
 
-**Silent neurons** put out no more than a rounding of their layer's output, on any token:
+**Silent neurons** have outputs that are never larger than a rounding of their layer's output:
 
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
-Their gate is a function of noise. Dead neurons of ReLU models with LayerNorm reach 6.6 units of
+Their gate depends on rounding errors. Dead neurons of ReLU models with LayerNorm reach 6.6 units of
 that root mean square at most; the quietest neurons of five trained models that fire at all, .002 of
 the root mean square itself.
 """
@@ -52,7 +52,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # of a row's sum: anything missing beyond them is a sink's
+_ROUNDINGS = 16  # of a row's sum; a larger missing part is the weight of a sink
 
 
 def pattern_divergence(
@@ -307,7 +307,7 @@ class Statistics:
             bar.set_description(f"{batch.label}: attribution in {label}")
             runs.append(run_batch(model, batch, sites))
             bar.update()
-        # Whatever can fail comes first, so that an error leaves whole batches in the sums.
+        # Everything that can fail comes before the sums change: they hold whole batches only.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]

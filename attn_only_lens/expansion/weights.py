@@ -17,8 +17,8 @@ sum of its entries in order, weighted by numbers that look random,
     s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
 
 and its norm. A change Δ of the weights, wherever it is, moves s by about ‖Δ‖ / 3. So a tensor whose
-s moved by no more than roundings of ‖w‖ is the same one, cast or computed on another machine; after
-one step of training it is another. (A digest of bytes would tell casts apart.)
+s moved by no more than roundings of ‖w‖ is the same, perhaps cast or computed on another machine;
+after one step of training it is not. (A digest of the bytes would change with the dtype.)
 """
 
 import math

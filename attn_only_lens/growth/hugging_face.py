@@ -1,8 +1,8 @@
 """Growth of TransformerBridges around models of Hugging Face transformers.
 
-A table says what the configuration of each family does not: its norms, and where they stand. The
-grown model is built from a larger configuration of the same class, as transformers would build it,
-and a bridge is put around it; its parameters are the tensors of `Weights`.
+A table lists what a family's configuration does not say: its norms and their places. The grown
+model is built by transformers from a larger configuration of the same class, with the tensors of
+`Weights` as parameters, and a bridge is put around it.
 
 Not every grown model has a configuration that transformers accepts (`transformers_module.py`):
 it computes the same, but no folder for transformers alone can hold it.
@@ -47,7 +47,7 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """What a configuration of transformers leaves to the code of its model, as in `Constants`.
+    """Constants of a family that its configuration of transformers does not have (`Constants`).
 
     `eps` is the name of ε in the configuration. Without `partial_rotary`, the model does not read
     `partial_rotary_factor`: rotary positions turn whole heads.
@@ -80,7 +80,7 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """By `model_type`."""
-# Frequencies that depend on their own wavelength alone, or on the index of a pair.
+# Types whose frequencies depend only on their wavelength, or on the index of a pair.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # recomputed for the length of the last input
 # Matrices that several tensors share, in this order.
@@ -91,8 +91,8 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens of the trial
-_DIFFERENCE = 1e-3  # rotary angles are float32's
-_ROUNDED = 5e-2  # of weights in half precision, in float32
+_DIFFERENCE = 1e-3  # rotary angles have float32's precision
+_ROUNDED = 5e-2  # for weights that were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
@@ -129,9 +129,9 @@ class HuggingFaceBridge(BridgeModel):
             return reasons
         config = self.config
         if getattr(config, "scale_attn_weights", True) is False:
-            reasons.append("its config.scale_attn_weights is False, which its bridge does not heed")
+            reasons.append("its config.scale_attn_weights is False, which its bridge ignores")
         if getattr(config, "add_cross_attention", False):
-            reasons.append("it attends to an encoder, whose width would have to grow along")
+            reasons.append("it attends to an encoder, whose width would have to grow too")
         reasons += differing_modules(self.model.original_model, self._usual)
         if reasons:
             return reasons
@@ -286,8 +286,8 @@ class HuggingFaceBridge(BridgeModel):
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
             return []
         return [
-            f"its logits would differ by {difference:.2g} of the largest: a setting of its "
-            "configuration must be unknown to growth"
+            f"its logits would differ by {difference:.2g} of the largest: its configuration has a "
+            "setting that growth does not know"
         ]
 
     @torch.no_grad()
@@ -380,7 +380,7 @@ class HuggingFaceBridge(BridgeModel):
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """The path of a part of the bridge in the wrapped model."""
+        """Return the path in the wrapped model of a part of the bridge."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
@@ -389,7 +389,7 @@ class HuggingFaceBridge(BridgeModel):
         return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
 
     def _rule(self, name: str) -> str:
-        """The name of a parameter with a place for the layer's number."""
+        """Return the name of a parameter with {} for the layer's number."""
         return self._with_layer(name, lambda layer: "{}")
 
     @cached_property
