@@ -64,14 +64,12 @@ def batches(
     reasons = []
     tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
-    got, expected = type(tokens).__name__, "texts, tokens [prompt, pos], or batches of them"
     if corrupted is not None and not is_whole:
         reasons.append("got corrupted prompts with a stream; expected pairs of prompt_pair")
     if not (is_whole or isinstance(tokens, PromptPair | Iterable)):
-        reasons.append(f"got {got}; expected {expected}")
-    if not is_whole and _is_numeric(tokens):
-        reasons.append(f"got a {got} of numbers; expected {expected}: {_AS_TENSOR}")
-    elif is_whole and metric is None:
+        got = type(tokens).__name__
+        reasons.append(f"got {got}; expected texts, tokens [prompt, pos], or batches of them")
+    if is_whole and metric is None:
         reasons.append("got no metric; expected one, such as patching.loss()")
     ComparisonError.raise_if(reasons, _PROBLEM)
     stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
@@ -87,14 +85,6 @@ def batches(
     yield replace(first, of=n)
     for number, batch in enumerate(pairs, start=2):
         yield replace(batch, number=number, of=n)
-
-
-def _is_numeric(tokens: object) -> bool:
-    """True if this begins with numbers outside a tensor or an array."""
-    if isinstance(tokens, list | tuple):
-        return any(map(_is_numeric, tokens[:1]))
-    tokens = array_as_tensor(tokens)
-    return isinstance(tokens, int) or (hasattr(tokens, "tolist") and not isinstance(tokens, Tensor))
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
@@ -153,9 +143,9 @@ def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) 
     for item in stream:
         has_metric = isinstance(item, tuple) and len(item) == 2
         tokens, metric = item if has_metric else (item, metric_of_all)
+        rows = _checked(model, tokens)
         if metric is None:
             raise ComparisonError(["got a batch without a metric, and none for all"], _PROBLEM)
-        rows = _checked(model, tokens)
         if isinstance(rows, PromptPair):
             yield Batch(rows, metric)
             continue

@@ -1,8 +1,8 @@
 """Provenance: the parts of a model (heads, neurons, layers, coordinates, tensors) after growth.
 
-An expansion moves old indices along axes, and layers; everything else follows. A tensor's old
-entries are at the product of its axes' new indices, times its scale; a head's new name consists of
-the new indices of its layer and its own. Provenances compose as functions do.
+An expansion moves old indices along axes, and layers; all else follows from that. The old entries
+of a tensor are at the new indices of its axes, multiplied by its scale. A head's new name has the
+new index of its layer and its own new index. Provenances compose like functions.
 """
 
 import re
@@ -206,13 +206,13 @@ class TiedEntries(ZeroEntries):
 
 @dataclass(frozen=True)
 class Shares:
-    """New units with a share of what old ones wrote, along an axis of the grown model.
+    """New units that have a share of the outputs of old ones, along an axis of the grown model.
 
     Attributes:
         new: the indices of the new units.
         of: for each new unit, the index of the old unit.
-        share: the part that each new unit has, but for noise; the old unit kept the rest.
-        written: the tensors that were shared out. In other tensors new units are copies.
+        share: the part of each new unit, before noise was added; the old unit kept the rest.
+        written: the tensors that were shared. In other tensors new units are copies.
     """
 
     axis: Axis
@@ -255,7 +255,7 @@ class Provenance:
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero.
         ties: entries that had to be multiples of others, of units that cancel or are copies.
-        shares: the new units that share with old ones what these wrote.
+        shares: the new units that share the outputs of old ones.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
         source: identity of the model that grew (`growth.identity`); None for weights alone.
 
@@ -453,12 +453,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return an old tensor's entries in a grown model, with what new units share of them."""
+        """Return an old tensor's entries in a grown model; outputs of copies are added to them."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the tensors of a grown model that keep it from computing the same, and why."""
+        """Return the tensors of a grown model that break its conditions, and which condition."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -471,7 +471,7 @@ class Provenance:
         return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
-        """The tensor of a grown model with what new units share given back to the old ones."""
+        """Return a tensor of a grown model; outputs of copies are added to those of old units."""
         for shares in reversed(self.shares[since:]):
             if name in shares.written:
                 dim = axes_of(name, self.constants).index(shares.axis)
@@ -489,7 +489,7 @@ class Provenance:
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
-        head.heads(self.constants.heads_per_neuron)  # refuses a member that the neuron has not
+        head.heads(self.constants.heads_per_neuron)  # refuses a member that does not exist
         return head, head.layer
 
 

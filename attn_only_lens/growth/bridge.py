@@ -1,9 +1,9 @@
 """Growth of TransformerBridges: the code that all kinds of bridges share.
 
-A bridge calls the parts of any model by the same names, `blocks.0.attn.q`. A table gives the layout
-of their parameters against the tensors of `Weights`. If the wrapped model has one matrix for
-queries, keys and values, the bridge computes with three copies of its parts, and training changes
-only the copies. So growth reads the copies, and makes the joint matrix from them.
+A bridge has the same names for the parts of any model, `blocks.0.attn.q`. A table says how their
+parameters store the tensors of `Weights`. If the wrapped model has one matrix for queries, keys and
+values, the bridge computes with three copies of its parts, and training changes only the copies. So
+growth reads the copies, and makes the joint matrix from them.
 """
 
 import re
@@ -83,7 +83,7 @@ class BridgeModel(Growable):
         return reasons + shared_parameter_reasons(parts.items())
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that it computes with, by name; one of two uses by both names."""
+        """Return the parameters that it computes with; a tied one has two names."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters: dict[str, nn.Parameter] = {}
         for path, (parameter, _) in self._parts.items():
@@ -170,7 +170,7 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     return reasons
 
 
-# What training does, notes of what was run, and a vocabulary that transformers does not keep up.
+# Attributes that do not change what a model computes, or that transformers does not update.
 _INCIDENTAL = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size", "p")
 
 

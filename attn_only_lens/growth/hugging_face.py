@@ -487,7 +487,7 @@ def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
 
 
 _SAVE = "write it with neuron-heads: attn_only_lens.save(expose_neuron_heads(model).model, folder)"
-_INSTEAD = f"grow d_model or n_heads along, or {_SAVE}"
+_INSTEAD = f"grow d_model or n_heads too, or {_SAVE}"
 
 
 def _one_layer(config: PretrainedConfig) -> PretrainedConfig:

@@ -151,7 +151,7 @@ def test_what_is_refused(pair):
         ((model, grown, [good], None), {}, "without a metric"),
         ((model, grown, 3.5, loss), {}, "got float; expected texts"),
         ((model, grown, iter([]), loss), {}, "got no prompts"),
-        ((model, grown, [3], loss), {}, "got a list of numbers"),
+        ((model, grown, [3], loss), {}, "got a batch of int"),
         ((model, grown, good.tolist(), None), {}, "torch.as_tensor(tokens) makes a tensor"),
         ((model, grown, iter(good.tolist()), loss), {}, "got a batch of list"),
         ((model, grown, good[:1], loss), {}, "1 prompt alone has 11 tokens"),
