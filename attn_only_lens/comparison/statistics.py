@@ -141,9 +141,9 @@ def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
 
     They are stacked first, since a device waits for every reading.
     """
-    device = rows[0][0].device
-    stacked = [torch.stack([x.to(measures[0]) for x in measures]) for measures in rows]
-    return torch.cat([x.to(device) for x in stacked], dim=1).cpu().numpy()
+    device = rows[0][0].device  # which has float64
+    stacked = [torch.stack([x.to(device).double() for x in measures]) for measures in rows]
+    return torch.cat(stacked, dim=1).cpu().numpy()
 
 
 def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site prompt"]:

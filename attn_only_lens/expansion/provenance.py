@@ -101,9 +101,9 @@ class IndexMap:
         if old.device.type == "meta":  # a sketch has shapes only
             return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
         # A transposed matrix stays one, so that its parameter needs no other copy.
-        order = sorted(range(old.ndim), key=old.stride, reverse=True)
-        parts = [old.permute(order), new.permute(order)]
-        both = torch.cat(parts, order.index(dim)).permute([order.index(i) for i in range(old.ndim)])
+        dims = sorted(range(old.ndim), key=old.stride, reverse=True)
+        parts = [old.permute(dims), new.permute(dims)]
+        both = torch.cat(parts, dims.index(dim)).permute([dims.index(i) for i in range(old.ndim)])
         if self.is_prefix:
             return both
         order = _index((*self.new_of, *self.added), old.device).argsort()
