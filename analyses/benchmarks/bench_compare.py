@@ -1,13 +1,13 @@
 """What `compare` costs: tokens a second against plain forward passes of the two models.
 
 The model has GPT-2 small's shape and random weights, and is grown by neurons, heads and a layer.
-What streams is two forward passes and a backward one for each model, and sums; by flops, a backward
-pass that stops at activations costs a forward one, so 6 forward passes where "two plain forwards"
-are 2, and the most that can be had is a third of their tokens a second. The first batch takes
-circuits and patching besides, whose time is reported apart.
+Every batch takes two forward passes and a backward one of each model, and sums. By flops, a
+backward pass that stops at activations costs as much as a forward pass. So a batch costs 6 passes,
+where "two plain forwards" costs 2, and the bound is a third of their tokens a second. The first
+batch also has circuits and patching, whose time is reported separately.
 
-Peak memory is beyond the models and their weights' Gram matrices: on a CPU that of the process, in
-one of its own for each number of batches.
+Peak memory does not count the models and the Gram matrices of their weights. On a CPU, it is the
+peak of a process, with a new process for each number of batches.
 
     python -m analyses.benchmarks.bench_compare --out analyses/results
 """
@@ -143,29 +143,29 @@ def cost_of_the_first_batch(
 
 
 def peak(n_batches: int, batch: int, pos: int, smoke: bool, device: str, layers: int) -> float:
-    """MiB beyond the models at the highest, streaming so many batches; in this process."""
+    """Return the peak memory of some batches in MiB, without the models; in this process."""
     source, grown = models_of(smoke, device, layers)
     with expose_neuron_heads(source), expose_neuron_heads(grown.model):
         statistics = Statistics([source, grown.model], align(source, grown.model, grown.provenance))
         stream = (prompts_of(source, batch, pos) for _ in range(n_batches))
         reset_peak(device)
         before, _ = held_and_peak(device)
-        for chunk in batches(source, stream, p.loss(), None, batch):
-            statistics.add(chunk)
+        for prompts in batches(source, stream, p.loss(), None, batch):
+            statistics.add(prompts)
         return (held_and_peak(device)[1] - before) / MIB
 
 
 def peak_apart(*arguments: Any) -> float:
-    """The same in a process of its own, whose high-water mark begins low."""
+    """Return `peak` of a new process, whose memory has no earlier peak."""
     code = f"from {__spec__.name} import peak; print(peak(*{arguments!r}))"
-    process = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    return float(process.stdout.splitlines()[-1])
+    return float(finished.stdout.splitlines()[-1])
 
 
 def report(smoke: bool, device: str, batch: int, pos: int, rounds: int, layers: int) -> str:
@@ -194,22 +194,22 @@ grown to {cfg.n_layers} layers of {cfg.n_heads} heads and {cfg.d_mlp} neurons;
 batches of {batch} prompts of {pos} tokens, `loss`. Machine: {machine(device)};
 {os.getloadavg()[0]:.0f} processes were running on {os.cpu_count()} cores.
 Made by `python -m analyses.benchmarks.bench_compare{options}`. The two calls of the first
-table take turns, so that what else the machine does falls on both.
+table take turns, so that other work on the machine slows both down.
 
 {table(pd.DataFrame(rows))}
 
-By flops the most is 1/3: two forward passes and a backward one for each model.
+By flops, the bound is 1/3: two forward passes and a backward one of each model.
 
-The first batch takes {first["s"]:.1f} s in all, {first["CPU s"]:.1f} s of them the processor's, and
-{first["forward passes"]:.0f} forward passes of both models: it is searched for both circuits, the
-edges between 20 of their nodes are drawn, and {n_patched} components are patched in each model.
+The first batch takes {first["s"]:.1f} s, {first["CPU s"]:.1f} s of processor time, and
+{first["forward passes"]:.0f} forward passes of both models. It includes the search for both
+circuits, the edges between 20 of their nodes, and patches of {n_patched} components in each model.
 
 On one pair of prompts of the original, which differ at the last token but one; "forward passes" are
 runs of blocks over the number of blocks, however many variants run at once:
 
 {table(pd.DataFrame(costs))}
 
-Peak memory of what streams, beyond both models:
+Peak memory of the batches, without both models:
 
 {table(pd.DataFrame(peaks))}
 """

@@ -1,14 +1,14 @@
 """What growth costs: all six expansions at once, against copying weights and building a model.
 
-The model has GPT-2 small's shape and random weights; it grows by a third or so in every direction,
-which under LayerNorm also centres every weight that writes to the stream. Calls take turns, and a
-figure to compare across machines is a ratio. Peak memory, above what the loaded model holds, is
-measured in a process of its own for each call.
+The model has GPT-2 small's shape and random weights. It grows by about a third in every direction;
+under LayerNorm this also centres every weight that writes to the stream. Calls take turns. To
+compare machines, use the ratios. Peak memory is above what the loaded model holds, and is measured
+in a new process for each call.
 
-Bound: growth writes every tensor of the grown model once, so it cannot be faster than a copy of
-those, "copy the grown weights", nor hold less than their bytes. "build" is what TransformerLens
-takes to make an untrained model of the grown size; growth builds one too, to put its weights in,
-and draws the new ones itself; "grow, zeros" draws none.
+Bound: growth writes every tensor of the grown model once. So it cannot be faster than "copy the
+grown weights", nor hold fewer bytes. "build" is how long TransformerLens takes for an untrained
+model of the grown size. Growth builds such a model too, and puts its weights into it; it draws the
+new entries itself ("grow, zeros" draws none).
 
     python -m analyses.benchmarks.bench_growth --out analyses/results
 """
@@ -102,7 +102,7 @@ def report(device: str, smoke: bool) -> str:
         name: sum(t.nbytes for t in m.parameters()) / MIB
         for name, m in (("source", model), ("grown", grown))
     }
-    measured = CALLS[-1:] if smoke else CALLS  # each takes a process, and that some seconds
+    measured = CALLS[-1:] if smoke else CALLS  # every call starts a process, which takes seconds
     peaks = {
         name: peak_apart(name, device, smoke) for name in tqdm(measured, "memory", leave=False)
     }

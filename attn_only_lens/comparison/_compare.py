@@ -7,13 +7,13 @@
     circuits.py      compares the two models' circuits on the first batch
     results.py       holds, saves and loads the result
 
-The dataset streams by with two forward passes and a backward one for each model and batch. Patching
-and the search for circuits run many variants of a batch, so only the first batch has them.
+Every batch takes two forward passes and a backward one of each model. Patching and the search for
+circuits run many variants of a batch, so they use only the first one.
 
 Memory does not grow with the number of batches. Beyond the models, it is: for each model and token
 of one batch, 3 numbers a neuron, d_head + pos a head in both runs, the logits, and what the
-backward pass keeps; of the first batch, one number for each component and token, and both runs, for
-patching; and 14 float64 a component.
+backward pass keeps; of the first batch, one number for each component and token; and 14 float64 a
+component.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ from typing import Any
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits._search import Circuit, search_circuit
-from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
 from attn_only_lens.comparison.batch_runs import MODELS, add_patching, on_device_of, stage_bar
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
@@ -66,9 +65,9 @@ def compare(
 ) -> Comparison:
     """Compare every component of a model with the same component of one grown from it.
 
-    The effect of a component is the metric's loss when its output is replaced by its output on the
-    corrupted prompt or, without corrupted prompts, on the next prompt (of a stream: of the batch);
-    then the metric must ask something else of each prompt, as `loss` does.
+    The effect of a component is how much of the metric is lost when the component's output is
+    replaced by its output on the corrupted prompt. Without corrupted prompts, the next prompt takes
+    its place (in a stream: of the batch); then the metric must differ by prompt, as `loss` does.
 
     Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023, for growth; `circuits.discover` and `patching.attribution` for the rest.
@@ -88,13 +87,13 @@ def compare(
         provenance: of `grown`, if that is a model, or in place of the provenance of `grown`. It
             identifies the model that grew; other models are refused (`growth.identity`).
         corrupted: prompts for those of `tokens`, if these are texts or a tensor.
-        null: the same growth trained with another seed, as `grown`, to show how much two trainings
-            differ: `grown` is compared with it, too.
+        null: like `grown`, the same growth trained with another seed. `grown` is compared with it
+            too, which shows how much two trainings differ.
         batch_size: the most prompts of a batch, if tokens are cut.
-        faithfulness: of both circuits, which must be within 1 - faithfulness of 1.
+        faithfulness: wanted of both circuits; theirs is at most 1 - faithfulness away from 1.
         n_patched: how many components to patch, by largest |attribution| in any model; None: all.
-        n_nodes: how many nodes of the circuits, by largest effect, to compute edges between; 0 for
-            no edges, for models whose patterns cannot be frozen.
+        n_nodes: how many nodes of the circuits, by largest effect, have edges; 0 for no edges, for
+            models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
         n_resamples: of the first batch's prompts, for confidence intervals.
         confidence: of the intervals.
@@ -106,8 +105,8 @@ def compare(
 
     Raises:
         ComparisonError: with every reason: models or a provenance that do not fit, prompts of an
-            unknown kind, invalid settings. An error in a batch after the first becomes one of
-            these; its `so_far` is the comparison on the batches before.
+            unknown kind, invalid settings. An error in a batch after the first is raised as a
+            ComparisonError, whose `so_far` is the comparison on the batches before.
         InputError: prompts that a model cannot take; a metric that does not fit, or has no
             slope or difference between runs.
         UnsupportedModelError: neuron-heads that cannot be exposed; not linear when frozen.
@@ -169,11 +168,10 @@ def _first_batch(
     Return a function that patches so many components, and returns the comparison on all batches
     until then.
     """
-    results = [
+    circuits = [
         _circuit(model, first, settings, progress and f"circuit of {label}")
         for model, label in zip(models, MODELS, strict=False)
     ]
-    circuits, ablated = zip(*results, strict=True)
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar)
     n_prompts = len(first.pair.clean)
@@ -197,7 +195,7 @@ def _first_batch(
 
     def result(n_patched: int | None) -> Comparison:
         old, new, silent = statistics.frames()
-        old, new = add_patching(ablated, old, new, n_patched, progress)
+        old, new = add_patching(models, first, old, new, n_patched, progress)
         return Comparison(
             heads=old[old["kind"] == "attention"].reset_index(drop=True),
             neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
@@ -299,11 +297,9 @@ def _require_source(model: Any, provenance: Provenance) -> None:
     raise ComparisonError([reason, advice], _PROBLEM)
 
 
-def _circuit(
-    model: Any, batch: Batch, settings: dict[str, Any], progress: bool | str
-) -> tuple[Circuit, AblatedModel]:
+def _circuit(model: Any, batch: Batch, settings: dict[str, Any], progress: bool | str) -> Circuit:
     pair = on_device_of(model, batch.pair)
-    return search_circuit(
+    circuit, _ = search_circuit(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=settings["faithfulness"],
         # As overlaps and their intervals rank nodes: by |estimates| of every prompt.
@@ -314,3 +310,4 @@ def _circuit(
         mask=pair.mask,
         progress=progress,
     )
+    return circuit

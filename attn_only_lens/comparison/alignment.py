@@ -1,11 +1,12 @@
 """Matching the components of a model with those of one grown from it, by provenance.
 
-Components are heads and neurons by name, so that the kind of model does not matter. The provenance
-says where each component of the original went; whatever else the grown model has is new. A
-provenance that does not fit the two models is refused: with one name off, every later component
-would be compared with its neighbour.
+Components are heads and neurons of source layers, so that the kind of model does not matter. The
+provenance says where each component of the original went; all others of the grown model are new. A
+provenance that does not fit both models is refused: with one index off, every later component would
+be compared with its neighbour.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
-from attn_only_lens.errors import ComparisonError, UnknownHeadError
-from attn_only_lens.expansion import Provenance
-from attn_only_lens.heads import HeadName
+from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, all_heads, resolve_sites
+from attn_only_lens.errors import ComparisonError
+from attn_only_lens.expansion import Axis, Provenance
 from attn_only_lens.heads.host import HeadKind
 
 _SHOWN = 5
+_LABELS: dict[HeadKind, str] = {"attention": "head", "neuron": "d_mlp"}
+_AXES = ("head", "d_mlp", "d_model")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,47 +57,65 @@ class Alignment:
 def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
     """Match the components of a model with those of one grown from it."""
     old, new = resolve_sites(model, all_heads()), resolve_sites(grown, all_heads())
-    known = {name for group in new for name in group.names}
-    reasons: list[str] = []
-    old_names: dict[str, str] = {}
-    shared = []
-    for group in old:
-        new_names = []
-        for name in group.names:
-            try:
-                new_name = provenance[name]
-            except UnknownHeadError as error:
-                reasons.append(f"the original has {name}, unknown to the provenance: {error}")
-                continue
-            if new_name not in known:
-                reasons.append(f"{name} went to {new_name}, which the grown model has not")
-            elif new_name in old_names:
-                reasons.append(f"{old_names[new_name]} and {name} both went to {new_name}")
-            else:
-                old_names[new_name] = name
-                new_names.append(new_name)
-        if not reasons:
-            sites = LayerSites.of(map(HeadName.parse, new_names))
-            shared.append(SharedComponents(group, sites))
-    gained = tuple(
-        LayerSites.of(map(HeadName.parse, names))
-        for group in new
-        if (names := [name for name in group.names if name not in old_names])
-    )
-    expected = {*provenance.new_heads, *provenance.new_neurons}
-    odd = sorted(expected ^ {name for group in gained for name in group.names})
-    if odd and not reasons:
-        reasons.append(
-            f"{len(odd)} heads and neurons, such as {odd[0]}, are new in the provenance and not in "
-            "the models, or the other way round"
-        )
-    coordinates = torch.as_tensor(provenance.coordinates, dtype=torch.long, device="cpu")
-    narrow, wide = model.cfg.d_model, grown.cfg.d_model
-    if coordinates.shape != (narrow,):
-        reasons.append(f"it has {list(coordinates.shape)} coordinates; the original has {narrow}")
-    elif len(coordinates.unique()) < narrow or coordinates.min() < 0 or coordinates.max() >= wide:
-        reasons.append(f"its coordinates are not {narrow} different ones from 0 to {wide - 1}")
+    before = {axis: len(indices.new_of) for axis, indices in provenance.axes.items()}
+    reasons = [
+        *_size_reasons("the original", model, old, before),
+        *_size_reasons("the grown model", grown, new, provenance.sizes),
+    ]
+    reasons = reasons or list(_place_reasons(provenance))
     if len(reasons) > _SHOWN + 1:
         reasons[_SHOWN:] = [f"and {len(reasons) - _SHOWN} more"]
     ComparisonError.raise_if(reasons, "this provenance does not fit these models")
-    return Alignment(tuple(shared), gained, coordinates)
+    grown_sites = {(sites.layer, sites.kind): sites for sites in new}
+    shared, places = [], {}
+    for sites in old:
+        layer = provenance.layers.new_of[sites.layer]
+        indices = provenance.axes[Axis(_LABELS[sites.kind], sites.layer)].new_of
+        places[layer, sites.kind] = set(indices)
+        second = _select(grown_sites[layer, sites.kind], indices)
+        shared.append(SharedComponents(sites, second))
+    others = [
+        (sites, [i for i in range(len(sites.names)) if i not in places.get(key, ())])
+        for key, sites in grown_sites.items()
+    ]
+    coordinates = torch.as_tensor(provenance.coordinates, dtype=torch.long, device="cpu")
+    return Alignment(
+        tuple(shared),
+        tuple(_select(sites, indices) for sites, indices in others if indices),
+        coordinates,
+    )
+
+
+def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
+    """Return some of all heads or neurons of a layer."""
+    index = torch.tensor(indices, device="cpu")
+    names = tuple(sites.names[i] for i in indices)
+    return LayerSites(sites.layer, sites.kind, names, index, torch.full_like(index, ALL_MEMBERS))
+
+
+def _size_reasons(
+    label: str, model: Any, every: Sequence[LayerSites], sizes: Mapping[Axis, int]
+) -> Iterator[str]:
+    """Yield the axes along which a model has another size than the provenance says."""
+    got = {Axis(_LABELS[sites.kind], sites.layer): len(sites.names) for sites in every}
+    got[Axis("d_model")] = model.cfg.d_model
+    expected = {axis: size for axis, size in sizes.items() if axis.label in _AXES}
+    for axis in {**got, **expected}:
+        if (size := got.get(axis, 0)) != (other := expected.get(axis, 0)):
+            yield f"{label} has size {size} along {axis}; the provenance says {other}"
+
+
+def _place_reasons(provenance: Provenance) -> Iterator[str]:
+    """Yield the axes whose new indices are not different ones of the grown model."""
+    layers = provenance.layers
+    maps = [("its layers", layers)]
+    if set(layers.new_of) <= set(range(layers.size)):
+        maps += [
+            (f"its indices along {axis}", replace(indices, size=provenance.sizes[axis_in_grown]))
+            for axis, indices in provenance.axes.items()
+            if axis.label in _AXES and (axis_in_grown := provenance.axis(axis)) in provenance.sizes
+        ]
+    for what, indices in maps:
+        places = set(indices.new_of)
+        if len(places) < len(indices.new_of) or not places <= set(range(indices.size)):
+            yield f"{what} are not different numbers from 0 to {indices.size - 1}"

@@ -1,18 +1,17 @@
 """One batch through one model: patterns, outputs and effects of every component.
 
-Two forward passes and one backward, as `patching.attribution` takes of part "z" with direction
-"noise": with g the gradient of the metric at a head's output z in the clean run, and z* its output
-in the corrupted run,
+Two forward passes and a backward one, as in `patching.attribution(part="z", direction="noise")`.
+With g the gradient of the metric at a head's output z in the clean run, and z* its output in the
+corrupted run,
 
     effect = g · (z - z*)
 
 estimates the metric's loss when z* replaces z, in the metric's own units: positive for a component
-that supports it. Effects are kept for each prompt: for a metric that is a mean over B prompts they
-are B times the shares of the batch's gradient.
+that supports it. There is an effect for each prompt: since the metric is a mean over B prompts, the
+gradient of the batch is multiplied by B.
 
-`add_patching` measures the loss for the components with the largest estimates, with z replaced at
-all positions: as circuits of all others, in the ablated model in which the circuit was found, so
-for one batch only.
+`add_patching` measures the loss for the components with the largest estimates, on one batch:
+`patching.activation_patch` replaces z at all positions.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.engine.gradients import Tape, gradient_node, site_estimates, start_graph
 from attn_only_lens.engine.metrics import require_differentiable
@@ -34,6 +32,7 @@ from attn_only_lens.engine.recording import NeuronRun, record_pair
 from attn_only_lens.engine.sites import LayerSites, hook_name
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.patching._activation_patch import activation_patch
 
 MODELS = ("the original", "the grown model", "the null")
 """The names of the models of a comparison, in order."""
@@ -124,7 +123,8 @@ def on_device_of(model: Any, pair: PromptPair) -> PromptPair:
 
 
 def add_patching(
-    ablated: Sequence[AblatedModel],
+    models: Sequence[Any],
+    batch: Batch,
     old: pd.DataFrame,
     new: pd.DataFrame,
     n_patched: int | None,
@@ -137,26 +137,36 @@ def add_patching(
     chosen[np.argsort(-sizes, kind="stable")[:n_patched]] = True
     old, new = old.copy(), new.copy()
     patched, gained = old[chosen[: len(old)]], new[chosen[len(old) :]]
-    old["patching"] = old["name"].map(
-        _effects(ablated[0], patched["name"].tolist(), MODELS[0], progress)
-    )
     names = [*patched["grown_name"], *gained["grown_name"]]
+    effects = [
+        _losses(model, batch, some, progress and f"patching {label}")
+        for model, some, label in zip(
+            models, [patched["name"].tolist(), names, names], MODELS, strict=False
+        )
+    ]
+    old["patching"] = old["name"].map(effects[0])
     columns = (("grown_patching", "patching"), ("null_patching", "null_patching"))
-    for (of_old, of_new), model, label in zip(columns, ablated[1:], MODELS[1:], strict=False):
-        effects = _effects(model, names, label, progress)
-        old[of_old] = old["grown_name"].map(effects)
-        new[of_new] = new["grown_name"].map(effects)
+    for (of_old, of_new), losses in zip(columns, effects[1:], strict=False):
+        old[of_old] = old["grown_name"].map(losses)
+        new[of_new] = new["grown_name"].map(losses)
     old["patching_change"] = old["grown_patching"] - old["patching"]
-    if len(ablated) > 2:
+    if len(models) > 2:
         old["null_patching_change"] = old["null_patching"] - old["grown_patching"]
     return old, new
 
 
-def _effects(
-    ablated: AblatedModel, names: list[str], label: str, progress: bool
-) -> "pd.Series[float]":
-    """The loss of the metric when each component is patched, by name."""
+def _losses(model: Any, batch: Batch, names: list[str], progress: bool | str) -> "pd.Series[float]":
+    """Return the metric's loss when a component is patched at all positions, by its name."""
     if not names:
         return pd.Series(dtype=float)
-    with stage_bar(f"patching {label}", len(names), "site", progress) as bar:
-        return pd.Series(ablated.losses(names, bar.update), index=names)
+    pair = on_device_of(model, batch.pair)
+    sweep = activation_patch(
+        *(model, pair.clean, pair.corrupted, batch.metric),
+        sites=names,
+        positions="all",
+        direction="noise",
+        mask=pair.mask,
+        progress=progress,
+    )
+    losses = sweep.clean_value - sweep.frame["value"].to_numpy()
+    return pd.Series(losses, index=sweep.frame["name"].astype(str))

@@ -1,15 +1,15 @@
 """Prompts as a stream of batches, each prompt with a corrupted one.
 
-The effect of a head on a metric is measured by a second run, whose activations replace its own. If
-no corrupted prompts are given, that run is of the *next prompt* (of the last, the first): resample
-ablation. Activations then stay such as the model has on real prompts, unlike zeros and means, and
-attribution, patching and the search for circuits, whose ablation is the same, all ask one question:
-how much of the metric is lost if a head sees another prompt?
+The effect of a head on a metric is measured with a second run, whose activation of the head
+replaces that of the first run. Without corrupted prompts, the second run is of the *next prompt*
+(for the last prompt: the first). This is resample ablation: unlike zeros and means, the activations
+are ones that the model has on real prompts. Attribution, patching and the search for circuits use
+the same ablation, so all of them ask: how much of the metric is lost if a head sees another prompt?
 
-The next prompt is the next different one of the same length: of all texts or tensors given, so that
-it does not matter how they are cut; of the batch in a stream. A prompt that is alone in its batch
-is paired with one of its length from an earlier batch, or else from the batch after it. None is
-paired with itself, which would count it and measure nothing.
+The next prompt is the next different one of the same length: of all texts or tensors, so that it
+does not matter how they are cut; in a stream, of the batch. A prompt that is alone in its batch is
+paired with one of its length from an earlier batch. No prompt is paired with itself, which would
+count it and measure nothing.
 """
 
 import reprlib
@@ -64,14 +64,12 @@ def batches(
     reasons = []
     tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
-    got, expected = type(tokens).__name__, "texts, tokens [prompt, pos], or batches of them"
     if corrupted is not None and not is_whole:
-        reasons.append("got corrupted prompts beside a stream; expected pairs of prompt_pair")
+        reasons.append("got corrupted prompts with a stream; expected pairs of prompt_pair")
     if not (is_whole or isinstance(tokens, PromptPair | Iterable)):
-        reasons.append(f"got {got}; expected {expected}")
-    if not is_whole and _is_numeric(tokens):
-        reasons.append(f"got a {got} of numbers; expected {expected}: {_AS_TENSOR}")
-    elif is_whole and metric is None:
+        got = type(tokens).__name__
+        reasons.append(f"got {got}; expected texts, tokens [prompt, pos], or batches of them")
+    if is_whole and metric is None:
         reasons.append("got no metric; expected one, such as patching.loss()")
     ComparisonError.raise_if(reasons, _PROBLEM)
     stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
@@ -87,14 +85,6 @@ def batches(
     yield replace(first, of=n)
     for number, batch in enumerate(pairs, start=2):
         yield replace(batch, number=number, of=n)
-
-
-def _is_numeric(tokens: object) -> bool:
-    """True if this begins with numbers outside a tensor or an array."""
-    if isinstance(tokens, list | tuple):
-        return any(map(_is_numeric, tokens[:1]))
-    tokens = array_as_tensor(tokens)
-    return isinstance(tokens, int) or (hasattr(tokens, "tolist") and not isinstance(tokens, Tensor))
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
@@ -148,49 +138,30 @@ def _next_others(rows: Tokens) -> Tokens:
 
 
 def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) -> Iterator[Batch]:
-    """Batches with corrupted prompts."""
-    known: dict[int, Tokens] = {}  # by length, up to two different prompts
-    waiting: tuple[Tokens, AnyMetric] | None = None  # of one prompt, for the batch after it
+    """Yield batches with corrupted prompts."""
+    known: dict[int, Tokens] = {}  # two different prompts of each length
     for item in stream:
         has_metric = isinstance(item, tuple) and len(item) == 2
         tokens, metric = item if has_metric else (item, metric_of_all)
+        rows = _checked(model, tokens)
         if metric is None:
             raise ComparisonError(["got a batch without a metric, and none for all"], _PROBLEM)
-        rows = _checked(model, tokens)
-        clean = rows.clean if isinstance(rows, PromptPair) else rows
-        is_padded = isinstance(rows, PromptPair) and rows.mask is not None
-        length = clean.shape[1]
-        if waiting is not None:
-            alone, metric_of_alone = waiting
-            fits = not is_padded and alone.shape[1] == length
-            different = _other(clean, alone[:1]) if fits else None
-            if different is None:
-                raise _alone(alone)
-            waiting = None
-            yield Batch(PromptPair(alone, different.repeat(len(alone), 1)), metric_of_alone)
         if isinstance(rows, PromptPair):
             yield Batch(rows, metric)
-        elif _other(rows, rows[:1]) is not None:
+            continue
+        length = rows.shape[1]
+        if (different := _other(rows, rows[:1])) is not None:
+            known.setdefault(length, torch.cat([rows[:1], different]))
             yield Batch(PromptPair(rows, _next_others(rows)), metric)
         elif (different := _other(known.get(length, rows), rows[:1])) is not None:
             yield Batch(PromptPair(rows, different.repeat(len(rows), 1)), metric)
         else:
-            waiting = rows, metric
-        if not is_padded:
-            first = known.setdefault(length, clean[:1].clone())
-            if len(first) == 1 and (different := _other(clean, first)) is not None:
-                known[length] = torch.cat([first, different])
-    if waiting is not None:
-        raise _alone(waiting[0])
-
-
-def _alone(rows: Tokens) -> ComparisonError:
-    reason = (
-        f"got a batch of 1 prompt, of {rows.shape[1]} tokens, and no other prompt of this length "
-        "in the batches before, nor in the next; expected batches of 2 or more different prompts, "
-        "or corrupted prompts"
-    )
-    return ComparisonError([reason], _PROBLEM)
+            reason = (
+                f"got a batch of 1 prompt, of {length} tokens, and no other prompt of this length "
+                "in the batches before; expected batches of 2 or more different prompts, or "
+                "corrupted prompts"
+            )
+            raise ComparisonError([reason], _PROBLEM)
 
 
 def _checked(model: Any, rows: object) -> _Rows:

@@ -2,17 +2,17 @@
 
 Each model's circuit is the shortest prefix by |estimated effect| that `circuits.discover` finds for
 the same faithfulness on the same prompts (`method="exact_gate"`, `budget=0`, no pruning). Its edges
-are those of its attribution graph between its nodes, from the embedding and into the metric, and of
-each kind as few as have a share of Σ |weight|. An edge's weight does not depend on the other chosen
-nodes, so edges are computed between the nodes of both circuits. A node is a row of one array
-for all models, [component of the grown model, position], NaN where a model has no such component.
+come from its attribution graph: between its nodes, from the embedding, and into the metric. Of each
+kind, it has the fewest edges that reach a share of Σ |weight|. An edge's weight does not depend on
+the other chosen nodes, so edges are computed once, between the nodes of both circuits. All models
+share one array of nodes, [component of the grown model, position], NaN if a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
     rank correlation   Spearman's, of the scores of A ∪ B that both models have
 
-Confidence intervals come from resampling prompts with replacement (the bootstrap: Efron, 1979). A
-circuit then keeps its number of nodes, now those of largest mean |score|. An estimate may lie
-outside its interval, as every resample has fewer distinct prompts.
+Confidence intervals come from resampling prompts with replacement (the bootstrap: Efron, 1979). In
+a resample, a circuit has as many nodes as before: those of the largest mean |score|. An estimate
+may lie outside its interval, since every resample has fewer distinct prompts.
 """
 
 from collections import defaultdict
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+import torch
 from jaxtyping import Bool, Float
 from scipy.stats import rankdata
 
@@ -136,7 +137,7 @@ def overlap_measures(
     on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
     """Return counts, Jaccard index and rank correlation, with intervals."""
-    # Few prompts have few different resamples; one prompt has one.
+    # Few prompts have few different resamples: each is computed once.
     weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
     resampled: defaultdict[tuple[str, str], list[_Floats]] = defaultdict(list)
     size = max(1, _AT_ONCE // max(1, n_rows))
@@ -251,8 +252,9 @@ class _ComponentRows:
     def scores(self, run: BatchRun) -> Float[np.ndarray, "node batch"]:
         """The effect of every node on the metric of each prompt."""
         scores = np.full((len(self.names), self.n_pos, len(run.real)), np.nan)
-        for sites, rows in self.groups:
-            scores[rows] = run.effects_of(sites).mT.cpu().double().numpy()
+        effects = [run.effects_of(sites) for sites, _ in self.groups]
+        read = torch.cat([x.to(effects[0]) for x in effects]).mT.cpu()  # a device waits once
+        scores[np.concatenate([rows for _, rows in self.groups])] = read.double().numpy()
         return scores.reshape(-1, len(run.real))
 
 

@@ -37,8 +37,8 @@ class Comparison:
         divergence, divergence_se     of its pattern: Jensen–Shannon, in bits, from 0 to 1
         cosine, norm_ratio            of its output (missing if it writes nothing in either)
         attribution, grown_attribution, attribution_change, attribution_change_se
-                                      estimate of the metric's loss by another prompt's activation,
-                                      in units of the metric; and the standard error of the mean
+                                      estimate of how much of the metric is lost with another
+                                      prompt's activation, and the standard error of the mean
         patching, grown_patching, patching_change
                                       the same, measured, on the first batch (missing if a
                                       component is not among the largest)
@@ -51,9 +51,9 @@ class Comparison:
             `grown_layer`, `attribution`, `attribution_se`, `share` (of the clean run's metric less
             the corrupted run's), `norm` (root mean square of its output at a token), `patching`;
             and `null_share`, of the component of that name in the null.
-        silent: neurons whose output in both models is never more than a rounding of their layer's
-            (`comparison/statistics.py`), so that their patterns are noise: `name`, `grown_name`,
-            `kind`, `layer`, `grown_layer`. The other frames leave them out.
+        silent: neurons whose output is never larger than a rounding of their layer's output in
+            either model (`comparison/statistics.py`), so that their patterns are noise: `name`,
+            `grown_name`, `kind`, `layer`, `grown_layer`. The other frames omit them.
         circuits: the overlap of circuits, a row for "nodes" and for each kind of "edges", for the
             pairs "grown" (original, grown model) and "null model" (grown model, null): the sizes
             `original` and `grown` of the two, `kept`, `lost`, `gained`, `jaccard` and
@@ -137,7 +137,7 @@ class Comparison:
     def __repr__(self) -> str:
         nodes = self.circuits.iloc[0]
         return (
-            f"Comparison of {self.about['model']} with what it grew into, on "
+            f"Comparison of {self.about['model']} with the model that it grew into, on "
             f"{self.about['n_prompts']} prompts: {len(self.heads)} heads, {len(self.neurons)} "
             f"neurons ({len(self.silent)} more are silent), {len(self.new)} new; of the circuits' "
             f"nodes {nodes['kept']:.0f} are kept, {nodes['lost']:.0f} lost, {nodes['gained']:.0f} "

@@ -21,11 +21,11 @@ norms that read the stream are LayerNorms. Over tokens,
 **Errors.** The unit is a prompt: with x_i a mean over the tokens of prompt i, the mean is Σ x_i / n
 and the standard error √((Σ x_i² - n mean²) / ((n - 1) n)).
 
-**Silent neurons** put out no more than a rounding of their layer's output, on any token:
+**Silent neurons** have outputs that are never larger than a rounding of their layer's output:
 
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
-Their gate is a function of noise. Dead neurons of ReLU models with LayerNorm reach 6.6 units of
+Their gate depends on rounding errors. Dead neurons of ReLU models with LayerNorm reach 6.6 units of
 that root mean square at most; the quietest neurons of five trained models that fire at all, .002 of
 the root mean square itself.
 """
@@ -52,7 +52,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # of a row's sum: anything missing beyond them is a sink's
+_ROUNDINGS = 16  # of a row's sum; a larger missing part is the weight of a sink
 
 
 def pattern_divergence(
@@ -126,27 +126,34 @@ def _dot(
     z: Float[Tensor, "token site d_head"],
     gram: Float[Tensor, "site d_head d_head_2"],
     second: Float[Tensor, "token site d_head_2"],
-) -> _Floats:
-    """The dot product of two components' outputs over all tokens, for each site."""
+) -> Float[Tensor, "site"]:
+    """Return the dot product of two components' outputs over all tokens."""
     z, second = z.to(gram), second.to(gram)
     if gram.shape[1:] == (1, 1):  # neurons: the matrix product would be as many of size 1
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
-        return _numbers(product * to_float64_device(gram[:, 0, 0]).double())
+        return product * to_float64_device(gram[:, 0, 0]).double()
     product = (torch.einsum("tsa,sab->tsb", z, gram) * second).sum(-1)
-    return _numbers(to_float64_device(product).sum(0, dtype=torch.float64))
+    return to_float64_device(product).sum(0, dtype=torch.float64)
 
 
-def _numbers(x: Tensor) -> _Floats:
-    return x.cpu().double().numpy()
+def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
+    """Return numbers of sites, by layer and kind a list of measures, as [measure, site].
+
+    They are stacked first, since a device waits for every reading.
+    """
+    device = rows[0][0].device  # which has float64
+    stacked = [torch.stack([x.to(device).double() for x in measures]) for measures in rows]
+    return torch.cat(stacked, dim=1).cpu().numpy()
 
 
-def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> _Floats:
-    """[site, prompt]."""
-    return _numbers(to_float64_device(run.effects_of(sites)).sum(-1, dtype=torch.float64))
+def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site prompt"]:
+    return to_float64_device(run.effects_of(sites)).sum(-1, dtype=torch.float64)
 
 
-def _divergences_by_prompt(one: BatchRun, second: BatchRun, pair: SharedComponents) -> _Floats:
-    """The mean over the real tokens of each prompt: [site, prompt]."""
+def _divergences_by_prompt(
+    one: BatchRun, second: BatchRun, pair: SharedComponents
+) -> Float[Tensor, "site prompt"]:
+    """Return the mean over the real tokens of each prompt."""
     if pair.kind == "attention":
         p, q = one.patterns(pair.first), second.patterns(pair.second)
         divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
@@ -155,7 +162,7 @@ def _divergences_by_prompt(one: BatchRun, second: BatchRun, pair: SharedComponen
         divergence = gate_divergence(p, q.to(p.device)).mean(-1)
     real = one.real.to(divergence.device).unsqueeze(-1)
     total = to_float64_device(divergence.where(real, 0.0)).sum(1, dtype=torch.float64)
-    return _numbers((total / real.sum(1).to(total.device)).T)
+    return (total / real.sum(1).to(total.device)).T
 
 
 def _standard_error(total: _Floats, squares: _Floats, n: int) -> _Floats:
@@ -191,21 +198,23 @@ class _SharedStatistics:
         self, one: BatchRun, second_run: BatchRun, bar: "tqdm[Any]"
     ) -> tuple[_Floats, _Floats]:
         """Return the sums and maxima over a batch; move the bar once for each pair of sites."""
-        sums, maxima = [], []
+        rows, roundings = [], []
         for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
             js = _divergences_by_prompt(one, second_run, pair)
             effect = _effects_by_prompt(one, pair.first)
-            effect_2 = _effects_by_prompt(second_run, pair.second)
+            effect_2 = _effects_by_prompt(second_run, pair.second).to(effect)
             by_prompt = [js, js**2, effect, effect_2, (effect_2 - effect) ** 2]
             z, z_2 = one.z(pair.first), second_run.z(pair.second)
             products = [_dot(z, cross, z_2), _dot(z, first, z), _dot(z_2, second, z_2)]
-            squares = [_numbers(_norm(x)) ** 2 for x in (z, z_2)]
-            sums.append(np.stack([*(x.sum(1) for x in by_prompt), *products, *squares]))
-            largest = [_numbers(x.abs().amax((0, 2))) for x in (z, z_2)]
-            roundings = [np.full(len(pair.first.names), rounding(x.dtype)) for x in (z, z_2)]
-            maxima.append(np.stack([*largest, *roundings]))
+            squares = [to_float64_device(_norm(x)).double() ** 2 for x in (z, z_2)]
+            largest = [x.abs().amax((0, 2)) for x in (z, z_2)]
+            rows.append([*(x.sum(1) for x in by_prompt), *products, *squares, *largest])
+            roundings.append(
+                np.full((len(pair.first.names), 2), [rounding(z.dtype), rounding(z_2.dtype)])
+            )
             bar.update()
-        return np.concatenate(sums, axis=1), np.concatenate(maxima, axis=1)
+        numbers = _read(rows)
+        return numbers[:10], np.concatenate([numbers[10:], np.concatenate(roundings).T])
 
     def frame(self, n_prompts: int, n_tokens: int) -> pd.DataFrame:
         """Return a row for each component: its names, differences, and whether it is silent."""
@@ -246,11 +255,11 @@ class _NewStatistics:
 
     def measure(self, run: BatchRun) -> _Floats:
         """Return the sums over a batch."""
-        sums = [self.sums[:, :0]]
+        rows = []
         for sites, gram in zip(self._new, self._grams, strict=True):
             effect, z = _effects_by_prompt(run, sites), run.z(sites)
-            sums.append(np.stack([effect.sum(1), (effect**2).sum(1), _dot(z, gram, z)]))
-        return np.concatenate(sums, axis=1)
+            rows.append([effect.sum(1), (effect**2).sum(1), _dot(z, gram, z)])
+        return _read(rows) if rows else np.zeros_like(self.sums)
 
     def frame(self, n_prompts: int, n_tokens: int, span: float) -> pd.DataFrame:
         """Return a row for each component: its name, effect, share of a metric's span, and norm."""
@@ -298,7 +307,7 @@ class Statistics:
             bar.set_description(f"{batch.label}: attribution in {label}")
             runs.append(run_batch(model, batch, sites))
             bar.update()
-        # Whatever can fail comes first, so that an error leaves whole batches in the sums.
+        # Everything that can fail comes before the sums change: they hold whole batches only.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]

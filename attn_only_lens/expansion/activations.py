@@ -1,10 +1,10 @@
 """The places of old activations in the activations of the grown model, at hook points.
 
-Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged; some
-differ by a known factor (`Provenance.activation_scales`): a norm's scale and its output before the
-gain, and keys, if scores are divided by a larger √d_head. If growth centred the residual stream for
-LayerNorm, activations in it and outputs to it lost their mean. Outputs of old units that were
-shared out (`init.splits`) have no entry in the grown model: they are a sum of several.
+Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged. Some
+differ by a known factor (`Provenance.activation_scales`): a norm's scale, its output before the
+gain, and keys if scores are divided by a larger √d_head. If growth centred the residual stream for
+LayerNorm, activations in the stream and outputs to it lost their mean. The output of an old unit
+that was split (`init.splits`) is a sum of several outputs in the grown model, so it has no map.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class ActivationMap:
-    """The entries of an old activation in the grown model.
+    """Where the entries of an old activation are in the grown model.
 
     Attributes:
         name: the hook point's new name.
@@ -95,8 +95,8 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
         hook: the hook point's name in the old model, `blocks.0.attn.hook_pattern`.
 
     Raises:
-        KeyError: growth does not know this hook point's axes (norms of queries and keys see heads
-            and batch as one axis), or has shared out what is seen there.
+        KeyError: the axes of this hook point are unknown (norms of queries and keys have heads and
+            batch in one axis), or copies share the old activation (`init.splits`).
 
     Example:
         >>> import torch

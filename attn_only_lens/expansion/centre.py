@@ -80,7 +80,7 @@ class CentreStream(Expansion):
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Centre everything that writes; all indices stay."""
+        """Centre all weights that write to the stream; no index changes."""
         same, provenance = super().expand(weights, init, seed)
         writers = WRITERS - (
             {"pos_embed.W_pos"} if weights.constants.positions == "shortformer" else set()

@@ -45,10 +45,10 @@ class Plan:
     Attributes:
         axes: new indices of the axes that grow, at most one of each tensor.
         zero: the tensors whose new entries are zero.
-        only: tensors whose new entries are free in some heads only: these heads' indices.
-        cancel: tensors of `zero`, or tails of `zero_in_new`, that may hold opposite pairs instead.
-        share: tensors of `zero` that may hold shares of old entries instead.
-        runs: for axes of heads that go together, `Units.runs` and `Units.block`.
+        only: for tensors whose new entries are free in some heads only, the indices of these heads.
+        cancel: tensors of `zero`, or tails of `zero_in_new`, that may have opposite pairs instead.
+        share: tensors of `zero` that may have shares of old entries instead.
+        runs: `Units.runs` and `Units.block` of axes of heads.
         scales: factors of the old entries of tensors.
         activation_scales: resulting factors of activations.
         constants: those that change.
@@ -160,7 +160,7 @@ def apply_plan(
 
 
 class _Drawing:
-    """Make the tensors of the grown model, and note what must hold of their entries.
+    """Makes the tensors of the grown model, and records the conditions on their entries.
 
     Attributes:
         zeros, ties, shares: as in `Provenance`; shares by axis.
@@ -223,7 +223,7 @@ class _Drawing:
         return made.entries
 
     def _note(self, new: New, made: Made, *, writes: bool) -> None:
-        """Note what must hold of units that go together."""
+        """Record the conditions on new units that cancel, or that are copies."""
         if new.units is None:
             return
         dim, shape = new.units.dim, new.whole
@@ -304,7 +304,7 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
 
 
 def is_index(number: object, size: int) -> bool:
-    """Return True for one of 0 … size - 1, as an int: 1.0 would be looked up by another name."""
+    """Return True for an int from 0 to size - 1; names with 1.0 would not be found."""
     return is_count(number, 0, size - 1)
 
 

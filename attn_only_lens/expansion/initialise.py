@@ -1,8 +1,8 @@
 """Initialization of the new entries that the theorems leave free.
 
-They do not affect the function of the grown model, but how it learns. At first only the entries
-that must be zero receive gradient from the loss (they see the new units' activations); once they
-have moved, the free ones do too. If the free entries are zero as well, neither ever moves: `zeros`
+They do not affect what the grown model computes, but how it learns. At first only the entries that
+must be zero have a gradient (they are multiplied by the new units' activations); after they change,
+the free entries have one too. If the free entries are zero as well, neither ever changes: `zeros`
 makes dead units.
 
 Numbers depend on the seed and on the tensor's name, axis and size, not on the order in which
@@ -61,10 +61,10 @@ __all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "split
 
 @dataclass(frozen=True)
 class Units:
-    """Old and new units along a dimension, where new ones may go together instead of zeros.
+    """Old and new units along a dimension, as indices in the grown model.
 
-    Old and new units are indices in the grown model. They lie in `runs` parts of equal length, if
-    heads are added to several groups; `block` successive units share a key and a value.
+    They lie in `runs` parts of equal length, if heads are added to several groups; `block`
+    successive units share a key and a value.
     """
 
     dim: int
@@ -131,7 +131,7 @@ class Initialiser(Protocol):
 
 @dataclass(frozen=True)
 class Made:
-    """New entries and, if they change, old ones; with what must hold of units."""
+    """New entries, old ones if they change, and the conditions that units must meet."""
 
     entries: Float[Tensor, "..."]
     old: Float[Tensor, "..."] | None = None
@@ -187,7 +187,7 @@ def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _deviation(old: Tensor) -> float:
-    """That of the entries of a tensor; of one number, its size."""
+    """Return the standard deviation of the entries; of one number, its absolute value."""
     return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
 
 
@@ -252,11 +252,11 @@ class _Copies:
 
 
 class WithoutZeros(ABC):
-    """An initialiser that says what new units write with, where zeros would do.
+    """An initialiser that also makes the output weights of new units, instead of zeros.
 
     Attributes:
-        free: draws the entries that belong to no such unit.
-        may: which of the plan's tensors it makes.
+        free: draws all other entries.
+        may: the field of a plan that lists the tensors it may make.
     """
 
     free: Initialiser
@@ -350,7 +350,7 @@ def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
 
 
 def own() -> Initialiser:
-    """Draw as the model draws its own weights: by its `init_mode` and `initializer_range`.
+    """Draw from the distribution of the model's initial weights (`init_mode`, `initializer_range`).
 
     Biases and sinks start at zero and gains of norms at one, as in TransformerLens.
     """
@@ -369,9 +369,9 @@ def normal(std: float) -> Initialiser:
 
 
 def zeros() -> Initialiser:
-    """Start at zero: the new units are dead, and no gradient will ever revive them. For controls.
+    """Start at zero, for controls: new units are dead, and have no gradient at any step.
 
-    New coordinates of the stream under LayerNorm are an exception, since its mean sees them.
+    New coordinates of the stream under LayerNorm are an exception: they change its mean.
     """
     return _Zeros()
 
@@ -388,14 +388,15 @@ def copies(noise: float = 0.1) -> Initialiser:
 
 
 def cancelling(std: float | None = None) -> Initialiser:
-    """Draw new units in pairs that read the same and write the opposite.
+    """Draw new units in pairs with equal input weights and opposite output weights.
 
-    So all their entries see a gradient from the first step. The last of an odd number writes zeros,
-    and so do units that cannot cancel (coordinates of a stream that is normed, of queries and keys
-    that are normed or turn as a whole; `expansion/initialise.py` has the list and the proofs).
+    So all their entries have a gradient from the first step. If the number is odd, the last unit
+    writes zeros, and so do units that cannot cancel: coordinates of a stream with norms, and of
+    queries and keys that are normed or rotated as a whole (`expansion/initialise.py` has the list
+    and the proofs).
 
     Args:
-        std: of what is drawn; by default as the model draws its own weights.
+        std: the standard deviation; by default, entries are drawn as by `own`.
 
     Raises:
         ValueError: the standard deviation is not positive.
@@ -416,14 +417,15 @@ def cancelling(std: float | None = None) -> Initialiser:
 
 
 def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
-    """Make new units copies of old ones, drawn at random, which share what these write.
+    """Make new units copies of old ones, drawn at random, that share the output of the old unit.
 
-    Each old unit is shared out once before any is a second time. Where that cannot be
-    (`expansion/initialise.py` says where), new units are drawn as the model's own, and write zeros.
+    No old unit is copied twice before each is copied once. Where outputs cannot be shared
+    (`expansion/initialise.py` says where), new units are drawn as by `own`, and write zeros.
 
     Args:
         share: what the old unit keeps; its copies have the rest in equal parts.
-        noise: that copies write more, and the old unit less, in units of the tensor's deviation.
+        noise: added to the output weights of copies and subtracted from those of the old unit, in
+            units of the tensor's standard deviation.
 
     Raises:
         ValueError: the share is not between 0 and 1, or there is no noise.

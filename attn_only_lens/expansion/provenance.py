@@ -1,19 +1,21 @@
 """Provenance: the parts of a model (heads, neurons, layers, coordinates, tensors) after growth.
 
-An expansion moves old indices along axes, and layers; everything else follows. A tensor's old
-entries are at the product of its axes' new indices, times its scale; a head's new name consists of
-the new indices of its layer and its own. Provenances compose as functions do.
+An expansion moves old indices along axes, and layers; all else follows from that. The old entries
+of a tensor are at the new indices of its axes, multiplied by its scale. A head's new name has the
+new index of its layer and its own new index. Provenances compose like functions.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pandas as pd
 import torch
 from jaxtyping import Int
+from pydantic import BeforeValidator, PlainSerializer
 from torch import Tensor
 
 from attn_only_lens.errors import UnknownHeadError
@@ -30,11 +32,30 @@ from attn_only_lens.expansion.weights import (
 from attn_only_lens.heads.names import HeadName
 
 
+def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return ranges of successive indices, as start and stop: mostly one."""
+    ranges = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
+    return [(run[0][1], run[-1][1] + 1) for run in ranges]
+
+
+def _indices(ranges: list[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(index for start, stop in ranges for index in range(start, stop))
+
+
+# As pydantic writes them to `provenance.json`, and reads them.
+Indices: TypeAlias = Annotated[
+    tuple[int, ...],
+    PlainSerializer(_ranges, return_type=list[tuple[int, int]]),
+    BeforeValidator(_indices),
+]
+_FROM_PAIRS = BeforeValidator(lambda pairs: {Axis(*axis): value for axis, value in pairs})
+
+
 @dataclass(frozen=True)
 class IndexMap:
     """The new index of each old one, along an axis or of layers, and how many there are now."""
 
-    new_of: tuple[int, ...]
+    new_of: Indices
     size: int
 
     @classmethod
@@ -79,7 +100,10 @@ class IndexMap:
         """Return old and new entries along a dimension, each at its indices."""
         if old.device.type == "meta":  # a sketch has shapes only
             return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
-        both = torch.cat([old, new], dim)
+        # A transposed matrix stays one, so that its parameter needs no other copy.
+        dims = sorted(range(old.ndim), key=old.stride, reverse=True)
+        parts = [old.permute(dims), new.permute(dims)]
+        both = torch.cat(parts, dims.index(dim)).permute([dims.index(i) for i in range(old.ndim)])
         if self.is_prefix:
             return both
         order = _index((*self.new_of, *self.added), old.device).argsort()
@@ -146,7 +170,7 @@ class ZeroEntries:
     """
 
     name: str
-    indices: tuple[tuple[int, ...], ...]
+    indices: tuple[Indices, ...]
     since: int = field(default=0, kw_only=True)
 
     def off(self, tensor: Tensor) -> Tensor:
@@ -171,7 +195,7 @@ class TiedEntries(ZeroEntries):
     """
 
     dim: int
-    of: tuple[int, ...]
+    of: Indices
     factor: float
 
     def off(self, tensor: Tensor) -> Tensor:
@@ -182,20 +206,20 @@ class TiedEntries(ZeroEntries):
 
 @dataclass(frozen=True)
 class Shares:
-    """New units with a share of what old ones wrote, along an axis of the grown model.
+    """New units that have a share of the outputs of old ones, along an axis of the grown model.
 
     Attributes:
         new: the indices of the new units.
         of: for each new unit, the index of the old unit.
-        share: the part that each new unit has, but for noise; the old unit kept the rest.
-        written: the tensors that were shared out. In other tensors new units are copies.
+        share: the part of each new unit, before noise was added; the old unit kept the rest.
+        written: the tensors that were shared. In other tensors new units are copies.
     """
 
     axis: Axis
-    new: tuple[int, ...]
-    of: tuple[int, ...]
+    new: Indices
+    of: Indices
     share: tuple[float, ...]
-    written: frozenset[str]
+    written: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
 
     def kept(self) -> dict[int, float]:
         """Return what each old unit kept."""
@@ -231,7 +255,7 @@ class Provenance:
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero.
         ties: entries that had to be multiples of others, of units that cancel or are copies.
-        shares: the new units that share with old ones what these wrote.
+        shares: the new units that share the outputs of old ones.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
         source: identity of the model that grew (`growth.identity`); None for weights alone.
 
@@ -247,8 +271,16 @@ class Provenance:
     """
 
     layers: IndexMap
-    axes: Mapping[Axis, IndexMap]
-    sizes: Mapping[Axis, int]
+    axes: Annotated[
+        Mapping[Axis, IndexMap],
+        PlainSerializer(lambda x: list(x.items()), return_type=list[tuple[Axis, IndexMap]]),
+        _FROM_PAIRS,
+    ]
+    sizes: Annotated[
+        Mapping[Axis, int],
+        PlainSerializer(lambda x: list(x.items()), return_type=list[tuple[Axis, int]]),
+        _FROM_PAIRS,
+    ]
     constants: Constants
     like: Mapping[int, int] = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -421,12 +453,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return an old tensor's entries in a grown model, with what new units share of them."""
+        """Return an old tensor's entries in a grown model; outputs of copies are added to them."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the tensors of a grown model that keep it from computing the same, and why."""
+        """Return the tensors of a grown model that break its conditions, and which condition."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -439,7 +471,7 @@ class Provenance:
         return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
-        """The tensor of a grown model with what new units share given back to the old ones."""
+        """Return a tensor of a grown model; outputs of copies are added to those of old units."""
         for shares in reversed(self.shares[since:]):
             if name in shares.written:
                 dim = axes_of(name, self.constants).index(shares.axis)
@@ -457,7 +489,7 @@ class Provenance:
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
-        head.heads(self.constants.heads_per_neuron)  # refuses a member that the neuron has not
+        head.heads(self.constants.heads_per_neuron)  # refuses a member that does not exist
         return head, head.layer
 
 

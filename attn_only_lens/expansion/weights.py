@@ -17,8 +17,8 @@ sum of its entries in order, weighted by numbers that look random,
     s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
 
 and its norm. A change Δ of the weights, wherever it is, moves s by about ‖Δ‖ / 3. So a tensor whose
-s moved by no more than roundings of ‖w‖ is the same one, cast or computed on another machine; after
-one step of training it is another. (A digest of bytes would tell casts apart.)
+s moved by no more than roundings of ‖w‖ is the same, perhaps cast or computed on another machine;
+after one step of training it is not. (A digest of the bytes would change with the dtype.)
 """
 
 import math
@@ -77,7 +77,8 @@ WRITERS = frozenset(
 _OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _GOLDEN = (math.sqrt(5) + 1) / 2
-_ROW = 2**11  # entries of a row; as many rows are summed at a time, in float64
+_ROW = 2**11  # entries of a row
+_ROWS_AT_ONCE = 2**7  # in float64 these fit the processor's cache
 
 
 class Axis(NamedTuple):
@@ -263,11 +264,11 @@ def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
 def _mark(tensor: Tensor) -> tuple[float, float]:
     total = squares = 0.0
     row = _row_weights(0, _ROW)
-    for index, part in enumerate(tensor.detach().cpu().flatten().split(_ROW * _ROW)):
+    for index, part in enumerate(tensor.detach().cpu().flatten().split(_ROWS_AT_ONCE * _ROW)):
         w = part.double()
         rows, rest = w[: len(w) // _ROW * _ROW].view(-1, _ROW), w[len(w) // _ROW * _ROW :]
         sums = torch.cat([rows @ row, (rest @ row[: len(rest)])[None]])
-        total += float(sums @ _row_weights(index * _ROW, len(sums)))
+        total += float(sums @ _row_weights(index * _ROWS_AT_ONCE, len(sums)))
         squares += float(w @ w)
     return total, math.sqrt(squares)
 

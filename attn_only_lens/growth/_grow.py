@@ -31,8 +31,8 @@ from attn_only_lens.storage import tensor_digest
 
 _KINDS: tuple[type[Growable], ...] = (HookedModel, ConvertedModel, NativeBridge, HuggingFaceBridge)
 _UNTIED = (
-    "untied: the unembedding was the embedding, and is a matrix of its own now, since a wider "
-    "stream needs the two to differ"
+    "untied: embedding and unembedding were one matrix; now they are two, which a wider stream "
+    "needs"
 )
 _CENTRED = (
     "centred: everything that writes to the residual stream lost its mean over d_model, which "
@@ -53,15 +53,15 @@ class Grown:
     model: Any
     provenance: Provenance
     notes: tuple[str, ...] = ()
-    # Tensors that growth changed, and digests of their entries in the grown model: `shrink` gives
-    # a tensor back, to the bit, while these entries are untouched.
+    # Tensors that growth changed, and digests of their entries in the grown model. While these
+    # entries do not change, `shrink` returns the original tensor.
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
         """Return the model without new parts; right after growth, bit for bit the original.
 
-        After training, this is the trained old part, in the original's scale (centred if growth
-        centred it).
+        After training, this is the trained old part, in the scale of the original (and centred, if
+        growth centred it).
 
         Args:
             drop_new: whether to drop new parts even if they have an effect.
@@ -77,8 +77,8 @@ class Grown:
         broken = provenance.broken(now.tensors)
         if broken and not drop_new:
             reasons = [
-                f"{name}: entries that {was} are not any more; shrink(drop_new=True) "
-                "drops them, and the model then computes something else"
+                f"{name}: entries that {was} no longer are; shrink(drop_new=True) "
+                "drops them, and changes what the model computes"
                 for name, was in broken.items()
             ]
             raise GrowthError(reasons, "this model cannot be shrunk")
@@ -104,14 +104,14 @@ class Grown:
 
         Right after growth, its next step changes old parameters as the old optimizer would have;
         exactly, unless d_model grew under LayerNorm (`growth/optimizer.py` has the difference).
-        Make learning-rate schedulers anew, with `last_epoch`.
+        Create new learning-rate schedulers, with `last_epoch`.
 
         Args:
             optimizer: `SGD`, `Adam` or `AdamW` of torch; it is not changed.
             model: the original model, whose parameters it trains.
 
         Raises:
-            GrowthError: another kind of optimizer, or of another model.
+            GrowthError: the optimizer is of another kind, or trains another model.
 
         Example:
             >>> import torch
@@ -130,22 +130,21 @@ class Grown:
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
         """Write the grown model to a folder, trained since or not, all of it or nothing.
 
-        A bridge of a model of transformers is written as transformers writes one: for
-        `AutoModelForCausalLM.from_pretrained(folder)` (BERT: `AutoModelForMaskedLM`). A
-        HookedTransformer is written as `config.json`, `model.safetensors` and `tokenizer/`.
-        `provenance.json`, next to these, has a digest of every file: after more training, call
-        this method again; do not overwrite the weights.
+        For a bridge around a model of transformers, `AutoModelForCausalLM.from_pretrained(folder)`
+        (BERT: `AutoModelForMaskedLM`) reads the folder. For a HookedTransformer, it has
+        `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of every
+        file. So after more training, call this method again; do not overwrite the weights.
 
         Args:
-            folder: an earlier save there is replaced, anything else is refused.
+            folder: an earlier save is replaced; a folder with other files is refused.
 
         Returns:
             The folder.
 
         Raises:
-            GrowthError: the model is of neither kind, or no configuration of transformers can
-                describe it: `save` it, with neuron-heads.
-            CheckpointError: the folder holds something else.
+            GrowthError: the model is of another kind, or no configuration of transformers can
+                describe it; `attn_only_lens.save` writes it with neuron-heads.
+            CheckpointError: the folder holds other files.
 
         Example:
             >>> import tempfile
@@ -173,19 +172,20 @@ def grow(
     init: Initialiser | None = None,
     seed: int = 0,
 ) -> Grown:
-    """Make a larger model that computes what `model` computes; `model` is not touched.
+    """Make a larger model that computes what `model` computes; `model` does not change.
 
     Args:
         model: a `TransformerBridge` of a language model of transformers, or of `boot_native`; a
             `HookedTransformer`, or a model that `convert` made attention-only.
-        expansion: one of `attn_only_lens.expansion`; or omit it and give sizes.
+        expansion: one of `attn_only_lens.expansion`; None if sizes are given.
         d_mlp: neurons in every layer of the grown model.
         n_heads: attention heads in every layer.
         d_head: width of queries, keys and values.
         d_model: width of the residual stream.
         n_layers: layers; new ones come last.
-        init: of free entries, from `expansion.init`; by default as the model draws its weights.
-        seed: of the initialization.
+        init: draws free entries; from `expansion.init`. By default, they have the distribution of
+            the model's own initial weights.
+        seed: of `init`.
 
     Returns:
         The grown model, on the device and in the dtype of `model`, with its tokenizer, modes and
@@ -221,14 +221,14 @@ def grow(
     originals = {}
     for name, tensor in weights.tensors.items():
         part = provenance.old_part(name, larger.tensors)
-        if not torch.equal(part, tensor):
+        if part.data_ptr() != tensor.data_ptr() and not torch.equal(part, tensor):
             originals[name] = tensor.clone(), tensor_digest([(name, part)])
     notes = [_CENTRED] * provenance.centred
     notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
     if error is not None:
         notes.append(
-            f"rounded: weights that growth scaled were rounded to half precision once, which moved "
-            f"the tensor that it moved most by {error:.2g} of its norm"
+            f"rounded: weights that growth scaled were rounded to half precision once; the largest "
+            f"change of a tensor is {error:.2g} of its norm"
         )
     # Build the model, and try it
     provenance = replace(provenance, source=identity_of(weights.tensors))
@@ -379,7 +379,7 @@ def growable_of(model: Any) -> Growable:
             return kind_of_model(model)
     kind = type(model)
     got = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(model, TransformerBridge):  # exposed, it is of a class of ours
+    if isinstance(model, TransformerBridge):  # an exposed one is of a class of this package
         got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [

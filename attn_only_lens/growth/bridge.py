@@ -1,13 +1,14 @@
 """Growth of TransformerBridges: the code that all kinds of bridges share.
 
-A bridge calls the parts of any model by the same names, `blocks.0.attn.q`. A table gives the layout
-of their parameters against the tensors of `Weights`. If the wrapped model has one matrix for
-queries, keys and values, the bridge computes with three copies of its parts, and training changes
-only the copies. So growth reads the copies, and makes the joint matrix from them.
+A bridge has the same names for the parts of any model, `blocks.0.attn.q`. A table says how their
+parameters store the tensors of `Weights`. If the wrapped model has one matrix for queries, keys and
+values, the bridge computes with three copies of its parts, and training changes only the copies. So
+growth reads the copies, and makes the joint matrix from them.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -76,36 +77,37 @@ class BridgeModel(Growable):
                 "it is in compatibility mode, which may have processed its weights; grow the "
                 "bridge as it was booted, then enable_compatibility_mode"
             )
-        parts = [(path, parameter) for path, parameter, _ in self._parts()]
-        return reasons + shared_parameter_reasons(
-            (path, part) for path, part in parts if not (path == "unembed.weight" and self.is_tied)
-        )
+        parts = {path: parameter for path, (parameter, _) in self._parts.items()}
+        if self.is_tied:
+            del parts["unembed.weight"]
+        return reasons + shared_parameter_reasons(parts.items())
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that it computes with, by name; one of two uses by both names."""
+        """Return the parameters that it computes with; a tied one has two names."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters: dict[str, nn.Parameter] = {}
-        for path, parameter, _ in self._parts():
+        for path, (parameter, _) in self._parts.items():
             name = names[id(parameter)]
             parameters[path if name in parameters else name] = parameter
         return parameters
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter that it computes with."""
-        layouts = (layout for _, _, layout in self._parts())
+        layouts = (layout for _, layout in self._parts.values())
         return dict(zip(self.named_parameters(), layouts, strict=True))
 
     @property
     def is_tied(self) -> bool:
         """True if the unembedding is the embedding."""
-        parts = {path: parameter for path, parameter, _ in self._parts()}
-        return parts["unembed.weight"] is parts["embed.weight"]
+        return self._parts["unembed.weight"][0] is self._parts["embed.weight"][0]
 
-    def _parts(self) -> Iterator[tuple[str, nn.Parameter, Parameter]]:
-        """Yield each parameter's path in the bridge, itself, and its layout."""
+    @cached_property
+    def _parts(self) -> dict[str, tuple[nn.Parameter, Parameter]]:
+        """The parameters and their layouts, by path in the bridge."""
         model, cfg = self.model, self.model.cfg
         heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
         blocks = [(block_name(i, ""), block, OF_BLOCK) for i, block in enumerate(model.blocks)]
+        parts = {}
         for prefix, owner, table in [("", model, _OF_MODEL), *blocks]:
             for path, (tensor, pattern) in table.items():
                 name, _, kind = path.rpartition(".")
@@ -118,7 +120,8 @@ class BridgeModel(Growable):
                 if parameter.ndim == 1 and name in ("attn.q_norm", "attn.k_norm"):
                     pattern = self._norm_pattern(name)
                 split = ((axis, n) for axis, n in heads.items() if f"({axis} " in (pattern or ""))
-                yield prefix + path, parameter, Parameter(prefix + tensor, pattern, tuple(split))
+                parts[prefix + path] = parameter, Parameter(prefix + tensor, pattern, tuple(split))
+        return parts
 
     def _norm_pattern(self, name: str) -> str | None:
         """The layout of a gain of queries or keys: of one head, unless a family says otherwise."""
@@ -146,22 +149,17 @@ def _transposed(pattern: str) -> str:
 def differing_modules(model: Any, usual: Any) -> list[str]:
     """Return which modules, or constants of modules (eps, scale, …), differ from the usual model.
 
-    The usual model is the one that the configuration leads to.
+    The usual model is the one that the configuration leads to, without a bridge.
     """
-    modules, expected = (
-        {
-            name.replace(f".{WRAPPED[:-1]}", ""): module
-            for name, module in whole.named_modules()
-            if not isinstance(module, nn.ModuleList)  # the bridge has another class
-        }
-        for whole in (model, usual)
-    )
+    modules = {name.replace(f".{WRAPPED[:-1]}", ""): x for name, x in model.named_modules()}
     reasons = []
-    for name, twin in expected.items():
+    for name, twin in usual.named_modules():
         module, label = modules.get(name), f"its {name or 'model'}"
+        if module is None or isinstance(twin, nn.ModuleList):
+            continue  # a bridge takes joint matrices apart, and has its own lists of blocks
         if type(module) is not type(twin):
-            got, expected_kind = type(module).__qualname__, type(twin).__qualname__
-            reasons.append(f"{label} is a {got}; its configuration says {expected_kind}")
+            got, expected = type(module).__qualname__, type(twin).__qualname__
+            reasons.append(f"{label} is a {got}; its configuration says {expected}")
             continue
         has, says = _constants(module), _constants(twin)
         reasons += [
@@ -172,7 +170,7 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     return reasons
 
 
-# What training does, notes of what was run, and a vocabulary that transformers does not keep up.
+# Attributes that do not change what a model computes, or that transformers does not update.
 _INCIDENTAL = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size", "p")
 
 

@@ -42,7 +42,7 @@ class Parameter:
 
 
 class Growable(ABC):
-    """A model of one kind."""
+    """A model of one kind, which growth can read and write."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
@@ -100,7 +100,7 @@ class Growable(ABC):
                 sizes[axis.label].add(size)
         reasons = [
             f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), which "
-            f"those of a {type(self.model).__name__} cannot: grow all alike{self._instead}"
+            f"layers of a {type(self.model).__name__} cannot: grow all of them{self._instead}"
             for label, values in sizes.items()
             if len(values) > 1
         ]
@@ -128,7 +128,7 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return every reason why a grown model does not compute the same, if that is in doubt."""
+        """Return every reason why a grown model does not compute the same; kinds may test it."""
         return []
 
 

@@ -158,7 +158,7 @@ def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
 
 
 def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return the layers in which a norm over the queries of all heads would not be d_model wide."""
+    """Return the reasons if a norm over the queries of all heads would not be d_model wide."""
     if weights.constants.qk_norm != "all heads":
         return []
     sizes, d_model = weights.sizes, weights.sizes[Axis("d_model")]
@@ -166,7 +166,7 @@ def joint_norm_reasons(weights: Weights) -> list[str]:
     widths = {sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)] for layer in layers}
     return [
         f"its norm over the queries of all heads is d_model wide in TransformerLens: {d_model}, "
-        f"and they would be {width}; grow heads, d_head and d_model along"
+        f"and they would be {width}; grow heads, d_head and d_model together"
         for width in sorted(widths - {d_model})
     ]
 

@@ -1,8 +1,8 @@
 """Growth of TransformerBridges around models of Hugging Face transformers.
 
-A table says what the configuration of each family does not: its norms, and where they stand. The
-grown model is built from a larger configuration of the same class, as transformers would build it,
-and a bridge is put around it; its parameters are the tensors of `Weights`.
+A table lists what a family's configuration does not say: its norms and their places. The grown
+model is built by transformers from a larger configuration of the same class, with the tensors of
+`Weights` as parameters, and a bridge is put around it.
 
 Not every grown model has a configuration that transformers accepts (`transformers_module.py`):
 it computes the same, but no folder for transformers alone can hold it.
@@ -28,6 +28,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.devices import keep_random_state, to_float64_device
+from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, Norm, NormPlace, block_name, in_layer
@@ -46,7 +47,7 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """What a configuration of transformers leaves to the code of its model, as in `Constants`.
+    """Constants of a family that its configuration of transformers does not have (`Constants`).
 
     `eps` is the name of ε in the configuration. Without `partial_rotary`, the model does not read
     `partial_rotary_factor`: rotary positions turn whole heads.
@@ -79,7 +80,7 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """By `model_type`."""
-# Frequencies that depend on their own wavelength alone, or on the index of a pair.
+# Types whose frequencies depend only on their wavelength, or on the index of a pair.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # recomputed for the length of the last input
 # Matrices that several tensors share, in this order.
@@ -90,8 +91,8 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens of the trial
-_DIFFERENCE = 1e-3  # rotary angles are float32's
-_ROUNDED = 5e-2  # of weights in half precision, in float32
+_DIFFERENCE = 1e-3  # rotary angles have float32's precision
+_ROUNDED = 5e-2  # for weights that were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
@@ -128,11 +129,10 @@ class HuggingFaceBridge(BridgeModel):
             return reasons
         config = self.config
         if getattr(config, "scale_attn_weights", True) is False:
-            reasons.append("its config.scale_attn_weights is False, which its bridge does not heed")
+            reasons.append("its config.scale_attn_weights is False, which its bridge ignores")
         if getattr(config, "add_cross_attention", False):
-            reasons.append("it attends to an encoder, whose width would have to grow along")
-        _, twin = self._usual
-        reasons += differing_modules(self.model.original_model, twin.original_model)
+            reasons.append("it attends to an encoder, whose width would have to grow too")
+        reasons += differing_modules(self.model.original_model, self._usual)
         if reasons:
             return reasons
         named = self._named_by_transformers()
@@ -141,15 +141,15 @@ class HuggingFaceBridge(BridgeModel):
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
             reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
-        fresh = dict(twin.original_model.named_buffers())
+        fresh = dict(self._usual.named_buffers())
         if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
-        reasons += [
-            f"its {name.replace(WRAPPED, '')} is not what its configuration leads to"
-            for name, buffer in self.model.original_model.named_buffers()
+        buffers = self.model.original_model.named_buffers()
+        return reasons + [
+            f"its {name} is not what its configuration leads to"
+            for name, buffer in ((name.replace(WRAPPED, ""), buffer) for name, buffer in buffers)
             if name in fresh and not torch.equal(buffer.cpu(), fresh[name].to(buffer.dtype))
         ]
-        return reasons
 
     def read(self) -> Weights:
         """Return its weights."""
@@ -209,7 +209,7 @@ class HuggingFaceBridge(BridgeModel):
             module = dispatch_model(module, _device_map(module, some.device))  # as the source is
         model = self._bridge(module)
         model.cfg.n_devices = len(places)
-        usual = vars(self._usual[1].cfg)
+        usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
         for key, value in vars(template.cfg).items():  # what the user has set since
             if key in usual and type(value) in (bool, str) and usual[key] != value:
                 setattr(model.cfg, key, value)
@@ -286,8 +286,8 @@ class HuggingFaceBridge(BridgeModel):
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
             return []
         return [
-            f"its logits would differ by {difference:.2g} of the largest: a setting of its "
-            "configuration must be unknown to growth"
+            f"its logits would differ by {difference:.2g} of the largest: its configuration has a "
+            "setting that growth does not know"
         ]
 
     @torch.no_grad()
@@ -300,12 +300,14 @@ class HuggingFaceBridge(BridgeModel):
             nn.Module.to(model, torch.float32)  # TransformerLens announces its own
         pos = min(_POS, cfg.n_ctx)
         tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
-        modes = {module: module.training for module in model.modules()}
+        in_training = [module for _, module in modules_of(model) if module.training]
         try:
-            logits = model.eval()(tokens)
+            for module in in_training:
+                module.training = False
+            logits = model(tokens)
         finally:
-            for module, mode in modes.items():
-                module.training = mode
+            for module in in_training:
+                module.training = True
         return to_float64_device(getattr(logits, "logits", logits)).double()
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
@@ -372,13 +374,13 @@ class HuggingFaceBridge(BridgeModel):
 
     def _named_by_transformers(self) -> dict[str, nn.Parameter]:
         """Parameters by the names that they have in a model without a bridge."""
-        clean, _ = self._usual
+        clean = self._usual.state_dict()
         named = self.model.original_model.named_parameters(remove_duplicate=False)
         parameters = ((name.replace(WRAPPED, ""), parameter) for name, parameter in named)
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """The path of a part of the bridge in the wrapped model."""
+        """Return the path in the wrapped model of a part of the bridge."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
@@ -387,7 +389,7 @@ class HuggingFaceBridge(BridgeModel):
         return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
 
     def _rule(self, name: str) -> str:
-        """The name of a parameter with a place for the layer's number."""
+        """Return the name of a parameter with {} for the layer's number."""
         return self._with_layer(name, lambda layer: "{}")
 
     @cached_property
@@ -419,11 +421,9 @@ class HuggingFaceBridge(BridgeModel):
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
     @cached_property
-    def _usual(self) -> tuple[set[str], TransformerBridge]:
-        """The names of weights without a bridge, and the bridge that the configuration leads to."""
-        module = self._module(self.config)
-        names = set(module.state_dict())
-        return names, self._bridge(module)
+    def _usual(self) -> PreTrainedModel:
+        """The model of transformers that the configuration leads to, with arbitrary weights."""
+        return self._module(self.config)
 
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
@@ -487,7 +487,17 @@ def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
 
 
 _SAVE = "write it with neuron-heads: attn_only_lens.save(expose_neuron_heads(model).model, folder)"
-_INSTEAD = f"grow d_model or n_heads along, or {_SAVE}"
+_INSTEAD = f"grow d_model or n_heads too, or {_SAVE}"
+
+
+def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a model of one layer, which is quickly built."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    for name in ("layer_types", BY_LAYER):
+        if (by_layer := getattr(config, name, None)) is not None:
+            setattr(config, name, by_layer[:1])
+    return config
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from attn_only_lens.growth.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.hooked import config_fields
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# Compared without case, as the model reads its configuration.
+# In upper case: the model ignores the case of its configuration.
 _NORMS: dict[str | None, Norm] = {"LN": "LN", "LNPRE": "LNPre", "RMS": "RMS", "RMSPRE": "RMSPre"}
 
 
@@ -91,7 +91,7 @@ class NativeBridge(BridgeModel):
             named[name].requires_grad_(source_of(layout.name) not in frozen)
         wrapped: Any = model.original_model
         buffers = dict(template.original_model.named_buffers())
-        for name, buffer in wrapped.named_buffers():  # rotary tables, rounded as the template's
+        for name, buffer in wrapped.named_buffers():  # copies: rotary tables are rounded
             buffer.data = buffers[_source_buffer(name, source_of)].clone()
         if weights.constants.tied:
             wrapped.head._original_component.weight = wrapped.tok_embed.weight
@@ -99,7 +99,7 @@ class NativeBridge(BridgeModel):
 
 
 def _source_buffer(name: str, source_of: Callable[[str], str]) -> str:
-    """The buffer of the template for one of the new model."""
+    """Return the template's buffer that a buffer of the new model copies."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name

@@ -11,14 +11,14 @@ Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam),
 subtracts lr λ p from the parameter (AdamW). So scaled parameters get their own group.
 
 New entries start with moments of zero, at the step count of their tensor: with β₂ = .999, Adam's
-first updates of them are up to 3.2 lr. Parameters of new layers have no state yet. Moments of units
-that are shared out (`expansion.init.splits`) are shared in the same way.
+first updates of them are up to 3.2 lr. Parameters of new layers have no state yet. If units were
+split (`expansion.init.splits`), their moments are split in the same way.
 
-This is exact, with three exceptions: gains that are stored as gain - 1 (Gemma's) decay towards 0,
-not -1; tied embeddings that growth unties each start with the moments of both; and under LayerNorm,
-if d_model grows, gradients by old writing weights differ by a number that all old coordinates
-share. SGD's step is then the old one up to such a number; Adam's differs in tests by up to a tenth
-of lr, and by .4 lr if it decays weights that were not centred.
+This is exact, with three exceptions. Gains that are stored as gain - 1 (Gemma) decay towards 0, not
+-1. If growth unties embeddings, both start with the moments of the tied one. And if d_model grows
+under LayerNorm, the gradients of old weights that write to the stream differ by a number that all
+old coordinates share: so does SGD's step. Adam's step differs in tests by up to a tenth of lr, and
+by .4 lr if it decays weights that were not centred.
 """
 
 from collections import defaultdict
@@ -65,8 +65,8 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names, and two parameters if growth untied it. What a bridge
-        # does not compute with has none: no gradient reaches it.
+        # A tied embedding has two names, and two parameters if growth untied it. Parameters that a
+        # bridge does not compute with have no name: they have no gradient.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
@@ -148,7 +148,7 @@ def _grown_state(
 
 
 def _shared_out(moment: Tensor, name: str, power: int, provenance: Provenance) -> Tensor:
-    """A grown tensor's moment, with those of copies and of the old units that shared with them."""
+    """Return the moment of a grown tensor, with the moments of split units divided among them."""
     axes = axes_of(name, provenance.constants)
     for shares in provenance.shares:
         if shares.axis not in axes:

@@ -1,16 +1,17 @@
 """Growth of a converted model, with two blocks a layer, through the weights of its source.
 
-Its parameters are those of its source under other names: source layer l is blocks 2l and 2l + 1,
-and the MLP's matrices are the neuron-heads'. So every expansion has the same meaning as in the
-source: `AddNeurons` appends neuron-heads (all m of a neuron, if m share one), `InsertLayer` inserts
-two blocks, and converting a grown model gives, bit for bit, the converted model grown. Layers may
-differ, and queries and keys may have another width than values: expansions of some layers only, and
-`WidenValues` or `WidenQueriesAndKeys` alone, are for these models.
+Its parameters are the parameters of its source under other names: source layer l is blocks 2l and
+2l + 1, and neuron-heads have the matrices of the MLP. So every expansion means the same as in the
+source: `AddNeurons` appends neuron-heads (m for each neuron, if m heads share one), and
+`InsertLayer` inserts two blocks. Converting a grown model and growing the converted model give the
+same weights, bit for bit. Layers may differ, and values may have another width than queries and
+keys. So these models, unlike others, can grow in some layers only, or by `WidenValues` or
+`WidenQueriesAndKeys` alone.
 
-Bilinear gates of a gated MLP hold on a range that was measured layer by layer. A new layer takes
-the gates' range from the old layer that it resembles, and new neurons take it from their layer.
-Outside this range they do not compute the activation, but nothing reads them before they are
-trained. If that matters, grow the source and convert that, calibrated.
+Bilinear gates of a gated MLP are exact on a range that was measured for each layer. A new layer has
+the range of the old layer that it resembles, and new neurons have the range of their layer. Outside
+of it they do not compute the activation, but their outputs are zero before training. If that
+matters, grow the source, and convert and calibrate the grown model.
 """
 
 import math

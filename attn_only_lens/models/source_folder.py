@@ -55,7 +55,7 @@ class GrownFields(TypedDict):
     files: dict[str, FileDigest]
 
 
-GROWN = Document("attn_only_lens.Grown", 2, GrownFields)
+GROWN = Document("attn_only_lens.Grown", 3, GrownFields)
 """The document in PROVENANCE."""
 
 

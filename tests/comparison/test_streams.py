@@ -140,22 +140,22 @@ def test_what_is_refused(pair):
     null = grow(model, d_mlp=43, seed=0)
     for arguments, options, message in (
         ((model, grown.model, good, loss), {}, "got provenance NoneType"),
-        ((deeper, grown, good, loss), {}, "the original has L2H0, unknown to the provenance"),
+        ((deeper, grown, good, loss), {}, "along head of layer 2; the provenance says 0"),
         (
             (model, deeper, good, loss),
             {"provenance": grown.provenance},
-            "are new in the provenance",
+            "the grown model has size 37",
         ),
-        ((grown.model, grown, good, loss), {}, "the original has L0N37"),
+        ((grown.model, grown, good, loss), {}, "the original has size 41 along d_mlp"),
         ((model, grown, good, None), {}, "got no metric"),
         ((model, grown, [good], None), {}, "without a metric"),
         ((model, grown, 3.5, loss), {}, "got float; expected texts"),
         ((model, grown, iter([]), loss), {}, "got no prompts"),
-        ((model, grown, [3], loss), {}, "got a list of numbers"),
+        ((model, grown, [3], loss), {}, "got a batch of int"),
         ((model, grown, good.tolist(), None), {}, "torch.as_tensor(tokens) makes a tensor"),
         ((model, grown, iter(good.tolist()), loss), {}, "got a batch of list"),
         ((model, grown, good[:1], loss), {}, "1 prompt alone has 11 tokens"),
-        ((model, grown, iter([good]), loss), {"corrupted": good}, "beside a stream"),
+        ((model, grown, iter([good]), loss), {"corrupted": good}, "with a stream"),
         ((model, grown, good, loss), {"null": null}, "the null grew differently"),
         ((model, grown, good, loss), {"null": null.model}, "expected one shape"),
         ((model, grown, good, loss), {"null": 3}, "the null: got a int"),
@@ -205,12 +205,11 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
 
 
 def test_batches_of_any_size(pair):
-    """One prompt alone is paired with one of a batch before it, or of the batch after it."""
+    """One prompt alone is paired with one of a batch before it."""
     prompts = tokens(batch=5)
     for sizes, others in (
         ((2, 2, 1), (1, 0, 3, 2, 0)),
-        ((1, 1, 3), (1, 0, 3, 4, 2)),
-        ((1, 1, 1, 1, 1), (1, 0, 0, 0, 0)),
+        ((3, 1, 1), (1, 2, 0, 0, 0)),
     ):
         comparison = compare(*pair, iter(prompts.split(sizes)), p.loss(), **FEW)
         expected = (
@@ -232,9 +231,8 @@ def test_how_prompts_are_cut_does_not_matter(pair):
 
 def test_prompts_may_repeat_in_a_later_batch(pair):
     same = tokens(seed=4, batch=1).repeat(2, 1)
-    for stream in ([tokens(batch=3), same], [same, tokens(batch=3)]):
-        comparison = compare(*pair, iter(stream), p.loss(), **FEW)
-        assert comparison.about["n_prompts"] == 5
+    comparison = compare(*pair, iter([tokens(batch=3), same]), p.loss(), **FEW)
+    assert comparison.about["n_prompts"] == 5
     with pytest.raises(ComparisonError, match="2 or more different prompts"):
         compare(*pair, iter([same]), p.loss(), **FEW)
 
@@ -242,7 +240,7 @@ def test_prompts_may_repeat_in_a_later_batch(pair):
 def test_no_prompt_is_held_against_itself(pair):
     """It would be counted, and measure nothing: every mean would be too small."""
     a, b, c = tokens(batch=3).split(1)
-    for stream in ([a, b, a, a], [torch.cat([a, b]), a], [torch.cat([a, b, b, b, c])], [c, a, a]):
+    for stream in ([torch.cat([a, b]), a, b], [torch.cat([a, b, b, b, c])]):
         made = list(batches(pair[0], iter(stream), p.loss(), None, 2))
         assert sum(len(chunk.pair.clean) for chunk in made) == sum(map(len, stream))
         assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in made)
