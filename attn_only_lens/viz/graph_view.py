@@ -26,7 +26,7 @@ from attn_only_lens.engine.tokens import token_text, token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.neurons import examples_of
-from attn_only_lens.neurons.examples import COLUMNS as EXAMPLE_COLUMNS
+from attn_only_lens.neurons.statistics import COLUMNS as EXAMPLE_COLUMNS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.precision import full_precision
