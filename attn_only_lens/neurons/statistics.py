@@ -89,7 +89,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         names = frame["name"].unique().tolist()
         known = ", ".join(names[:5]) + ", …" * (len(names) > 5)
         raise InputError([f"got {name!r}; it has examples of {known}"], problem)
-    return [Example(**row) for row in rows[list(COLUMNS)].to_dict("records")]
+    return [Example(**{key: row[key] for key in COLUMNS}) for row in rows.to_dict("records")]
 
 
 @dataclass(frozen=True, eq=False)
