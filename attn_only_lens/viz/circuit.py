@@ -58,7 +58,8 @@ def circuit_page(
             the query side), `weight`; and `status`, if wanted.
         meta: `tokens` (the texts of the prompt's), `metric` (its name), `value` (the metric's),
             `model` (its name); `exact`, what the column of that name means, if there is one; and
-            `notes`, texts that the page shows, if wanted; and `groups`, the `members`, `effect` and
+            `notes`, texts that the page shows, if wanted; `additive`, the kinds of edges that sum
+            to attributions (by default "value"); and `groups`, the `members`, `effect` and
             `sum_of_effects` of groups that were measured.
         details: by id, or by name for all positions of a node; where both are there, each field of
             the id's counts that is given.
@@ -95,6 +96,7 @@ def circuit_page(
     data = _drawing(nodes.reset_index(drop=True), edges, meta) | {
         "details": {key: _plain(item) for key, item in details.items()},
         **{"state": state, "exact": meta.get("exact", "")},
+        "additive": list(meta.get("additive", ("value",))),
         **{key: list(meta.get(key, ())) for key in ("notes", "groups")},
     }
     title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"

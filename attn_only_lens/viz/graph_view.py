@@ -156,6 +156,7 @@ def circuit_view(
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
         "groups": measured,
+        "additive": list(EDGE_KINDS) if graph.corrupted else ["value"],
     }
     if graph.corrupted:
         state = {"kinds": list(EDGE_KINDS), **(state or {})}
