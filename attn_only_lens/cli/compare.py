@@ -91,7 +91,7 @@ def compare(
     from attn_only_lens.comparison import compare as compare_models
     from attn_only_lens.growth import read_provenance
     from attn_only_lens.models.load import is_hooked
-    from attn_only_lens.viz.checks import import_extra
+    from attn_only_lens.viz.page import import_extra
 
     import_extra("plotly")
     require_folder(out)

@@ -26,8 +26,15 @@ from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
-from attn_only_lens.viz.checks import import_extra, refuse, token_reasons
-from attn_only_lens.viz.page import Page, page_of_tokens, short_numbers, visible_token, with_space
+from attn_only_lens.viz.page import (
+    Page,
+    import_extra,
+    page_of_tokens,
+    refuse,
+    short_numbers,
+    visible_token,
+    with_space,
+)
 
 MOST_CELLS = 400_000
 """Cells of heatmaps in one page: each is drawn by itself, twice as many keep a browser waiting."""
@@ -105,7 +112,8 @@ def attention_view(
     }
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
-    refuse(*token_reasons(texts, n_tokens))
+    if len(texts) != n_tokens or not all(isinstance(text_, str) for text_ in texts):
+        refuse(f"got {len(texts)} tokens; expected {n_tokens} texts, as in the cache")
     if (n_cells := len(attention) * n_tokens**2) > MOST_CELLS:
         refuse(f"these patterns have {n_cells:,} cells; expected {MOST_CELLS:,}: shorten the text")
     shown = [{"shown": with_space(text_), "name": visible_token(text_)} for text_ in texts]

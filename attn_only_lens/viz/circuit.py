@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS
-from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit_data import NODE_COLUMNS, OPTIONAL, NodeDetails, circuit_reasons
 from attn_only_lens.viz.circuit_picture import FEWEST, MOST, circuit_picture, first_view
 from attn_only_lens.viz.coordinates import rows_of
@@ -24,6 +23,7 @@ from attn_only_lens.viz.page import (
     document,
     inline_script,
     model_title,
+    refuse,
     script_data,
     short_numbers,
     visible_token,

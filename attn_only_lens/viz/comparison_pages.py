@@ -12,11 +12,19 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.comparison import Comparison
-from attn_only_lens.viz.checks import import_extra, refuse
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
-from attn_only_lens.viz.page import Page, asset, document, inline_script, model_title, short_numbers
+from attn_only_lens.viz.page import (
+    Page,
+    asset,
+    document,
+    import_extra,
+    inline_script,
+    model_title,
+    refuse,
+    short_numbers,
+)
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

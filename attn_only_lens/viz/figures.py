@@ -25,8 +25,7 @@ from attn_only_lens.arguments import is_count
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.viz.checks import import_extra, refuse
-from attn_only_lens.viz.page import HEAD_PLURALS, model_title, visible_token
+from attn_only_lens.viz.page import HEAD_PLURALS, import_extra, model_title, refuse, visible_token
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

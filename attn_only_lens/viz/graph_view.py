@@ -31,10 +31,9 @@ from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
-from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
-from attn_only_lens.viz.page import Page, short_numbers
+from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # of patterns, to three decimals
@@ -110,16 +109,18 @@ def circuit_view(
         >>> len(viz.circuit_view(graph, model, prompt)) < 3_000_000
         True
     """
-    for name, kind, value, expected in (
-        ("graph", CircuitGraph, graph, "a graph, of attribution_graph or from_json"),
-        ("exact", Sweep | None, exact, "a sweep, of activation_patch"),
-        ("stability", Stability | None, stability, "that of discover(…, resamples=20)"),
-        ("groups", NodeGroups | None, groups, "those of circuits.group_nodes"),
-        ("examples", pd.DataFrame | None, examples, "those of top_examples"),
-    ):
-        if not isinstance(value, kind):
-            refuse(f"got a {type(value).__name__} as {name}; expected {expected}")
-    reasons = []
+    reasons = [
+        f"got a {type(value).__name__} as {name}; expected {expected}"
+        for name, value, kind, expected in (
+            ("graph", graph, CircuitGraph, "a graph, of attribution_graph or from_json"),
+            ("exact", exact, Sweep | None, "a sweep, of activation_patch"),
+            ("stability", stability, Stability | None, "that of discover(…, resamples=20)"),
+            ("groups", groups, NodeGroups | None, "those of circuits.group_nodes"),
+            ("examples", examples, pd.DataFrame | None, "those of top_examples"),
+        )
+        if not isinstance(value, kind)
+    ]
+    refuse(*reasons)
     if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph is of {len(graph.tokens)} prompts")
     if not is_count(top_tokens):

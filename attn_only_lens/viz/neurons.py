@@ -31,12 +31,12 @@ from attn_only_lens.neurons import NeuronStatistics, neuron_statistics
 from attn_only_lens.neurons._top_examples import By
 from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUANTITIES
 from attn_only_lens.neurons.corpus import Texts
-from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.page import (
     Page,
     asset,
     model_title,
     page_of_tokens,
+    refuse,
     short_numbers,
     with_space,
 )

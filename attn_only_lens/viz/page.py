@@ -18,6 +18,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape, unescape
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from attn_only_lens.arguments import as_plain
+from attn_only_lens.errors import InputError
 from attn_only_lens.storage import write_text
 
 if TYPE_CHECKING:
@@ -132,6 +134,21 @@ def write_svg(page: Page, path: str | Path) -> Path:
         raise TypeError(f"got a {type(page).__name__} without a picture; expected a circuit's page")
     write_text(path, picture)
     return Path(path)
+
+
+def import_extra(name: str) -> Any:
+    """Import a module of the extra [viz]."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise ImportError(f"this picture needs {package}: pip install {package}") from error
+
+
+def refuse(*reasons: str) -> None:
+    """Raise InputError with these reasons, if there are any."""
+    if reasons:
+        raise InputError(reasons, "this picture cannot be drawn")
 
 
 def document(title: str, body: str, style: str = "", picture: str | None = None) -> Page:

@@ -340,13 +340,13 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     ("state", "reason"),
     [
         ({"pinned": ["L7N7"]}, "the state is of another circuit: it has 'L7N7'"),
-        ({"pinned": "metric"}, "got 'metric' as the state's pinned; expected a list"),
-        ({"names": {"metric": 3}}, "expected a text for each id"),
-        ({"nodes": float("nan")}, "got nan as the state's nodes; expected 1 or more"),
-        ({"kinds": ["v"]}, "got the kind 'v' in the state"),
-        ({"groups": [{"name": "g"}]}, "expected a name, and a list of members"),
-        ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "'L1N4@4' is in the state's gr"),
-        (["L1N4@4"], "got a list as state"),
+        ({"pinned": "metric"}, "got 'metric' as state.pinned"),
+        ({"names": {"metric": 3}}, "got 3 as state.names.metric"),
+        ({"nodes": float("nan")}, "got nan as state.nodes"),
+        ({"kinds": ["v"]}, "got 'v' as state.kinds.0"),
+        ({"groups": [{"name": "g"}]}, "state.groups.0.members: Field required"),
+        ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "have a node in common, or twice"),
+        (["L1N4@4"], "got ['L1N4@4'] as state"),
     ],
 )
 def test_a_state_that_is_none_is_refused(state, reason):
@@ -586,13 +586,13 @@ def test_frames_that_do_not_fit_are_refused(reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"meta": {**META, "tokens": "text"}}, "got a str for tokens"),
+        ({"meta": {**META, "tokens": "text"}}, "got 'text' as meta.tokens"),
         ({"meta": "m", "details": [1]}, "got a list as details; expected a Mapping"),
         ({"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}}, "z of 'L1N4' has 6"),
-        ({"meta": {**META, "value": float("nan")}}, "got meta value nan"),
-        ({"meta": {"tokens": EVIL}}, "meta has no 'metric'"),
+        ({"meta": {**META, "value": float("nan")}}, "got nan as meta.value"),
+        ({"meta": {"tokens": EVIL}}, "as meta.metric: Field required"),
         ({"details": {"L7N7": viz.NodeDetails()}}, "'L7N7', which is no node's id or name"),
-        ({"details": {"L1N4": viz.NodeDetails([0.5] * 5)}}, "expected one weight for each of 7"),
+        ({"details": {"L1N4": viz.NodeDetails([0.5] * 5)}}, "a finite number for each of 7"),
         ({"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}}, "leaves [0, 1]"),
         ({"details": {"L1N4": viz.NodeDetails(None, [("a", np.inf)])}}, "finite number"),
         (
