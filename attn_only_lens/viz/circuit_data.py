@@ -20,7 +20,7 @@ from attn_only_lens.viz.page import short_numbers
 
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
 EXTRAS = ("bias", "rest", "offset")
-"""Kinds of nodes that no token has, and that are shown on demand."""
+"""Kinds of nodes without a token, which are shown on demand."""
 OPTIONAL = ("status", "exact", "inclusion", "inclusion_low", "inclusion_high", "stability")
 STABILITIES = ("core", "contingent", "noise")
 STATUSES = {"kept": "=", "lost": "×", "gained": "+"}
@@ -53,17 +53,17 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class NodeDetails:
-    """The details of a node that a click shows beyond its edges.
+    """Details of a node that a click shows, next to its edges.
 
     Attributes:
-        pattern: a weight in [0, 1] for each token of the prompt: of a neuron-head, what each token
-            attends to itself, the rest being the bias token's; of an attention head, what the
-            token at the node's position attends to.
-        writes: tokens that the node raises (positive) or lowers (negative) most, each with how
-            much, in standard deviations over the vocabulary; the largest first.
+        pattern: a weight in [0, 1] for each token of the prompt: for a neuron-head, the attention
+            of each token to itself; for an attention head, the attention of the token at the node's
+            position.
+        writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
+            in standard deviations over the vocabulary; the largest first.
         reads: tokens that raise or lower a neuron's query most, with the same amounts.
-        examples: where a neuron's values are largest in a corpus.
-        z: of a neuron-head, gate × value at each token of the prompt, which colours them.
+        examples: top examples of a neuron in a corpus.
+        z: gate × value of a neuron-head at each token of the prompt, which colours the tokens.
 
     Example:
         >>> from attn_only_lens.viz import NodeDetails
@@ -138,11 +138,11 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
         numbers = _numbers(nodes, column, "nodes", reasons)
         reasons += [f"nodes have an infinite {column}"] * bool(np.isinf(numbers).any())
         if column in most:
-            odd = (numbers < 0) | (numbers > most[column])
-            odd |= (numbers % 1 > 0) & (column in ("layer", "position"))
+            outside = (numbers < 0) | (numbers > most[column])
+            outside |= (numbers % 1 > 0) & (column in ("layer", "position"))
             reasons += [
                 f"nodes have a {column} such as {number:g}; expected 0 to {most[column]}, or none"
-                for number in numbers[odd & ~np.isinf(numbers)][:1]
+                for number in numbers[outside & ~np.isinf(numbers)][:1]
             ]
     return reasons
 
