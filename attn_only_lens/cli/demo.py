@@ -15,7 +15,7 @@ _SHOWN = 8
     "Start here",
     "attn-only-lens demo",
     "attn-only-lens demo --out pictures",
-    "attn-only-lens demo --out /tmp/demo",
+    "attn-only-lens demo --out ../demo",
 )
 def demo(
     out: Annotated[Path, option("output folder for the pages")] = Path("out"),
