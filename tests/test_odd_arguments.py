@@ -151,7 +151,7 @@ PATCH = ["patch", "small-english", "--clean", "The key", "--out", "sweep.csv"]
     [
         ([*PATCH, "--resume", ""], "got ''; expected a path"),
         (["demo", "--out", ""], "got ''; expected a path"),
-        (["demo", "--out", "demo.html"], "name of a file; expected that of a folder"),
+        (["demo", "--out", "demo.html"], "name of a file; expected the name of a folder"),
         (["grow", "small-english", "", "--d-mlp", "900"], "got ''; expected a path"),
         (["atlas", "small-english", "--texts", __file__, "--out", "a.html"], "the name of a file"),
     ],

@@ -1,13 +1,12 @@
 """The command line: one file for each command."""
 
-# Each adds its commands.
+# Each module adds its commands.
 from attn_only_lens.cli import (  # noqa: F401
     atlas,
     circuit,
     compare,
     convert,
     demo,
-    explain,
     grow,
     patch,
     picture,

@@ -1,63 +1,127 @@
-"""`attn-only-lens circuit`: an attribution graph as a file or a page, and a minimal circuit."""
+"""`attn-only-lens explain` and `circuit`: what makes an answer, as a table and a graph."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
-    clear_errors,
+    OUTPUT,
+    PROMPTS,
     command,
-    load_with_neuron_heads,
+    option,
     print_table,
     require_writable,
     say_page,
     working,
 )
-from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
+from attn_only_lens.cli.options import (
+    Corrupted,
+    Faithfulness,
+    ModelOptions,
+    OutPage,
+    PromptOptions,
+    Top,
+    as_chat,
+)
 
 if TYPE_CHECKING:
     from attn_only_lens.circuits import Circuit, CircuitGraph
 
-_Out = Annotated[Path, typer.Option(help="output file: .html for a page, .json for the graph")]
-_Corrupted = Annotated[
-    list[str] | None,
-    typer.Option(help="a corrupted prompt for each prompt: also search for a minimal circuit"),
-]
-_Nodes = Annotated[
-    int | None,
-    typer.Option(help="number of heads and neurons in the graph: by default 300, or the circuit's"),
-]
-_Faithfulness = Annotated[
-    float,
-    typer.Option(help="with --corrupted: the share of the effect that the circuit must keep"),
-]
+
+@command(
+    "Start here",
+    'attn-only-lens explain small-english --clean "The keys near the cabinet"\n'
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out explanation.html',
+    'attn-only-lens explain gpt2 --clean "When Mary and John went out, John gave a drink to"\n'
+    '--corrupted "When Mary and John went out, Mary gave a drink to"\n'
+    '--answer " Mary" --wrong " John" --faithfulness 0.8 --out ioi.html',
+    'attn-only-lens explain small-english --clean "The keys near the cabinet"\n'
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is"\n'
+    "--texts corpus.txt --out with_examples.html",
+)
+def explain(
+    prompts: PromptOptions,
+    corrupted: Annotated[
+        list[str],
+        option(
+            "the prompt to compare with, of the same number of tokens; repeat for more", PROMPTS
+        ),
+    ],
+    out: OutPage,
+    model: ModelOptions,
+    faithfulness: Faithfulness = 0.9,
+    resamples: Annotated[
+        int,
+        option(
+            "search this many random halves of the prompts again, 20 for instance, and show "
+            "which sites are in nearly all of these circuits (four prompts or more)"
+        ),
+    ] = 0,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="a corpus, one text per line: the page shows where neurons are largest in it, and "
+            "names them after these tokens",
+        ),
+    ] = None,
+    top: Top = 20,
+) -> None:
+    """Explain why a model answers two prompts differently: which heads and neurons, and how.
+
+    The table divides the difference among the sites of a small circuit, through their patterns and
+    their values, and compares the shares with exact patches: "denoise" puts the site's clean output
+    into the corrupted run, "noise" the corrupted output into the clean run. The page draws how the
+    sites act on each other.
+    """
+    from attn_only_lens import circuits
+    from attn_only_lens.neurons import top_examples
+
+    require_writable(out, (".html",), top)
+    metric, clean, other = prompts.parse(corrupted)
+    loaded = model.with_neuron_heads()
+    clean, other = (as_chat(loaded, texts_, prompts.chat) for texts_ in (clean, other))
+    with working("explaining the difference"):
+        why = circuits.explain(
+            *(loaded, clean, other, metric),
+            faithfulness=faithfulness,
+            n_patched=top,
+            resamples=resamples,
+        )
+    table = why.table().head(top)
+    title = f"{why.title}; everything else keeps {why.circuit.completeness:.0%}"
+    rows = [["" if x != x else x for x in row] for row in table.itertuples(index=False)]
+    print_table(title, ["site", "does", *table.columns[2:]], rows, number=".2f")
+    if why.circuit.stability is not None:
+        typer.echo(f"Stability: {why.circuit.stability!r}")
+    examples = None
+    if texts is not None:
+        examples = top_examples(loaded, why.neurons, texts, k=5, progress="examples")
+    say_page(why.page(out, examples=examples))
 
 
 @command(
     "Find what matters",
-    "attn-only-lens circuit small-english",
-    '--clean "The keys near the cabinet"',
-    '--corrupted "The key near the cabinet"',
-    '--answer " are" --wrong " is" --out circuit.html',
+    'attn-only-lens circuit small-english --clean "The keys near the cabinet"\n'
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out circuit.html',
+    'attn-only-lens circuit gpt2 --clean "The keys near the cabinet" --answer " are"\n'
+    "--metric log_probability --nodes 100 --out one_prompt.html",
+    'attn-only-lens circuit small-english --clean "The keys near the cabinet"\n'
+    '--answer " are" --wrong " is" --out circuit.json',
 )
 def circuit(
-    model: options.Model,
-    clean: options.Clean,
-    out: _Out,
-    corrupted: _Corrupted = None,
-    answer: options.Answer = None,
-    wrong: options.Wrong = None,
-    metric: options.Metric = "logit_diff",
-    tokens: options.TokenNumbers = False,
-    nodes: _Nodes = None,
-    faithfulness: _Faithfulness = 0.9,
-    top: options.Top = 20,
-    chat: options.Chat = False,
-    hooked: options.Hooked = False,
-    dtype: options.Dtype = None,
-    device: options.Device = "cpu",
+    prompts: PromptOptions,
+    out: Annotated[Path, option("output file: .html for a page, .json for the graph", OUTPUT)],
+    model: ModelOptions,
+    corrupted: Corrupted = None,
+    nodes: Annotated[
+        int | None,
+        option("number of heads and neurons in the graph: by default 300, or the circuit's"),
+    ] = None,
+    faithfulness: Faithfulness = 0.9,
+    top: Top = 20,
 ) -> None:
     """Draw the circuit behind an answer: which heads and neurons write what others read.
 
@@ -69,37 +133,30 @@ def circuit(
     from attn_only_lens import circuits
     from attn_only_lens.viz import circuit_view, write_html
 
-    with clear_errors():
-        require_writable(out, (".html", ".json"), top)
-        measure = parse_metric(metric, answer, wrong, tokens)
-        prompts = parse_prompts(clean, "--clean", tokens)
-        other_prompts = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
-        loaded = load_with_neuron_heads(model, dtype, device, hooked)
-        prompts, circuit = as_chat(loaded, prompts, chat), None
-        if other_prompts is not None:
-            other_prompts = as_chat(loaded, other_prompts, chat)
-            with working("searching for a minimal circuit"):
-                circuit = circuits.discover(
-                    loaded, prompts, other_prompts, measure, faithfulness=faithfulness
-                )
-        with working("attributing the metric"):
-            sites = circuit if nodes is None else None
-            graph = circuits.attribution_graph(
-                loaded, prompts, measure, corrupted=other_prompts, sites=sites, top=nodes
-            )
-        if out.suffix == ".json":
-            circuits.to_json(graph, out)
-        else:
-            write_html(circuit_view(graph, loaded, prompts), out)
-        _print_attributions(graph, top)
-        if circuit is not None:
-            _print_circuit(circuit, top)
-        if out.suffix == ".json":
-            typer.echo(
-                f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html"
-            )
-        else:
-            say_page(out, repr(graph))
+    require_writable(out, (".html", ".json"), top)
+    metric, clean, other = prompts.parse(corrupted)
+    loaded, minimal = model.with_neuron_heads(), None
+    clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
+    if other is not None:
+        with working("searching for a minimal circuit"):
+            minimal = circuits.discover(loaded, clean, other, metric, faithfulness=faithfulness)
+    with working("attributing the metric"):
+        sites = minimal if nodes is None else None
+        graph = circuits.attribution_graph(
+            loaded, clean, metric, corrupted=other, sites=sites, top=nodes
+        )
+    is_json = out.suffix == ".json"
+    if is_json:
+        circuits.to_json(graph, out)
+    else:
+        write_html(circuit_view(graph, loaded, clean), out)
+    _print_attributions(graph, top)
+    if minimal is not None:
+        _print_circuit(minimal, top)
+    if is_json:
+        typer.echo(f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html")
+    else:
+        say_page(out, repr(graph))
 
 
 def _print_attributions(graph: "CircuitGraph", top: int) -> None:
@@ -113,11 +170,11 @@ def _print_attributions(graph: "CircuitGraph", top: int) -> None:
 
 def _print_circuit(circuit: "Circuit", top: int) -> None:
     columns = ["name", "position", "effect"]
-    random = ", ".join(f"{value:.1%}" for value in circuit.random)
     title = (
         f"A circuit of {len(circuit)} of {circuit.n_sites} sites keeps {circuit.faithfulness:.1%} "
         f"of the effect; everything else keeps {circuit.completeness:.1%}"
     )
-    if random:
+    if circuit.random:
+        random = ", ".join(f"{value:.1%}" for value in circuit.random)
         title += f"; random circuits of that size keep {random}"
     print_table(title, columns, circuit.frame[columns].head(top).to_numpy().tolist())

@@ -1,46 +1,99 @@
-"""The application: its commands load models, report errors and print tables with this code.
+"""The application: its commands report errors, check outputs and print tables with this code.
 
-Functions of the command line import torch and what needs it when they run, so that --help is quick.
+Functions of the command line import torch and pandas only when they run, so that --help is quick.
 """
 
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from inspect import getdoc
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import typer
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
 
-app = typer.Typer(
-    help="See the MLP neurons of a TransformerLens model as attention heads.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(pretty_exceptions_enable=False)
 
-_TEXT = ("name", "site", "does")
-SHIPPED = "small-english"
-"""The name of the shipped language model on the command line."""
-Panel = Literal["Start here", "Look at a model", "Find what matters", "Make models, and compare"]
+Panel = Literal["Start here", "Find what matters", "Look at a model", "Make models, and compare"]
+PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
+"""Groups of options in the help of commands."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
-_Function = TypeVar("_Function", bound=Callable[..., None])
+_TEXT = ("name", "site", "does")  # columns of tables that are aligned on the left
+
+_START = """\
+Which heads and neurons make the difference between the answers to two prompts? Start here:
+
+  attn-only-lens explain MODEL \\
+    --clean "The keys near the cabinet" --corrupted "The key near the cabinet" \\
+    --answer " are" --wrong " is" --out explanation.html
+
+MODEL is the Hugging Face name of your model, or its folder. small-english ships with this package:
+take it for MODEL to try the command, or run `attn-only-lens demo`.
+
+  attn-only-lens verify MODEL --text "The keys"   check that your model, with neurons as attention
+                                                  heads, has the same logits
+  attn-only-lens --help                           list all commands
+  attn-only-lens COMMAND --help                   show the options of a command, and examples
+"""
 
 
-def command(panel: Panel, *example: str) -> Callable[[_Function], _Function]:
-    """Add a command to a group of the help, with an example of it."""
+def option(help_text: str, panel: str | None = None, *names: str) -> Any:
+    """Declare an option of a command, in a group of its help."""
+    return typer.Option(*names, help=help_text, rich_help_panel=panel)
 
-    def add(function: _Function) -> _Function:
-        for hint in get_type_hints(function, include_extras=True).values():
-            kind, *options = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+
+@app.callback(
+    invoke_without_command=True,
+    help="See the MLP neurons of a TransformerLens model as attention heads.",
+)
+def start(context: typer.Context) -> None:
+    """Say what to do first, if no command is given."""
+    if context.invoked_subcommand is None:
+        typer.echo(_START, nl=False)
+
+
+def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a command to a group of the help, with examples; its errors are printed as one message.
+
+    A parameter whose type is a dataclass stands for a group of options: one for each field.
+    """
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(function, include_extras=True)
+        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        parameters: list[Parameter] = []
+        for name, parameter in signature(function).parameters.items():
+            if name in groups:
+                parameters += signature(groups[name]).parameters.values()
+            else:
+                parameters.append(parameter.replace(annotation=hints[name]))
+
+        @clear_errors()
+        def run(**options: Any) -> None:
+            built = {}
+            for name, group in groups.items():
+                built[name] = group(
+                    **{key: options.pop(key) for key in signature(group).parameters}
+                )
+            function(**options, **built)
+
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
+        keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+        run.__signature__ = Signature(keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        for hint in run.__annotations__.values():
+            kind, *declarations = get_args(hint)
             if kind in (Path, Path | None):
-                for option in options:
-                    option.parser = path
-        # \b keeps the lines of a paragraph as they are.
-        shown = "\b\nExample:\n  " + " \\\n    ".join(example)
-        return app.command(rich_help_panel=panel, help=f"{getdoc(function)}\n\n{shown}")(function)
+                declarations[0].parser = path
+        # \b keeps the lines of a paragraph.
+        shown = "\n \n".join(f"  {text}".replace("\n", " \\\n    ") for text in examples)
+        help_text = f"{getdoc(function)}\n\n\b\nExamples:\n{shown}"
+        return app.command(rich_help_panel=panel, help=help_text)(run)
 
     return add
 
@@ -64,11 +117,6 @@ def sort_commands() -> None:
             getattr(command.callback, "__name__", ""),
         )
     )
-
-
-def say_page(path: Path, what: str = "") -> None:
-    """Print where a page was written, and the address that opens it."""
-    typer.echo(f"{path}{what and ': '}{what}\nOpen it in a browser: {path.resolve().as_uri()}")
 
 
 @contextmanager
@@ -95,31 +143,6 @@ def clear_errors() -> Iterator[None]:
             raise typer.Exit(2) from error
 
 
-def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
-    """Load a model by name or from a folder, and say what it is."""
-    from attn_only_lens.models.load import load
-    from attn_only_lens.pretrained import small_english
-
-    with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
-        if model == SHIPPED and not Path(model).exists():
-            loaded = small_english(device, dtype or "float32", hooked=hooked)
-        else:
-            loaded = load(model, dtype=dtype, device=device, hooked=hooked)
-    typer.echo(f"{model}: {_describe(loaded)}", err=True)
-    return loaded
-
-
-def load_with_neuron_heads(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
-    """Load a model; if it has no neuron-heads, expose them."""
-    from attn_only_lens.heads import has_neuron_heads
-    from attn_only_lens.models.expose import expose_neuron_heads
-
-    loaded = load_model(model, dtype, device, hooked)
-    if not has_neuron_heads(loaded):
-        expose_neuron_heads(loaded)
-    return loaded
-
-
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show a message on a terminal while something without a progress bar runs."""
@@ -129,36 +152,8 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def _describe(model: Any) -> str:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    from attn_only_lens.heads import has_neuron_heads, host_of
-    from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-
-    cfg, parameter = model.cfg, next(model.parameters())
-    if isinstance(model, TransformerBridge):
-        kind = f"TransformerBridge ({cfg.architecture})"
-    elif isinstance(model, AttentionOnlyTransformer):
-        kind = "attention-only HookedTransformer"
-    else:
-        kind = "HookedTransformer"
-    n_layers = host_of(model).n_layers if has_neuron_heads(model) else cfg.n_layers
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return f"{kind}, {n_layers} layers, {dtype}, {parameter.device}, {_describe_texts(model)}"
-
-
-def _describe_texts(model: Any) -> str:
-    if model.tokenizer is None:
-        return "no tokenizer"
-    alone = model.tokenizer("a", add_special_tokens=False)["input_ids"]
-    ids = model.to_tokens("a")[0].tolist()
-    if len(ids) > len(alone) and ids[0] == model.tokenizer.bos_token_id:
-        return f"texts begin with {model.tokenizer.bos_token}"
-    return "texts without BOS"
-
-
 def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
-    """Validate output options before computing."""
+    """Check output options before computing."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
         raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
@@ -174,21 +169,28 @@ def require_folder(out: Path) -> None:
         raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
     if out.suffix in _FILES and not out.is_dir():
         raise AttnOnlyLensError(
-            f"got --out {out}, the name of a file; expected that of a folder, as several files are "
-            f"written: pass --out {out.with_suffix('')}"
+            f"got --out {out}, the name of a file; expected the name of a folder, because several "
+            f"files are written: pass --out {out.with_suffix('')}"
         )
+
+
+def say_page(page: Path, what: str = "") -> None:
+    """Print where a page was written, and the address that opens it."""
+    typer.echo(f"{page}{what and ': '}{what}\nOpen it in a browser: {page.resolve().as_uri()}")
 
 
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
 ) -> None:
-    """Print a table: numbers in that format (-0 as 0), names on the left."""
+    """Print a title on one line, and a table: numbers in that format (-0 as 0)."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column in _TEXT else "right")
     for row in rows:
         table.add_row(*(format(x + 0.0, number) if isinstance(x, float) else str(x) for x in row))
-    Console().print(table)
+    console = Console(file=sys.stdout)
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(table)

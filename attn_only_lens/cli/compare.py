@@ -2,85 +2,87 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
-    clear_errors,
+    MODEL,
+    OUTPUT,
+    PROMPTS,
     command,
-    load_model,
+    option,
     print_table,
     require_folder,
     say_page,
 )
 from attn_only_lens.cli.convert import read_tokens
-from attn_only_lens.cli.options import as_chat, parse_metric, parse_prompts
+from attn_only_lens.cli.options import (
+    Chat,
+    Dtype,
+    Faithfulness,
+    Metric,
+    MetricOptions,
+    Model,
+    as_chat,
+    load_model,
+    parse_prompts,
+)
 from attn_only_lens.errors import AttnOnlyLensError, ComparisonError
 
 if TYPE_CHECKING:
     from attn_only_lens.comparison import Comparison
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
-_PROMPTS = "a .safetensors file with `tokens`, or a text file: a prompt a line, or 3,4,113"
+_PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: per line a prompt, or 3,4,113"
 
 
-_Grown = Annotated[
-    Path, typer.Argument(help="a model that `grow` wrote; it may have been trained since")
-]
-_Tokens = Annotated[Path, typer.Option(help=_PROMPTS)]
-_Out = Annotated[Path, typer.Option(help="output folder for tables and pages")]
-_Provenance = Annotated[
-    Path | None,
-    typer.Option(
-        help="the folder that `grow` wrote, if GROWN was trained and saved in another one"
-    ),
-]
-_Corrupted = Annotated[
-    Path | None,
-    typer.Option(help="a file with a corrupted prompt for each prompt; default: the next prompt"),
-]
-_Null = Annotated[
-    Path | None,
-    typer.Option(help="a model that grew in the same way and was trained with another seed"),
-]
-_Faithfulness = Annotated[
-    float, typer.Option(help="the share of the effect that both circuits must keep")
-]
-_BatchSize = Annotated[int, typer.Option(help="largest number of prompts in one forward pass")]
-_Patched = Annotated[int, typer.Option(help="number of components to patch")]
-_Nodes = Annotated[int, typer.Option(help="number of nodes that get edges")]
-_Seed = Annotated[int, typer.Option(help="seed of the bootstrap")]
-_Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or mps; default: cuda if there is one")
-]
+@dataclass(frozen=True, kw_only=True)
+class _LossOptions(MetricOptions):
+    metric: Metric = "loss"
 
 
 @command(
     "Make models, and compare",
     "attn-only-lens compare gpt2 grown/ --tokens prompts.txt --out report/",
+    "attn-only-lens compare gpt2 trained/ --provenance grown/ --tokens prompts.txt --out report/",
+    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --tokens clean.txt\n"
+    '--corrupted corrupted.txt --metric logit_diff --answer " are" --wrong " is" --out report/',
 )
 def compare(
-    model: options.Model,
-    grown: _Grown,
-    tokens: _Tokens,
-    out: _Out,
-    provenance: _Provenance = None,
-    corrupted: _Corrupted = None,
-    null: _Null = None,
-    metric: options.Metric = "loss",
-    answer: options.Answer = None,
-    wrong: options.Wrong = None,
-    faithfulness: _Faithfulness = 0.9,
-    batch_size: _BatchSize = 32,
-    patched: _Patched = 200,
-    nodes: _Nodes = 100,
-    seed: _Seed = 0,
-    chat: options.Chat = False,
-    dtype: options.Dtype = None,
-    device: _Device = None,
+    model: Model,
+    grown: Annotated[
+        Path, typer.Argument(help="a model that `grow` wrote; it may have been trained since")
+    ],
+    tokens: Annotated[Path, option(_PROMPT_FILE, PROMPTS)],
+    metric: _LossOptions,
+    out: Annotated[Path, option("output folder for tables and pages", OUTPUT)],
+    corrupted: Annotated[
+        Path | None,
+        option("a file with a corrupted prompt for each prompt; default: the next prompt", PROMPTS),
+    ] = None,
+    chat: Chat = False,
+    provenance: Annotated[
+        Path | None,
+        option(
+            "the folder that `grow` wrote, if GROWN was trained and saved in another one", MODEL
+        ),
+    ] = None,
+    null: Annotated[
+        Path | None,
+        option("a model that grew in the same way and was trained with another seed", MODEL),
+    ] = None,
+    faithfulness: Faithfulness = 0.9,
+    batch_size: Annotated[int, option("prompts in one forward pass, at most")] = 32,
+    patched: Annotated[int, option("number of components to patch")] = 200,
+    nodes: Annotated[int, option("number of nodes that get edges")] = 100,
+    seed: Annotated[int, option("seed of the bootstrap")] = 0,
+    dtype: Dtype = None,
+    device: Annotated[
+        str | None, option("cpu, cuda or mps; default: cuda if there is one", MODEL)
+    ] = None,
 ) -> None:
     """Compare a model with one grown from it: write tables and two pages to a folder."""
     import torch
@@ -89,44 +91,43 @@ def compare(
     from attn_only_lens.comparison import compare as compare_models
     from attn_only_lens.growth import read_provenance
     from attn_only_lens.models.load import is_hooked
-    from attn_only_lens.viz.checks import import_extra
+    from attn_only_lens.viz.page import import_extra
 
-    with clear_errors():
-        import_extra("plotly")
-        require_folder(out)
-        _require_other_folder(out, [model, grown, null, provenance])
-        prompts = _read_prompts(tokens, "--tokens")
-        others = None if corrupted is None else _read_prompts(corrupted, "--corrupted")
-        measure = parse_metric(metric, answer, wrong, isinstance(prompts, torch.Tensor))
-        became = read_provenance(provenance or grown)
-        target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        folders = [model, str(grown)] + ([] if null is None else [str(null)])
-        hooked = is_hooked(grown)
-        models = [load_model(folder, dtype, target_device, hooked) for folder in folders]
-        prompts = as_chat(models[0], prompts, chat)
-        others = None if others is None else as_chat(models[0], others, chat)
-        try:
-            comparison = compare_models(
-                *(models[0], models[1], prompts, measure),
-                provenance=became,
-                corrupted=others,
-                null=models[2] if null is not None else None,
-                batch_size=batch_size,
-                faithfulness=faithfulness,
-                n_patched=patched,
-                n_nodes=nodes,
-                seed=seed,
-            )
-        except ComparisonError as error:
-            if error.so_far is not None:
-                error.so_far.save(out)
-            raise
-        comparison.save(out)
-        viz.write_html(viz.comparison_report(comparison), out / "report.html")
-        viz.write_html(viz.comparison_circuit(comparison), out / "circuit.html")
-        _print_summary(comparison)
-        say_page(out / "report.html", "tables and figures")
-        say_page(out / "circuit.html", "what was kept, lost and gained")
+    import_extra("plotly")
+    require_folder(out)
+    _require_other_folder(out, [model, grown, null, provenance])
+    prompts = _read_prompts(tokens, "--tokens")
+    others = None if corrupted is None else _read_prompts(corrupted, "--corrupted")
+    measure = metric.build_metric(isinstance(prompts, torch.Tensor))
+    became = read_provenance(provenance or grown)
+    target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    folders = [model, str(grown)] + ([] if null is None else [str(null)])
+    hooked = is_hooked(grown)
+    models = [load_model(folder, dtype, target_device, hooked) for folder in folders]
+    prompts = as_chat(models[0], prompts, chat)
+    others = as_chat(models[0], others, chat)
+    try:
+        comparison = compare_models(
+            *(models[0], models[1], prompts, measure),
+            provenance=became,
+            corrupted=others,
+            null=models[2] if null is not None else None,
+            batch_size=batch_size,
+            faithfulness=faithfulness,
+            n_patched=patched,
+            n_nodes=nodes,
+            seed=seed,
+        )
+    except ComparisonError as error:
+        if error.so_far is not None:
+            error.so_far.save(out)
+        raise
+    comparison.save(out)
+    viz.write_html(viz.comparison_report(comparison), out / "report.html")
+    viz.write_html(viz.comparison_circuit(comparison), out / "circuit.html")
+    _print_summary(comparison)
+    say_page(out / "report.html", "tables and figures")
+    say_page(out / "circuit.html", "what was kept, lost and gained")
 
 
 def _require_other_folder(out: Path, folders: Sequence[str | Path | None]) -> None:
@@ -145,7 +146,7 @@ def _read_prompts(path: Path, option: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise AttnOnlyLensError(f"{option}: {path} cannot be read: {error}") from error
     if not lines:
-        raise AttnOnlyLensError(f"{option}: {path} has no prompts; expected one a line")
+        raise AttnOnlyLensError(f"{option}: {path} has no prompts; expected one per line")
     return parse_prompts(lines, option, all(map(_NUMBERS.fullmatch, lines)))
 
 

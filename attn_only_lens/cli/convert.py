@@ -6,48 +6,38 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from attn_only_lens.cli import options
-from attn_only_lens.cli.common import (
-    clear_errors,
-    command,
-    load_model,
-    load_with_neuron_heads,
-    working,
-)
+from attn_only_lens.cli.common import PROMPTS, command, option, working
+from attn_only_lens.cli.options import Chat, ModelOptions, OutFolder, SourceOptions, load_model
 from attn_only_lens.errors import AttnOnlyLensError
 
 if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
 
-_BRIDGE = "TransformerBridge"  # in a manifest
+_GATES = "Gates"
 
 
-_Gate = Annotated[str, typer.Option(help="exact or bilinear")]
-_HeadsPerNeuron = Annotated[
-    int | None, typer.Option(help="number of heads per neuron, for bilinear gates")
-]
-_Tolerance = Annotated[
-    float | None, typer.Option(help="largest error of an activation, for bilinear gates")
-]
-_Text = Annotated[str | None, typer.Option(help="a text for the calibration of gated MLPs")]
-_Tokens = Annotated[
-    Path | None,
-    typer.Option(help="tokens for the calibration: a safetensors file, as for `verify`"),
-]
-
-
-@command("Make models, and compare", "attn-only-lens convert small-english attention-only/")
+@command(
+    "Make models, and compare",
+    "attn-only-lens convert small-english attention-only/",
+    "attn-only-lens convert gpt2 attention-only/ --dtype float64",
+    "attn-only-lens convert gpt2 bilinear/ --gate bilinear --heads-per-neuron 4",
+)
 def convert(
-    model: options.Model,
-    out: options.OutFolder,
-    dtype: options.Dtype = None,
-    device: options.Device = "cpu",
-    gate: _Gate = "exact",
-    heads_per_neuron: _HeadsPerNeuron = None,
-    tolerance: _Tolerance = None,
-    text: _Text = None,
-    tokens: _Tokens = None,
+    model: SourceOptions,
+    out: OutFolder,
+    gate: Annotated[str, option("exact or bilinear", _GATES)] = "exact",
+    heads_per_neuron: Annotated[
+        int | None, option("heads per neuron, for bilinear gates", _GATES)
+    ] = None,
+    tolerance: Annotated[
+        float | None, option("largest error of an activation, for bilinear gates", _GATES)
+    ] = None,
+    text: Annotated[str | None, option("a text that calibrates gated MLPs", _GATES)] = None,
+    tokens: Annotated[
+        Path | None,
+        option("tokens that calibrate gated MLPs: a safetensors file, as for `verify`", _GATES),
+    ] = None,
 ) -> None:
     """Convert a model to an attention-only HookedTransformer, and save it (transformer-lens 3.9).
 
@@ -59,69 +49,65 @@ def convert(
     from attn_only_lens.storage import open_folder
     from attn_only_lens.tl import require_hooked_transformer
 
-    with clear_errors():
-        require_hooked_transformer()
-        if gate not in ("exact", "bilinear"):
-            raise AttnOnlyLensError(f"got --gate {gate}; expected exact or bilinear")
-        if gate == "exact" and any(
-            option is not None for option in (heads_per_neuron, tolerance, text, tokens)
-        ):
+    require_hooked_transformer()
+    given = [x is not None for x in (heads_per_neuron, tolerance, text, tokens)]
+    if gate not in ("exact", "bilinear"):
+        raise AttnOnlyLensError(f"got --gate {gate}; expected exact or bilinear")
+    if gate == "exact" and any(given):
+        raise AttnOnlyLensError(
+            "--heads-per-neuron, --tolerance, --text and --tokens need --gate bilinear"
+        )
+    name = model.model
+    if checkpoint.is_saved(name):
+        manifest = checkpoint.read_manifest(open_folder(name))
+        if manifest["layout"] == "in place":
+            raise AttnOnlyLensError(f"{name} holds a model in place: give its source")
+        converted = load_model(name, None, model.device)
+        if gate != "exact":
+            raise AttnOnlyLensError(f"{name} is converted already: give its source")
+        saved_dtype = str(converted.cfg.dtype).removeprefix("torch.")
+        if model.dtype not in (None, saved_dtype):
             raise AttnOnlyLensError(
-                "--heads-per-neuron, --tolerance, --text and --tokens need --gate bilinear"
+                f"got --dtype {model.dtype} for a model saved in {saved_dtype}: convert its source "
+                "with that --dtype instead, so that its tables are computed in it"
             )
-        if checkpoint.is_saved(model):
-            manifest = checkpoint.read_manifest(open_folder(model))
-            name = manifest["source_name"]
-            if manifest["layout"] == "in place":
-                raise AttnOnlyLensError(f"{model} holds a model in place: give its source")
-            converted = load_model(model, None, device)
-            if gate != "exact":
-                raise AttnOnlyLensError(f"{model} is converted already: give its source")
-            saved = str(converted.cfg.dtype).removeprefix("torch.")
-            if dtype not in (None, saved):
-                raise AttnOnlyLensError(
-                    f"got --dtype {dtype} for a model saved in {saved}: convert its source with "
-                    "that --dtype instead, so that its tables are computed in it"
-                )
-        else:
-            name, source = model, load_model(model, dtype, device, hooked=True)
-            calibration = None
-            if text is not None or tokens is not None:
-                calibration = calibrate(source, _input_of(source, _read_input(text, tokens)))
-            option = Bilinear(heads_per_neuron, tolerance, calibration)
-            converted = convert_model(source, gate="exact" if gate == "exact" else option)
-        checkpoint.save(converted, out, source_name=name)
-        heads = [block.cfg.n_heads for block in converted.blocks]
-        counts = Counter(zip(heads[::2], heads[1::2], strict=True))
-        layers = [
-            f"{many} layers of {n_heads} attention heads and {n_neuron_heads} neuron-heads"
-            for (n_heads, n_neuron_heads), many in counts.items()
-        ]
-        typer.echo(f"{out}: {', '.join(layers)}")
+        name = manifest["source_name"]
+    else:
+        source = load_model(name, model.dtype, model.device, hooked=True)
+        calibration = None
+        if text is not None or tokens is not None:
+            calibration = calibrate(source, _input_of(source, _read_input(text, tokens)))
+        bilinear = Bilinear(heads_per_neuron, tolerance, calibration)
+        converted = convert_model(source, gate="exact" if gate == "exact" else bilinear)
+    checkpoint.save(converted, out, source_name=name)
+    heads = [block.cfg.n_heads for block in converted.blocks]
+    counts = Counter(zip(heads[::2], heads[1::2], strict=True))
+    layers = [
+        f"{many} layers of {n_heads} attention heads and {n_neuron_heads} neuron-heads"
+        for (n_heads, n_neuron_heads), many in counts.items()
+    ]
+    typer.echo(f"{out}: {', '.join(layers)}")
 
 
-_Converted = Annotated[
-    Path | None,
-    typer.Argument(
-        help="a folder that `convert` or `save` wrote; default: MODEL with exposed neuron-heads"
-    ),
-]
-_VerifiedText = Annotated[str | None, typer.Option(help="a text that both models run on")]
-_VerifiedTokens = Annotated[
-    Path | None, typer.Option(help="a safetensors file with `tokens`, integers [batch, pos]")
-]
-
-
-@command("Start here", 'attn-only-lens verify small-english --text "The keys near the cabinet"')
+@command(
+    "Start here",
+    'attn-only-lens verify small-english --text "The keys near the cabinet"',
+    'attn-only-lens verify gpt2 attention-only/ --text "The keys near the cabinet"',
+    "attn-only-lens verify gpt2 --tokens tokens.safetensors --dtype float64",
+)
 def verify(
-    model: options.Model,
-    converted: _Converted = None,
-    text: _VerifiedText = None,
-    tokens: _VerifiedTokens = None,
-    chat: options.Chat = False,
-    hooked: options.Hooked = False,
-    dtype: options.Dtype = None,
-    device: options.Device = "cpu",
+    model: ModelOptions,
+    converted: Annotated[
+        Path | None,
+        typer.Argument(
+            help="a folder that `convert` or `save` wrote; default: MODEL with exposed neuron-heads"
+        ),
+    ] = None,
+    text: Annotated[str | None, option("a text that both models run on", PROMPTS)] = None,
+    tokens: Annotated[
+        Path | None, option("a safetensors file with `tokens`, integers [batch, pos]", PROMPTS)
+    ] = None,
+    chat: Chat = False,
 ) -> None:
     """Check that a model with neuron-heads computes the same logits; exit with 1 if it does not.
 
@@ -134,29 +120,29 @@ def verify(
     from attn_only_lens.models.verify import verify as verify_models
     from attn_only_lens.storage import open_folder
 
-    with clear_errors():
-        inputs = _read_input(text, tokens, chat)
-        if converted is None:
-            loaded = source = load_with_neuron_heads(model, dtype, device, hooked)
-            if isinstance(source, AttentionOnlyTransformer):
-                raise AttnOnlyLensError(f"{model} is converted: give its source before it")
-        else:
-            if not checkpoint.is_saved(converted):
-                raise AttnOnlyLensError(
-                    f"no saved model in {converted}: neither `convert` nor `save` wrote it; "
-                    f"`attn-only-lens verify {converted}` exposes its neurons, and "
-                    f"`attn-only-lens compare {model} {converted}` holds a grown model against its "
-                    "original"
-                )
-            manifest = checkpoint.read_manifest(open_folder(converted))
-            loaded = load_model(str(converted), dtype, device)
-            saved_in = str(loaded.cfg.dtype).removeprefix("torch.")
-            source = load_model(model, saved_in, device, hooked=manifest["model"] != _BRIDGE)
-            if manifest["model"] == _BRIDGE and isinstance(source, TransformerBridge):
-                checkpoint.process_as_saved(source, manifest)
-        with working("comparing"):
-            report = verify_models(source, loaded, _input_of(source, inputs, chat))
-        typer.echo(str(report))
+    inputs = _read_input(text, tokens, chat)
+    if converted is None:
+        loaded = source = model.with_neuron_heads()
+        if isinstance(source, AttentionOnlyTransformer):
+            raise AttnOnlyLensError(f"{model.model} is converted: give its source before it")
+    else:
+        if not checkpoint.is_saved(converted):
+            raise AttnOnlyLensError(
+                f"no saved model in {converted}: neither `convert` nor `save` wrote it. "
+                f"`attn-only-lens verify {converted}` checks it with exposed neuron-heads; "
+                f"`attn-only-lens compare {model.model} {converted}` compares a grown model with "
+                "its original"
+            )
+        manifest = checkpoint.read_manifest(open_folder(converted))
+        is_bridge = manifest["model"] == "TransformerBridge"
+        loaded = load_model(str(converted), model.dtype, model.device)
+        saved_dtype = str(loaded.cfg.dtype).removeprefix("torch.")
+        source = load_model(model.model, saved_dtype, model.device, hooked=not is_bridge)
+        if is_bridge and isinstance(source, TransformerBridge):
+            checkpoint.process_as_saved(source, manifest)
+    with working("comparing"):
+        report = verify_models(source, loaded, _input_of(source, inputs, chat))
+    typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -1,89 +1,82 @@
-"""`attn-only-lens grow`."""
+"""`attn-only-lens grow`: a larger model that computes the same function."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from attn_only_lens.cli import options
-from attn_only_lens.cli.common import clear_errors, command, load_model, working
-from attn_only_lens.cli.options import parse_numbers
+from attn_only_lens.cli.common import command, option, working
+from attn_only_lens.cli.options import ModelOptions, OutFolder, parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 
-_DMlp = Annotated[int | None, typer.Option(help="neurons in each layer")]
-_NHeads = Annotated[int | None, typer.Option(help="attention heads in each layer")]
-_DHead = Annotated[int | None, typer.Option(help="width of queries, keys and values")]
-_DModel = Annotated[int | None, typer.Option(help="width of the residual stream")]
-_NLayers = Annotated[int | None, typer.Option(help="layers; new ones come last")]
-_Insert = Annotated[
-    str | None,
-    typer.Option(
-        help="positions of new layers in the grown model: 4,9 (cannot be combined with sizes)"
-    ),
-]
-_Copy = Annotated[
-    bool, typer.Option(help="new layers start as copies of the layer before, with zero output")
-]
-_Seed = Annotated[int, typer.Option(help="seed of the new weights")]
+_SIZES, _LAYERS = "Sizes of the grown model", "New layers"
 
 
 @command(
     "Make models, and compare",
     "attn-only-lens grow gpt2 out/larger --d-mlp 4096 --n-layers 14",
+    "attn-only-lens grow gpt2 out/deeper --insert 4,9 --copy",
+    "attn-only-lens grow small-english out/wider --d-model 256 --seed 1",
 )
 def grow(
-    model: options.Model,
-    out: options.OutFolder,
-    d_mlp: _DMlp = None,
-    n_heads: _NHeads = None,
-    d_head: _DHead = None,
-    d_model: _DModel = None,
-    n_layers: _NLayers = None,
-    insert: _Insert = None,
-    copy: _Copy = False,
-    seed: _Seed = 0,
-    hooked: options.Hooked = False,
-    dtype: options.Dtype = None,
-    device: options.Device = "cpu",
+    model: ModelOptions,
+    out: OutFolder,
+    d_mlp: Annotated[int | None, option("neurons in each layer", _SIZES)] = None,
+    n_heads: Annotated[int | None, option("attention heads in each layer", _SIZES)] = None,
+    d_head: Annotated[int | None, option("width of queries, keys and values", _SIZES)] = None,
+    d_model: Annotated[int | None, option("width of the residual stream", _SIZES)] = None,
+    n_layers: Annotated[int | None, option("layers; new ones come last", _SIZES)] = None,
+    insert: Annotated[
+        str | None,
+        option(
+            "positions of new layers in the grown model: 4,9 (cannot be combined with sizes)",
+            _LAYERS,
+        ),
+    ] = None,
+    copy: Annotated[
+        bool,
+        option(
+            "new layers start as copies of the layer before, with zero output", _LAYERS, "--copy"
+        ),
+    ] = False,
+    seed: Annotated[int, option("seed of the new weights")] = 0,
 ) -> None:
     """Make a larger model that computes the same function.
 
-    The folder is a MODEL to every command. It holds a plain model, and provenance.json, which says
-    where every head and neuron went. For a converted one, grow the source and `convert` that.
+    Every command takes the folder as MODEL. It holds a plain model, and provenance.json, which says
+    where every head and neuron went. To grow a converted model, grow its source and `convert` that.
     """
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model
     from attn_only_lens.models.in_place import hide
     from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
-    with clear_errors():
-        if Path(model).resolve() == out.resolve():
-            raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
-        if copy and insert is None:
-            raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
-        depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
-        loaded = load_model(model, dtype, device, hooked)
-        if isinstance(loaded, AttentionOnlyTransformer):
-            raise AttnOnlyLensError(
-                f"{model} is converted; grow its source, and convert that: it is the same model"
-            )
-        hide(loaded)  # neuron-heads that `save` wrote
-        with working("growing"):
-            grown = grow_model(
-                loaded,
-                compose(*(InsertLayer(depth, copy=copy) for depth in depths)) if depths else None,
-                d_mlp=d_mlp,
-                n_heads=n_heads,
-                d_head=d_head,
-                d_model=d_model,
-                n_layers=n_layers,
-                seed=seed,
-            )
-            grown.save_pretrained(out)
-        cfg = grown.model.cfg
-        typer.echo(
-            f"{out}: {cfg.n_layers} layers of {cfg.n_heads} attention heads of width {cfg.d_head} "
-            f"and {cfg.d_mlp} neurons, d_model {cfg.d_model}"
+    name = model.model
+    if Path(name).resolve() == out.resolve():
+        raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
+    if copy and insert is None:
+        raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
+    depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
+    loaded = model.load()
+    if isinstance(loaded, AttentionOnlyTransformer):
+        raise AttnOnlyLensError(
+            f"{name} is converted; grow its source, and convert that: it is the same model"
         )
-        for note in grown.notes:
-            typer.echo(note)
+    hide(loaded)  # neuron-heads that `save` wrote
+    sizes: dict[str, Any] = {
+        "d_mlp": d_mlp,
+        "n_heads": n_heads,
+        "d_head": d_head,
+        "d_model": d_model,
+    }
+    layers = compose(*(InsertLayer(depth, copy=copy) for depth in depths)) if depths else None
+    with working("growing"):
+        grown = grow_model(loaded, layers, **sizes, n_layers=n_layers, seed=seed)
+        grown.save_pretrained(out)
+    cfg = grown.model.cfg
+    typer.echo(
+        f"{out}: {cfg.n_layers} layers of {cfg.n_heads} attention heads of width {cfg.d_head} "
+        f"and {cfg.d_mlp} neurons, d_model {cfg.d_model}"
+    )
+    for note in grown.notes:
+        typer.echo(note)

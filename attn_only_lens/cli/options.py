@@ -1,71 +1,166 @@
-"""The options that several commands share, and the parsers of their values."""
+"""Groups of options that several commands share, and the parsers of their values."""
 
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attn_only_lens.cli.common import MODEL, OUTPUT, PROMPTS, option
 from attn_only_lens.errors import AttnOnlyLensError
 
 if TYPE_CHECKING:
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
     from attn_only_lens.engine.prompts import Prompts
 
-MODEL = (
-    "a Hugging Face name, a folder with a model, or small-english, which ships with this package"
-)
+SHIPPED = "small-english"
+"""The name of the shipped language model on the command line."""
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
+_DTYPES = "float32, float64, bfloat16 or float16; default: the dtype of a saved model, else float32"
 
-Model = Annotated[str, typer.Argument(help=MODEL)]
-Hooked = Annotated[
-    bool,
-    typer.Option("--hooked", help="load MODEL as a HookedTransformer (transformer-lens 3.9)"),
+Model = Annotated[
+    str,
+    typer.Argument(
+        help=f"a Hugging Face name, a folder with a model, or {SHIPPED}, which ships with this "
+        "package"
+    ),
 ]
+Dtype = Annotated[str | None, option(_DTYPES, MODEL)]
 OutFolder = Annotated[
     Path, typer.Argument(help="output folder; a model that was saved there is replaced")
 ]
-OutPage = Annotated[Path, typer.Option(help="output file (.html); it works offline")]
-Clean = Annotated[list[str], typer.Option(help="a prompt; repeat the option for more prompts")]
-Answer = Annotated[str | None, typer.Option(help="the correct answer, one token")]
-Wrong = Annotated[str | None, typer.Option(help="the wrong answer, one token, for logit_diff")]
-Metric = Annotated[str, typer.Option(help=f"one of {', '.join(_METRICS)}")]
-TokenNumbers = Annotated[
-    bool, typer.Option("--tokens", help="prompts and answers are token numbers: 3,4,113")
+OutPage = Annotated[Path, option("output file (.html); it works offline", OUTPUT)]
+Top = Annotated[int, option("number of rows to print", OUTPUT)]
+Metric = Annotated[str, option(f"one of {', '.join(_METRICS)}", PROMPTS)]
+Corrupted = Annotated[
+    list[str] | None,
+    option("a corrupted prompt for each clean prompt, with the same number of tokens", PROMPTS),
 ]
-Top = Annotated[int, typer.Option(help="number of rows to print")]
+Faithfulness = Annotated[float, option("share of the effect that the circuit must keep")]
 Chat = Annotated[
-    bool, typer.Option("--chat", help="prompts are messages: apply the tokenizer's chat template")
+    bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
 ]
-_DTYPES = "float32, float64, bfloat16 or float16; default: the dtype of a saved model, else float32"
-Dtype = Annotated[str | None, typer.Option(help=_DTYPES)]
-Device = Annotated[str, typer.Option(help="cpu, cuda or mps")]
+Tokens = Annotated[
+    bool, option("prompts and answers are token numbers: 3,4,113", PROMPTS, "--tokens")
+]
 
 
-def parse_metric(
-    metric: str, answer: str | None, wrong: str | None, tokens: bool
-) -> "MetricOfLogits":
-    """Return the metric with that name and those answers."""
-    from attn_only_lens import patching
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """A model, and how to load it."""
 
-    needs = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
-    if metric not in _METRICS:
-        raise AttnOnlyLensError(f"got --metric {metric}; expected one of {', '.join(_METRICS)}")
-    options_given = [option for option in (answer, wrong) if option is not None]
-    if len(options_given) != needs or (needs and answer is None):
-        wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")[needs]
-        raise AttnOnlyLensError(f"--metric {metric} takes {wanted}")
-    answers: list[Any] = (
-        [_parse_answer(answer) for answer in options_given] if tokens else options_given
+    model: Model
+    dtype: Dtype = None
+    device: Annotated[str, option("cpu, cuda or mps", MODEL)] = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(SourceOptions):
+    """A model that may be loaded as a HookedTransformer."""
+
+    hooked: Annotated[
+        bool, option("load MODEL as a HookedTransformer (transformer-lens 3.9)", MODEL, "--hooked")
+    ] = False
+
+    def load(self) -> Any:
+        """Load the model, and say what it is."""
+        return load_model(self.model, self.dtype, self.device, self.hooked)
+
+    def with_neuron_heads(self) -> Any:
+        """Load the model; if it has no neuron-heads, expose them."""
+        from attn_only_lens.heads import has_neuron_heads
+        from attn_only_lens.models.expose import expose_neuron_heads
+
+        loaded = self.load()
+        if not has_neuron_heads(loaded):
+            expose_neuron_heads(loaded)
+        return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricOptions:
+    """A metric, and its answers."""
+
+    answer: Annotated[str | None, option("the correct answer, one token", PROMPTS)] = None
+    wrong: Annotated[str | None, option("the wrong answer, one token, for logit_diff", PROMPTS)] = (
+        None
     )
-    made: MetricOfLogits = getattr(patching, metric)(*answers)
-    return made
+    metric: Metric = "logit_diff"
+
+    def build_metric(self, tokens: bool) -> "MetricOfLogits":
+        """Return the metric with that name and those answers, which are tokens or texts."""
+        from attn_only_lens import patching
+
+        name = self.metric
+        if name not in _METRICS:
+            raise AttnOnlyLensError(f"got --metric {name}; expected one of {', '.join(_METRICS)}")
+        n_answers = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(name, 0)
+        answers: list[Any] = [text for text in (self.answer, self.wrong) if text is not None]
+        if len(answers) != n_answers or (n_answers and self.answer is None):
+            wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")
+            raise AttnOnlyLensError(f"--metric {name} takes {wanted[n_answers]}")
+        if tokens:
+            answers = [_one_token(text) for text in answers]
+        built: MetricOfLogits = getattr(patching, name)(*answers)
+        return built
 
 
-def _parse_answer(text: str) -> int:
-    numbers = parse_numbers(text, "an answer")
-    if len(numbers) != 1:
-        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token number")
-    return numbers[0]
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(MetricOptions):
+    """Clean prompts, and the metric of the model's answers to them."""
+
+    clean: Annotated[list[str], option("a prompt; repeat the option for more prompts", PROMPTS)]
+    tokens: Tokens = False
+    chat: Chat = False
+
+    def parse(self, corrupted: list[str] | None = None) -> tuple["MetricOfLogits", Any, Any]:
+        """Return the metric, the clean prompts and the corrupted ones, checked without a model."""
+        metric, clean = self.build_metric(self.tokens), self.clean
+        return (
+            metric,
+            parse_prompts(clean, "--clean", self.tokens),
+            parse_prompts(corrupted, "--corrupted", self.tokens) if corrupted else None,
+        )
+
+
+def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
+    """Load a model by name or from a folder, and say what it is."""
+    from attn_only_lens.models.load import load
+    from attn_only_lens.pretrained import small_english
+
+    with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
+        if model == SHIPPED and not Path(model).exists():
+            loaded = small_english(device, dtype or "float32", hooked=hooked)
+        else:
+            loaded = load(model, dtype=dtype, device=device, hooked=hooked)
+    typer.echo(f"{model}: {_describe(loaded)}", err=True)
+    return loaded
+
+
+def _describe(model: Any) -> str:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from attn_only_lens.heads import has_neuron_heads, host_of
+    from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+
+    cfg, parameter = model.cfg, next(model.parameters())
+    if isinstance(model, TransformerBridge):
+        kind = f"TransformerBridge ({cfg.architecture})"
+    elif isinstance(model, AttentionOnlyTransformer):
+        kind = "attention-only HookedTransformer"
+    else:
+        kind = "HookedTransformer"
+    n_layers = host_of(model).n_layers if has_neuron_heads(model) else cfg.n_layers
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    tokenizer, texts = model.tokenizer, "no tokenizer"
+    if tokenizer is not None:
+        alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+        ids = model.to_tokens("a")[0].tolist()
+        has_bos = len(ids) > len(alone) and ids[0] == tokenizer.bos_token_id
+        texts = f"texts begin with {tokenizer.bos_token}" if has_bos else "texts without BOS"
+    return f"{kind}, {n_layers} layers, {dtype}, {parameter.device}, {texts}"
 
 
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
@@ -77,15 +172,15 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
     rows = [parse_numbers(text, option) for text in texts]
     if len({len(row) for row in rows}) > 1:
         raise AttnOnlyLensError(
-            f"{option}: got prompts of {[len(r) for r in rows]} tokens; expected "
-            "as many in each, since tokens have no padding here"
+            f"{option}: got prompts of {[len(row) for row in rows]} tokens; expected the same "
+            "number in each, since tokens have no padding here"
         )
     return torch.tensor(rows, device="cpu")
 
 
-def as_chat(model: Any, prompts: Any, chat: bool) -> "Prompts":
+def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
     """Return the prompts; with --chat, the tokens of the messages."""
-    if not chat:
+    if not chat or prompts is None:
         return prompts
     from attn_only_lens.engine.prompts import chat_tokens
 
@@ -105,5 +200,12 @@ def parse_numbers(text: str, option: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise AttnOnlyLensError(
-            f"{option}: got {text!r}; expected whole numbers with commas between"
+            f"{option}: got {text!r}; expected whole numbers, separated by commas"
         ) from None
+
+
+def _one_token(text: str) -> int:
+    numbers = parse_numbers(text, "an answer")
+    if len(numbers) != 1:
+        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token number")
+    return numbers[0]

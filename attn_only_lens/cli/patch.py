@@ -1,120 +1,115 @@
 """`attn-only-lens patch`: activation patching over heads and neuron-heads."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_only_lens.cli import options
 from attn_only_lens.cli.common import (
-    clear_errors,
+    MODEL,
+    OUTPUT,
     command,
-    load_with_neuron_heads,
+    option,
     print_table,
     require_writable,
+    working,
 )
 from attn_only_lens.cli.options import (
+    Corrupted,
+    ModelOptions,
+    PromptOptions,
+    Top,
     as_chat,
-    parse_metric,
     parse_names,
     parse_numbers,
-    parse_prompts,
 )
 from attn_only_lens.errors import AttnOnlyLensError
 
 if TYPE_CHECKING:
     from attn_only_lens.patching import Sweep
 
-
-_Out = Annotated[Path, typer.Option(help="output file (.parquet or .csv)")]
-_Corrupted = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="a corrupted prompt for each prompt, with as many tokens; not needed for ablations"
-    ),
-]
-_Sites = Annotated[
-    str | None,
-    typer.Option(
-        help="neurons, heads, all, or names: L5H3,L5N1234@13; default: all heads with that part"
-    ),
-]
-_Layers = Annotated[str | None, typer.Option(help="source layers: 8,9,10; default: all")]
-_Part = Annotated[str, typer.Option(help="z, pattern, value, q, k")]
-_Positions = Annotated[str, typer.Option(help="each, all, or numbers: 3,4,-1")]
-_Direction = Annotated[
-    str, typer.Option(help="denoise, noise; or an ablation: zero, mean, resample, bias")
-]
-_Resume = Annotated[
-    Path | None, typer.Option(help="checkpoint folder: an interrupted run resumes from it")
-]
-_BatchSize = Annotated[
-    int | None,
-    typer.Option(help="sites in one forward pass; default: as many as fit in memory"),
-]
+_MANY = 50_000  # patches, from which on an estimate of the time is printed
+_SAMPLES = 16, 16, 128  # sites that are timed; the first time includes tests of the model
+_WHAT = "What is patched"
+_METRIC_NAMES = {
+    "logit_diff": "Logit difference", "log_probability": "Log probability", "kl": "KL divergence"
+}  # fmt: skip
 
 
 @command(
     "Find what matters",
-    "attn-only-lens patch small-english",
-    '--clean "The keys near the cabinet"',
-    '--corrupted "The key near the cabinet"',
-    '--answer " are" --wrong " is" --out sweep.parquet',
+    'attn-only-lens patch small-english --clean "The keys near the cabinet"\n'
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out sweep.parquet',
+    'attn-only-lens patch gpt2 --clean "The keys near the cabinet"\n'
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is"\n'
+    "--sites neurons --layers 8,9,10 --positions=-1 --out last_token.csv",
+    'attn-only-lens patch small-english --clean "The keys near the cabinet" --answer " are"\n'
+    "--metric probability --direction zero --sites heads --out ablations.csv",
 )
 def patch(
-    model: options.Model,
-    clean: options.Clean,
-    out: _Out,
-    corrupted: _Corrupted = None,
-    answer: options.Answer = None,
-    wrong: options.Wrong = None,
-    metric: options.Metric = "logit_diff",
-    tokens: options.TokenNumbers = False,
-    sites: _Sites = None,
-    layers: _Layers = None,
-    part: _Part = "z",
-    positions: _Positions = "each",
-    direction: _Direction = "denoise",
-    resume: _Resume = None,
-    batch_size: _BatchSize = None,
-    top: options.Top = 20,
-    chat: options.Chat = False,
-    hooked: options.Hooked = False,
-    dtype: options.Dtype = None,
-    device: options.Device = "cpu",
+    *,
+    prompts: PromptOptions,
+    out: Annotated[Path, option("output file (.parquet or .csv)", OUTPUT)],
+    corrupted: Corrupted = None,
+    sites: Annotated[
+        str | None,
+        option(
+            "neurons, heads, all, or names: L5H3,L5N1234@13; default: all that have the part", _WHAT
+        ),
+    ] = None,
+    layers: Annotated[str | None, option("source layers: 8,9,10; default: all", _WHAT)] = None,
+    part: Annotated[str, option("z, pattern, value, q or k", _WHAT)] = "z",
+    positions: Annotated[
+        str,
+        option(
+            "each (one patch per position), all (one patch of all positions), or numbers: 3,4,-1",
+            _WHAT,
+        ),
+    ] = "each",
+    direction: Annotated[
+        str,
+        option(
+            "denoise (clean into corrupted) or noise (corrupted into clean); or an ablation, "
+            "which needs no --corrupted: zero, mean, resample, bias",
+            _WHAT,
+        ),
+    ] = "denoise",
+    top: Top = 20,
+    resume: Annotated[
+        Path | None, option("checkpoint folder: an interrupted run resumes from it", OUTPUT)
+    ] = None,
+    batch_size: Annotated[
+        int | None, option("patches in one forward pass; default: as many as fit in memory", MODEL)
+    ] = None,
+    model: ModelOptions,
 ) -> None:
-    """Patch heads and neurons between two prompts, one by one, and rank their effects."""
+    """Patch heads and neurons between two prompts, one by one, and rank their effects.
+
+    On a large model, this takes long: `explain` finds the important sites in a few passes.
+    """
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
 
-    with clear_errors():
-        require_writable(out, (".parquet", ".csv"), top)
-        selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
-        measure = parse_metric(metric, answer, wrong, tokens)
-        places: Any = positions
-        if positions not in ("each", "all"):
-            places = parse_numbers(positions, "--positions")
-        first = parse_prompts(clean, "--clean", tokens)
-        other_prompts = parse_prompts(corrupted, "--corrupted", tokens) if corrupted else None
-        loaded = load_with_neuron_heads(model, dtype, device, hooked)
-        sweep = activation_patch(
-            loaded,
-            as_chat(loaded, first, chat),
-            None if other_prompts is None else as_chat(loaded, other_prompts, chat),
-            measure,
-            sites=selection,
-            part=part,  # type: ignore[arg-type]  # checked there
-            positions=places,
-            direction=direction,
-            resume=resume,
-            batch_size=batch_size,
+    require_writable(out, (".parquet", ".csv"), top)
+    selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
+    metric, clean, other = prompts.parse(corrupted)
+    numbers: Any = positions
+    if positions not in ("each", "all"):
+        numbers = parse_numbers(positions, "--positions")
+    loaded = model.with_neuron_heads()
+    clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
+    run = (loaded, clean, other, metric)
+    options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
+    if is_first():
+        _print_estimate(run, selection, options)
+    sweep = activation_patch(*run, sites=selection, resume=resume, **options)
+    if is_first():
+        sweep.save(out)
+        _print_effects(sweep, top)
+        typer.echo(
+            f"{out}: {len(sweep)} rows\nDraw it: attn-only-lens picture {out} --out sweep.html"
         )
-        if is_first():
-            sweep.save(out)
-            _print_effects(sweep, top)
-            typer.echo(
-                f"{out}: {len(sweep)} rows\nDraw it: attn-only-lens picture {out} --out sweep.html"
-            )
 
 
 def _parse_sites(sites: str, layers: str | None) -> Any:
@@ -130,16 +125,53 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
     return parse_names(sites)
 
 
+def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:
+    """Before many patches, time samples of the sites, and print how long all will take."""
+    from attn_only_lens.engine.prompts import single_prompts
+    from attn_only_lens.engine.sites import resolve_sites
+    from attn_only_lens.patching import activation_patch
+
+    if isinstance(selection, list):
+        return
+    names = [name for group in resolve_sites(run[0], selection) for name in group.names]
+    positions = options["positions"]
+    n_positions = 1 if positions == "all" else len(positions)
+    if positions == "each":
+        n_positions = single_prompts(run[0], run[1]).clean.shape[1]
+    n_patches = len(names) * n_positions
+    if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # samples take a part of the time
+        return
+    seconds = {}
+    with working("estimating the time"):
+        for n in _SAMPLES:
+            sample = names[:: max(1, len(names) // n)]
+            start = time.perf_counter()
+            activation_patch(*run, sites=sample, progress=False, **options)
+            seconds[len(sample)] = time.perf_counter() - start
+    (few, first), (many, second) = seconds.items()
+    estimate = first + max(second - first, 0) / (many - few) * (len(names) - few)
+    shown = f"{estimate / 60:.0f} minutes" if estimate > 90 else f"{estimate:.0f} seconds"
+    typer.echo(
+        f"{n_patches:,} patches: {len(names):,} heads and neurons at {n_positions} positions. This "
+        f"takes about {shown}, an estimate from {many} of them.\n"
+        "Faster: `attn-only-lens explain` finds the important sites in a few passes.\n"
+        "Fewer patches: --sites, --layers and --positions.",
+        err=True,
+    )
+
+
 def _print_effects(sweep: "Sweep", top: int) -> None:
     from attn_only_lens.patching.over_prompts import SPREAD
 
-    title = (
-        f"{sweep.metric}: {sweep.clean_value:.4g} clean, {sweep.corrupted_value:.4g} corrupted; "
-        f"{sweep.part}, {sweep.direction}"
+    name = sweep.metric.partition("(")[0]
+    values = (f"{x:.3g}".replace("-", "−") for x in (sweep.clean_value, sweep.corrupted_value))
+    title = "{} {} (clean), {} (corrupted)".format(
+        _METRIC_NAMES.get(name, name.capitalize()), *values
     )
     shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
     columns = ["name", "position", "value", *shares]
     frame = sweep.top(top)[columns]
     for name in shares:
         frame[name] = frame[name].map("{:.4f}".format)
-    print_table(title, columns, frame.to_numpy(dtype=object).tolist())
+    subtitle = f"{sweep.metric}: effects of patching {sweep.part} ({sweep.direction})"
+    print_table(f"{title}\n{subtitle}", columns, frame.to_numpy(dtype=object).tolist())

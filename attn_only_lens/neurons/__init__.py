@@ -1,8 +1,7 @@
 """Neurons over a corpus: where each is largest, and how its gate and value are distributed."""
 
 from attn_only_lens.neurons._top_examples import neuron_statistics, top_examples
-from attn_only_lens.neurons.examples import Example, examples_of
-from attn_only_lens.neurons.statistics import NeuronStatistics
+from attn_only_lens.neurons.statistics import Example, NeuronStatistics, examples_of
 
 __all__ = [
     "Example",

@@ -1,4 +1,4 @@
-"""A corpus as rows of tokens, read one text after another, and never held."""
+"""A corpus as rows of tokens, read one text after another."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ class Row:
         text: the index of the text in the corpus.
         first: the position of its first token in the text, without BOS.
         tokens: on the CPU.
-        has_bos: whether it begins with BOS. BOS is the same in every text, so it is no example.
+        has_bos: whether it begins with BOS, which is no example.
     """
 
     text: int
@@ -48,11 +48,11 @@ class Batch:
 
     Attributes:
         tokens: on the model's device.
-        mask: 1 for real tokens; None where all are.
-        text: which text each row is of.
-        first: the position in its text of each row's first token.
-        lengths: of the rows.
-        counted: the tokens that count, in `tokens.flatten()`: all but padding and BOS.
+        mask: 1 for real tokens, 0 for padding; None if there is no padding.
+        text: the index of each row's text.
+        first: the position of each row's first token in its text.
+        lengths: the number of tokens of each row.
+        counted: indices in `tokens.flatten()` of all tokens except padding and BOS.
     """
 
     tokens: Tokens
@@ -64,7 +64,7 @@ class Batch:
 
 
 def n_texts(texts: Texts) -> int | None:
-    """Return how many texts there are, where that is known."""
+    """Return the number of texts, if it is known."""
     try:
         return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
     except TypeError:  # a tensor of one number, a stream that cannot tell
@@ -74,14 +74,16 @@ def n_texts(texts: Texts) -> int | None:
 def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
     """Yield the rows of a corpus: each text in pieces of at most `context` tokens.
 
-    Every piece begins with BOS where its text does. Empty texts have no rows. One warning names the
-    first text with a word that the tokenizer does not know; later texts raise none.
+    If a text begins with BOS, so does each of its pieces. Empty texts have no rows. A warning names
+    the first text with a word that the tokenizer does not know.
     """
     all_known = True
     for number, entry in enumerate(_entries(texts)):
         if isinstance(entry, Mapping):
             entry = entry.get("text")
-        tokens, has_bos = _tokens(model, entry, number)
+        tokens = _tokens(model, entry, number)
+        bos = getattr(model.tokenizer, "bos_token_id", None)
+        has_bos = len(tokens) > 0 and bos is not None and int(tokens[0]) == bos
         if all_known and isinstance(entry, str):
             name = f"text {number} of the corpus {shortened(entry)}, and perhaps in others"
             all_known = not warn_of_unknown_words(model.tokenizer, {name: entry})
@@ -128,7 +130,7 @@ def _entries(texts: Texts) -> Iterator[Any]:
     if not isinstance(texts, str | Path):
         wrong = not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0
         if wrong or isinstance(texts, Mapping | pd.DataFrame):
-            expected = "expected a file, or texts, such as those of one column of a table"
+            expected = "expected a file or a list of texts, such as one column of a table"
             raise InputError([f"got a {type(texts).__name__}; {expected}"], _PROBLEM)
         yield from texts
         return
@@ -147,18 +149,12 @@ def _entries(texts: Texts) -> Iterator[Any]:
             if isinstance(error, json.JSONDecodeError)
             else error
         )
-        reason = f"{str(texts)[:100]!r} is no file of texts: {said}{advice}"
+        reason = f"{str(texts)[:100]!r} is not a file of texts: {said}{advice}"
         raise InputError([reason], _PROBLEM) from error
 
 
-def _tokens(model: Any, entry: Any, number: int) -> tuple[Int[Tensor, "pos"], bool]:
-    """Return the tokens of an entry, and whether they begin with BOS."""
-    row = _checked(model, entry, number)
-    bos = getattr(model.tokenizer, "bos_token_id", None)
-    return row, bool(len(row) and bos is not None and int(row[0]) == bos)
-
-
-def _checked(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
+def _tokens(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
+    """Return the tokens of an entry."""
     try:
         if isinstance(entry, str):
             return tokens_of_text(model, entry)[0].cpu()

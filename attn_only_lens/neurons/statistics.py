@@ -1,10 +1,14 @@
-"""What one pass over a corpus says of neurons, and its file."""
+"""Top examples and histograms of neurons over a corpus, and their file."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +19,9 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.neurons.accumulate import BINS, ENDS, State
 from attn_only_lens.storage import Document, read_tensors, write_tensors
 from attn_only_lens.storage.atomic import AnyPath, atomic_write
+
+COLUMNS = ("tokens", "values", "gates", "position", "value", "text")
+"""The columns of `top_examples` that an `Example` has."""
 
 
 class _Fields(TypedDict):
@@ -31,18 +38,72 @@ class _Fields(TypedDict):
 _DOCUMENT = Document("attn_only_lens.NeuronStatistics", 1, _Fields)
 
 
+@dataclass(frozen=True)
+class Example:
+    """A window of a text around one token, at which a neuron is large.
+
+    Attributes:
+        tokens: the texts of the tokens of the window.
+        values: z (gate × value) of the neuron at each token.
+        gates: the attention of each token to itself.
+        position: index of the example's token in the window.
+        value: what examples are ranked by, at that token: z, the gate, or an attribution.
+        text: index of the text in the corpus.
+    """
+
+    tokens: Sequence[str]
+    values: Sequence[float]
+    gates: Sequence[float]
+    position: int
+    value: float
+    text: int
+
+
+def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
+    """Return the examples of one neuron, by end and then rank.
+
+    Args:
+        frame: the frame of `top_examples`.
+        name: the neuron.
+
+    Raises:
+        InputError: the frame lacks columns, or has no such neuron.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> texts = [[3, 4, 113], [5, 7, 113]]
+        >>> frame = neurons.top_examples(model, ["L0N7"], texts, k=2, progress=False)
+        >>> neurons.examples_of(frame, "L0N7")[0].tokens
+        ['3', '4', '113']
+    """
+    problem = "no examples can be taken from this frame"
+    if not isinstance(frame, pd.DataFrame):
+        raise InputError([f"got a {type(frame).__name__}; expected that of top_examples"], problem)
+    missing = sorted({"name", *COLUMNS} - set(frame.columns))
+    if missing:
+        raise InputError([f"it has no column {', '.join(missing)}"], problem)
+    rows = frame[frame["name"] == name]
+    if rows.empty:
+        names = frame["name"].unique().tolist()
+        known = ", ".join(names[:5]) + ", …" * (len(names) > 5)
+        raise InputError([f"got {name!r}; it has examples of {known}"], problem)
+    return [Example(**{key: row[key] for key in COLUMNS}) for row in rows.to_dict("records")]
+
+
 @dataclass(frozen=True, eq=False)
 class NeuronStatistics:
     """Neurons over a corpus: their top examples, and how z, gate and value are distributed.
 
     Attributes:
         names: the neurons.
-        model: its name.
+        model: the name of the model.
         by: what examples are ranked by, "z", "gate" or "attribution".
-        metric: the name of the metric of attributions; empty where there is none.
-        n_texts: of the corpus.
-        n_tokens: that were looked at: all but BOS.
-        vocabulary: the texts of the tokens of all examples.
+        metric: the name of the metric of attributions; empty if there is none.
+        n_texts: number of texts in the corpus.
+        n_tokens: number of tokens that were counted: all except BOS.
+        vocabulary: the text of each token in the examples.
         examples: tensors by end and name, "largest.score" and so on (`accumulate.py`).
         counts: histograms by quantity and name, "gate.counts" and so on.
     """
@@ -60,9 +121,9 @@ class NeuronStatistics:
     def histogram(
         self, name: str, quantity: str
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
-        """Return how often a quantity of a neuron was in each of 128 bins, and the bins' edges.
+        """Return the counts of a quantity of a neuron in 128 bins, and the edges of the bins.
 
-        Bins are closed at the end away from 0; 0 is in the first of positive numbers.
+        A bin includes its edge that is further from 0; 0 is in the first positive bin.
 
         Args:
             name: the neuron.
@@ -80,46 +141,48 @@ class NeuronStatistics:
         return torch.cat([negative.flip(0), positive]), edges
 
     def frame(self) -> pd.DataFrame:
-        """Return the examples as `top_examples` does."""
-        frames = []
-        for end in ENDS:
-            if f"{end}.found" not in self.examples:
-                continue
-            of_end = {k.partition(".")[2]: v for k, v in self.examples.items() if end in k}
-            rows, ranks = of_end["found"].nonzero(as_tuple=True)
-            columns = {k: v[rows, ranks] for k, v in of_end.items() if k != "found"}
-            real = (columns["tokens"] >= 0).sum(dim=1).tolist()
-            windows: dict[str, list[Any]] = {
-                key: [tuple(x[:n]) for x, n in zip(columns[key].tolist(), real, strict=True)]
-                for key in ("tokens", "z", "gate")
+        """Return the examples, as `top_examples` does.
+
+        If pyarrow is installed, `tokens`, `values` and `gates` are columns of arrow lists. Without
+        it, they are Python lists, which take about ten times as long and four times the memory. To
+        group by windows, join their tokens, `frame["tokens"].map("".join)`: lists have no hash. To
+        read such a frame from parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        """
+        ends = [end for end in ENDS if f"{end}.found" in self.examples]
+
+        def stacked(name: str) -> np.ndarray[Any, Any]:
+            """Return one kind of numbers as [neuron, end, rank, ...]: the order of the rows."""
+            return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
+
+        found = stacked("found")
+        row, end_index, rank = found.nonzero()
+        tokens = stacked("tokens")
+        real = (tokens >= 0) & found[..., None]  # short windows are filled with -1
+        offsets = np.concatenate([[0], real.sum(axis=-1)[found].cumsum()])
+        ids = sorted(self.vocabulary)
+        index_of_id = np.zeros(max(ids) + 1, dtype=np.int32)
+        index_of_id[ids] = np.arange(len(ids))
+        texts = [self.vocabulary[token] for token in ids]
+        return pd.DataFrame(
+            {
+                "name": np.array(self.names, dtype=object)[row],
+                "end": np.array(ends, dtype=object)[end_index],
+                "rank": rank + 1,
+                "value": stacked("score")[found].astype(float),
+                "text": stacked("text")[found],
+                "at": stacked("at")[found],
+                "tokens": _lists(index_of_id[tokens[real]], offsets, texts),
+                "values": _lists(stacked("z")[real], offsets),
+                "gates": _lists(stacked("gate")[real], offsets),
+                "position": stacked("position")[found],
             }
-            texts = [tuple(self.vocabulary[t] for t in window) for window in windows["tokens"]]
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "name": [self.names[row] for row in rows.tolist()],
-                        "end": end,
-                        "rank": (ranks + 1).tolist(),
-                        "value": columns["score"].double().tolist(),
-                        "text": columns["text"].tolist(),
-                        "at": columns["at"].tolist(),
-                        "tokens": texts,
-                        "values": windows["z"],
-                        "gates": windows["gate"],
-                        "position": columns["position"].tolist(),
-                        "row": rows.tolist(),
-                    }
-                )
-            )
-        whole = pd.concat(frames, ignore_index=True)
-        whole = whole.sort_values("row", kind="stable", ignore_index=True)
-        return whole.drop(columns="row")
+        )
 
     def save(self, path: AnyPath) -> Path:
-        """Write these to one safetensors file, whole or not at all.
+        """Write the statistics to one safetensors file, completely or not at all.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         fields = {key: vars(self)[key] for key in _Fields.__annotations__ if key != "tensors"}
         with atomic_write(path) as new:
@@ -128,10 +191,10 @@ class NeuronStatistics:
 
     @classmethod
     def load(cls, path: AnyPath) -> "NeuronStatistics":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            CheckpointError: it cannot be read, is of another format, or was changed.
+            CheckpointError: the file cannot be read, has another format, or was changed.
         """
         tensors, said = read_tensors(path, _DOCUMENT)
         examples = {key: x for key, x in tensors.items() if key.startswith(ENDS)}
@@ -145,7 +208,7 @@ class NeuronStatistics:
         """Return the statistics of some of the neurons.
 
         Raises:
-            InputError: one is not among them.
+            InputError: the statistics do not have one of the neurons.
         """
         rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
@@ -159,8 +222,27 @@ class NeuronStatistics:
 
     def _row(self, name: str) -> int:
         if name not in self._rows:
-            raise InputError([f"got {name!r}; these are of {len(self.names)} others"], _NOT_THERE)
+            raise InputError(
+                [f"got {name!r}; expected one of their {len(self.names)} neurons"], _NOT_THERE
+            )
         return self._rows[name]
 
 
-_NOT_THERE = "this is not among these statistics"
+def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> Any:
+    """Return a column of lists: row i has the entries from offset i to offset i + 1.
+
+    With `texts`, entries are indices into them.
+    """
+    if find_spec("pyarrow") is None:
+        plain = entries.tolist() if texts is None else [texts[i] for i in entries.tolist()]
+        return [plain[start:stop] for start, stop in pairwise(offsets.tolist())]
+    import pyarrow as pa
+
+    values = pa.array(entries)
+    if texts is not None:
+        values = pa.DictionaryArray.from_arrays(values, pa.array(texts))
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), values)
+    return pd.arrays.ArrowExtensionArray(lists)
+
+
+_NOT_THERE = "these statistics do not have it"

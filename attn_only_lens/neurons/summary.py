@@ -1,6 +1,7 @@
-"""What is known of neurons over a corpus so far, and the folder that keeps it."""
+"""The results of a pass over a corpus so far, and the folder that keeps them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -30,36 +31,42 @@ from attn_only_lens.neurons.corpus import Batch, Row, chained_digest
 from attn_only_lens.neurons.statistics import NeuronStatistics
 from attn_only_lens.storage.chunks import ChunkStore
 
-_PROBLEM = "this corpus cannot be looked through"
+_PROBLEM = "this corpus cannot be used"
 _SECONDS = 30.0
 _KEY = "so-far"
+ENDS_OF_OPTION = {"both": ENDS, "largest": ENDS[:1], "smallest": ENDS[1:]}
 _COUNTS = ("n_rows", "n_texts", "n_tokens")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a pass over a corpus; see `top_examples`."""
+
+    k: int
+    by: str
+    ends: str
+    before: int
+    after: int
+    context: int | None
+    batch_size: int
+    histograms: bool
 
 
 class Summary:
     """Examples and counts so far: the tensors of a layer stay on the device of that layer."""
 
-    def __init__(
-        self,
-        model: Any,
-        sites: tuple[LayerSites, ...],
-        k: int,
-        by: str,
-        ends: tuple[End, ...],
-        before: int,
-        after: int,
-        histograms: bool,
-    ) -> None:
-        self.model, self.sites, self.by, self.before = model, sites, by, before
+    def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
+        self.model, self.sites, self.options = model, sites, options
         self.n_tokens = self.n_texts = 0
         self.examples: list[dict[End, State]] = []
         self.counts: list[State] = []
+        width = options.before + 1 + options.after
         for site in sites:
             W_out = host_of(model).neurons[site.layer].W_out
-            like = float32_if_half(W_out.detach()[:0, 0])
-            n, width = len(site.names), before + 1 + after
-            self.examples.append({end: no_examples(n, k, width, like) for end in ends})
-            self.counts.append(no_counts(n, like.device) if histograms else {})
+            like, n = float32_if_half(W_out.detach()[:0, 0]), len(site.names)
+            ends = ENDS_OF_OPTION[options.ends]
+            self.examples.append({end: no_examples(n, options.k, width, like) for end in ends})
+            self.counts.append(no_counts(n, like.device) if options.histograms else {})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,8 +81,9 @@ class Summary:
         yield "", self.counts
 
     def add(self, batch: Batch, metric: Metric | None) -> None:
-        """Run the model on a batch, and take in what its neurons are."""
+        """Run the model on a batch, and add the activations of its neurons."""
         finite: list[Tensor] = []
+        by, before = self.options.by, self.options.before
 
         def take_in(number: int, of_layer: OfNeurons) -> None:
             z, gate = of_layer["z"], of_layer["gate"]
@@ -83,7 +91,7 @@ class Summary:
             counted = {name: x[:, here.counted] for name, x in of_layer.items()}
             finite.append(torch.stack([x.isfinite().all() for x in counted.values()]).all())
             for end, state in self.examples[number].items():
-                add_examples(state, end, of_layer[self.by], z, gate, here, self.before)
+                add_examples(state, end, of_layer[by], z, gate, here, before)
             if self.counts[number]:
                 add_counts(self.counts[number], *(counted[name] for name in QUANTITIES))
 
@@ -108,7 +116,7 @@ class Summary:
         }
 
     def restore(self, tensors: State) -> None:
-        """Take the states that `tensors` gave."""
+        """Set the states to the ones that `tensors` returned."""
         for prefix, states in self.states:
             for name in states[0]:
                 whole, first = tensors[f"{prefix}{name}"], 0
@@ -125,7 +133,7 @@ class Summary:
         used = [x.unique() for name, x in examples.items() if name.endswith(".tokens")]
         ids = torch.cat(used).unique().tolist()
         vocabulary = {token: token_text(self.model, token) for token in ids if token >= 0}
-        about = str(self.model.cfg.model_name), self.by, metric, self.n_texts, self.n_tokens
+        about = str(self.model.cfg.model_name), self.options.by, metric, self.n_texts, self.n_tokens
         return NeuronStatistics(self.names, *about, vocabulary, examples, counts)
 
 
@@ -150,7 +158,7 @@ class Resumed:
             summary.restore({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Skip the rows that were seen, once they are checked, and return the others."""
+        """Check and skip the rows that were seen, and return the others."""
         digest = ""
         for number in range(self._rows):
             row = next(rows, None)

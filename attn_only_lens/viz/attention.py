@@ -1,12 +1,9 @@
 """Attention heads and neuron-heads over a text.
 
-A token t of a neuron-head attends to itself with its gate and to the bias token with the rest, so
-that its whole pattern is one number a token; and it puts out z = gate × value. The gate alone
-misleads in gated MLPs: SiLU's gate is ½ if the pre-activation is 0, so it looks "on" all over a
-text in which the neuron does nothing. So tokens are coloured by z, white at 0, with gate and value
-under them.
-
-Attention heads are drawn by circuitsvis, query by key.
+The pattern of a neuron-head is one number per token, its gate; the rest of the attention goes to
+the bias token. The gate alone misleads in gated MLPs: SiLU's gate is ½ if the pre-activation is 0.
+So tokens are coloured by z = gate × value, with gate and value under them. circuitsvis draws
+attention heads, query by key.
 """
 
 from collections.abc import Sequence
@@ -26,14 +23,21 @@ from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
-from attn_only_lens.viz.checks import import_extra, refuse, token_reasons
-from attn_only_lens.viz.page import Page, page_of_tokens, short_numbers, visible_token, with_space
+from attn_only_lens.viz.page import (
+    Page,
+    import_extra,
+    page_of_tokens,
+    refuse,
+    short_numbers,
+    visible_token,
+    with_space,
+)
 
 MOST_CELLS = 400_000
-"""Cells of heatmaps in one page: each is drawn by itself, twice as many keep a browser waiting."""
+"""Cells of heatmaps in one page: browsers are slow with more."""
 
 MOST_HEADS = 24
-"""Heads in one page, each a line of tokens or a heatmap."""
+"""Heads in one page."""
 
 _POINTS = {"attention": ("pattern",), "neuron": ("pattern", "v", "z")}
 
@@ -51,24 +55,23 @@ def attention_view(
     attribution, or their top examples.
 
     Args:
-        source: a converted model or one with exposed neuron-heads, which is run; or the cache of
-            one, with the patterns of the heads, and z and v of neurons.
-        names: up to 24, such as "L2H3" or ["L3N7", "L2H3"], drawn in that order, each once; or
-            `patching.heads(layers)`. Of several heads that share a neuron, `L3N7.0` is one.
-        text: with a model, a text or its tokens [pos]. With a cache, that which it was made of,
-            or the texts of its tokens.
-        prompt: which prompt of a cache's batch.
+        source: a converted model or one with exposed neuron-heads, which is run; or a cache of such
+            a model, with the patterns of the heads, and z and v of neurons.
+        names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in that order; or
+            `patching.heads(layers)`. `L3N7.0` is one of several heads that share a neuron.
+        text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of its run,
+            or the texts of these tokens.
+        prompt: index of the prompt in the cache's batch.
 
     Returns:
-        One page. A neuron-head's tokens are coloured by z = gate × value, blue for positive, white
-        for 0 and red for negative; under each token are its gate (the weight on itself) and its
+        One page. The tokens of a neuron-head are coloured by z = gate × value: blue is positive,
+        white 0, and red negative. Under each token are its gate (the weight on itself) and its
         value. An attention head is a heatmap of its pattern, query by key.
 
     Raises:
-        InputError: no names or too many, or of no heads of the model; a text that does not fit, or
-            is too long to draw; a model whose dropout is active.
-        UnsupportedCallError: the cache does not hold what is drawn; a text that the model cannot
-            take.
+        InputError: there are no names or too many, or the model has no such heads; the text does
+            not fit or is too long to draw; the model's dropout is active.
+        UnsupportedCallError: the cache lacks an activation; the model cannot run on the text.
         ImportError: attention heads are drawn, and circuitsvis is not installed.
 
     Example:
@@ -78,7 +81,7 @@ def attention_view(
         >>> "L0N11" in page
         True
     """
-    is_cache = isinstance(source, ActivationCache | dict)  # of which the one is refused
+    is_cache = isinstance(source, ActivationCache | dict)  # a plain dict is refused
     if is_cache:
         require_neuron_heads(source)
     model = source.model if is_cache else source
@@ -105,7 +108,8 @@ def attention_view(
     }
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
-    refuse(*token_reasons(texts, n_tokens))
+    if len(texts) != n_tokens or not all(isinstance(text_, str) for text_ in texts):
+        refuse(f"got {len(texts)} tokens; expected {n_tokens} texts, as in the cache")
     if (n_cells := len(attention) * n_tokens**2) > MOST_CELLS:
         refuse(f"these patterns have {n_cells:,} cells; expected {MOST_CELLS:,}: shorten the text")
     shown = [{"shown": with_space(text_), "name": visible_token(text_)} for text_ in texts]
@@ -117,7 +121,7 @@ def attention_view(
             "attention": [[short_numbers(row, 4) for row in matrix.tolist()] for matrix in square],
             "attentionHeadNames": [str(head) for head in attention],
             "tokens": [head["name"] for head in shown],
-            # Grey only what no head can see; a bidirectional model has nothing of the kind.
+            # Grey only what no head can see; a bidirectional model sees all.
             "maskUpperTri": all(bool((matrix.triu(1) == 0).all()) for matrix in square),
             **{"minValue": -1, "maxValue": 1},
         }
@@ -132,7 +136,7 @@ def attention_view(
     )
     main = f'<main id="attention"><div id="neurons"></div>{below * bool(attention)}</main>'
     page = page_of_tokens(title, f"{len(texts)} tokens", main, data, "attention", libraries)
-    # By lines of tokens, of some 10 px a character in 860, and what a heatmap takes.
+    # Lines of 860 px, at about 10 px per character, and the height of a heatmap.
     lines = -(-sum(len(text_) + 1 for text_ in texts) * 10 // 860)
     height = 70 + len(neurons) * (90 + 48 * lines) + 900 * bool(attention)
     return Page(page, height=min(height, 1_200))
@@ -146,7 +150,7 @@ def _pattern(
     pattern = _of_prompt(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
     if n_queries != n_keys:
-        refuse(f"the pattern is of {n_queries} queries over {n_keys} keys: run without a KV cache")
+        refuse(f"the pattern has {n_queries} queries and {n_keys} keys: run without a KV cache")
     return pattern
 
 

@@ -1,8 +1,7 @@
-"""A circuit as one interactive page: layers upward, tokens across; and as a picture.
+"""A circuit as one interactive page, layers upward and tokens across; and as a picture.
 
-The strongest nodes and their value edges are shown first; switches show more nodes, q and k edges,
-and nodes without a token. The page is drawn by `assets/circuit.js` with d3.js, which is part of it
-(`vendor/`), as are the data; the picture that a notebook keeps is drawn here, without a browser.
+`assets/circuit.js` draws the page with d3.js (`vendor/`); both are in it, as JSON and scripts. It
+shows the strongest nodes and their value edges first. The picture is drawn without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS
-from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit_data import NODE_COLUMNS, OPTIONAL, NodeDetails, circuit_reasons
 from attn_only_lens.viz.circuit_picture import FEWEST, MOST, circuit_picture, first_view
 from attn_only_lens.viz.coordinates import rows_of
@@ -24,6 +22,7 @@ from attn_only_lens.viz.page import (
     document,
     inline_script,
     model_title,
+    refuse,
     script_data,
     short_numbers,
     visible_token,
@@ -46,33 +45,31 @@ def circuit_page(
     """Draw the graph of a circuit as one HTML page that works offline.
 
     Args:
-        nodes: `id` (a text, such as "L5N1234@7"), `kind` ("embed", "attention", "neuron", "bias",
-            "rest", "offset", "metric": those of `CircuitGraph`), `layer` and `position` (missing
-            where a node has none), `name`, `value`, `attribution` (missing where there is none:
-            such a node is as strong as its strongest edge); and, if wanted, `exact`, the node's
-            exact effect (missing where it is not known), `status` ("kept", "lost", "gained")
-            where two circuits are compared, and where prompts were resampled `inclusion`, from 0
-            to 1, and `stability` ("core", "contingent", "noise"; missing elsewhere).
-            A metric without a position stands above the token whose nodes it reads.
-        edges: `source` and `target` (ids), `kind` ("value", which is shown first, or "q" and "k" of
-            the query side), `weight`; and `status`, if wanted.
-        meta: `tokens` (the texts of the prompt's), `metric` (its name), `value` (the metric's),
-            `model` (its name); `exact`, what the column of that name means, if there is one; and
-            `notes`, texts that the page shows, if wanted; and `groups`, the `members`, `effect` and
+        nodes: columns `id` (a text, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
+            "embed", "attention", "neuron", "bias", "rest", "offset", "metric"), `layer` and
+            `position` (missing if a node has none), `name`, `value`, `attribution` (if it is
+            missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
+            exact effect; `status` ("kept", "lost", "gained") if two circuits are compared;
+            `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
+            were resampled. A metric without a position is above the token whose nodes it reads.
+        edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
+            or "gate"), `weight`; optional: `status`.
+        meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
+            metric). Optional: `exact`, the meaning of that column; `notes`, texts that the page
+            shows; `additive`, the kinds of edges that sum
+            to attributions (by default "value"); and `groups`, the `members`, `effect` and
             `sum_of_effects` of groups that were measured.
-        details: by id, or by name for all positions of a node; where both are there, each field of
-            the id's counts that is given.
-        state: what the page is to begin with, as its button "Save" writes it to JSON: pinned nodes,
-            their names, groups of them (drawn as one node unless `folded` is False), how much is
-            shown.
+        details: by id, or by name for all positions of a node; fields of an id take precedence.
+        state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
+            names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
 
     Returns:
-        The page, numbers in it to five significant figures, and its first view as `picture`.
-        `write_html` writes it to a file, `write_svg` the picture.
+        The page, with numbers to five significant figures, and its first view as `picture`.
+        `write_html` writes the page to a file, `write_svg` the picture.
 
     Raises:
         InputError: with every reason: columns are missing, ids repeat, an edge ends at no node, a
-            number is not finite, a position is not the prompt's, details or state fit no node.
+            number is not finite, a position is outside the prompt, details or state fit no node.
 
     Example:
         >>> import pandas as pd
@@ -95,6 +92,7 @@ def circuit_page(
     data = _drawing(nodes.reset_index(drop=True), edges, meta) | {
         "details": {key: _plain(item) for key, item in details.items()},
         **{"state": state, "exact": meta.get("exact", "")},
+        "additive": list(meta.get("additive", ("value",))),
         **{key: list(meta.get(key, ())) for key in ("notes", "groups")},
     }
     title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"
@@ -109,7 +107,7 @@ def circuit_page(
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the page and the picture are drawn from."""
+    """Return the data of the page and of the picture."""
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
@@ -146,7 +144,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of a picture, with nodes under the names that the state gives them."""
+    """Return the data of a picture, with the names of nodes that the state has."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
@@ -156,7 +154,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return how soon each node is shown; missing of the metric, which always is."""
+    """Return the strength of each node; strong ones are shown first. The metric's is missing."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
@@ -164,7 +162,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the token from which the metric has its edges."""
+    """Return the position of the nodes that the metric reads."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)
@@ -190,7 +188,7 @@ def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[st
 
 
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
-    """Return details as plain lists, without those that are not given."""
+    """Return details as plain lists, without empty ones."""
     page_data: dict[str, list[Any]] = {
         name: short_numbers(() if numbers is None else numbers)
         for name, numbers in (("pattern", details.pattern), ("z", details.z))

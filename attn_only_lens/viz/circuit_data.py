@@ -1,47 +1,69 @@
 """The data of a circuit's page, and the checks that they fit together.
 
-A page with a node missing, or an edge at the wrong node, looks like any other page; so whatever
-does not fit is refused, with every reason.
+A page with a missing node or a misplaced edge looks like any other, so data that do not fit are
+refused.
 """
 
-from collections import Counter
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, StrictBool, ValidationError
 
-from attn_only_lens.arguments import is_count
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
 from attn_only_lens.neurons import Example
-from attn_only_lens.viz.checks import token_reasons
 from attn_only_lens.viz.page import short_numbers
 
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
 EXTRAS = ("bias", "rest", "offset")
-"""Kinds of nodes that no token has, and that are shown on demand."""
+"""Kinds of nodes without a token, which are shown on demand."""
 OPTIONAL = ("status", "exact", "inclusion", "inclusion_low", "inclusion_high", "stability")
 STABILITIES = ("core", "contingent", "noise")
 STATUSES = {"kept": "=", "lost": "×", "gained": "+"}
-_STATE: Mapping[str, Any] = {"pinned": list, "names": dict, "groups": list, "kinds": list}
-_META = ("tokens", "metric", "value", "model")
+
+
+class _Meta(BaseModel):
+    tokens: list[str]
+    metric: str
+    value: FiniteFloat
+    model: str
+    notes: list[str] = []
+
+
+class _Group(BaseModel):
+    name: str
+    members: list[str] = Field(min_length=1)
+    folded: StrictBool = True
+
+
+class _State(BaseModel):
+    """What the page saves, as far as it is checked; the page itself drops what it does not know."""
+
+    pinned: list[str] = []
+    names: dict[str, str] = {}
+    groups: list[_Group] = []
+    kinds: list[Literal["value", "q", "k", "gate"]] = []
+    nodes: PositiveInt | None = None
+    edges: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
 class NodeDetails:
-    """The details of a node that a click shows beyond its edges.
+    """Details of a node that a click shows, next to its edges.
 
     Attributes:
-        pattern: a weight in [0, 1] for each token of the prompt: of a neuron-head, what each token
-            attends to itself, the rest being the bias token's; of an attention head, what the
-            token at the node's position attends to.
-        writes: tokens that the node raises (positive) or lowers (negative) most, each with how
-            much, in standard deviations over the vocabulary; the largest first.
+        pattern: a weight in [0, 1] for each token of the prompt: for a neuron-head, the attention
+            of each token to itself; for an attention head, the attention of the token at the node's
+            position.
+        writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
+            in standard deviations over the vocabulary; the largest first.
         reads: tokens that raise or lower a neuron's query most, with the same amounts.
-        examples: where a neuron's values are largest in a corpus.
-        z: of a neuron-head, gate × value at each token of the prompt, which colours them.
+        examples: top examples of a neuron in a corpus.
+        z: gate × value of a neuron-head at each token of the prompt, which colours the tokens.
 
     Example:
         >>> from attn_only_lens.viz import NodeDetails
@@ -64,19 +86,18 @@ def circuit_reasons(
     state: Mapping[str, Any],
 ) -> list[str]:
     """Return all that does not fit together; nothing if the circuit can be drawn."""
-    frames = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
+    items = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
     reasons = [
         f"got a {type(item).__name__} as {what}; expected a {kind.__name__}"
-        for what, item, kind in (*frames, ("meta", meta, Mapping), ("details", details, Mapping))
+        for what, item, kind in (*items, ("details", details, Mapping))
         if not isinstance(item, kind)
     ]
+    reasons += _field_reasons("meta", meta, _Meta)
     if reasons:
         return reasons
-    reasons = [f"meta has no {key!r}" for key in _META if key not in meta]
-    for what, frame, wanted in (("nodes", nodes, NODE_COLUMNS), ("edges", edges, EDGE_COLUMNS)):
-        missing = [column for column in wanted if column not in frame]
+    for what, frame, columns in (("nodes", nodes, NODE_COLUMNS), ("edges", edges, EDGE_COLUMNS)):
+        missing = [column for column in columns if column not in frame]
         reasons += [f"{what} have no column {column!r}" for column in missing]
-    reasons = reasons or _meta_reasons(meta)
     if reasons:
         return reasons
     n_tokens = len(meta["tokens"])
@@ -84,20 +105,20 @@ def circuit_reasons(
         *_node_reasons(nodes, n_tokens),
         *_edge_reasons(edges, nodes),
         *_details_reasons(details, nodes, n_tokens),
-        *_state_reasons(state, nodes),
+        *(_field_reasons("state", state, _State) or _state_reasons(_State(**state), nodes)),
     ]
 
 
-def _meta_reasons(meta: Mapping[str, Any]) -> list[str]:
-    reasons = token_reasons(meta["tokens"])
-    odd = [key for key in ("metric", "model") if not isinstance(meta[key], str)]
-    reasons += [f"got meta {key} {meta[key]!r}; expected a text" for key in odd]
-    value, notes = meta["value"], meta.get("notes", ())
-    if not isinstance(value, float | int) or not np.isfinite(value):
-        reasons.append(f"got meta value {value!r}; expected a finite number")
-    if isinstance(notes, str) or any(not isinstance(note, str) for note in notes):
-        reasons.append(f"got meta notes {notes!r}; expected a list of texts")
-    return reasons
+def _field_reasons(what: str, value: Any, model: type[BaseModel]) -> list[str]:
+    try:
+        model.model_validate(value)
+    except ValidationError as error:
+        fields = {".".join(map(str, (what, *item["loc"]))): item for item in error.errors()}
+        return [
+            f"got {reprlib.repr(item['input'])} as {field}: {item['msg']}"
+            for field, item in fields.items()
+        ]
+    return []
 
 
 def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
@@ -109,20 +130,18 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
     reasons += [f"{len(twice)} ids are there twice, such as {value!r}" for value in twice[:1]]
     for column, words in {"kind": NODE_KINDS, "stability": STABILITIES, "status": STATUSES}.items():
         reasons += _word_reasons(nodes, column, words, "nodes")
-    ranges = {"layer": (np.inf, "0 or more"), "position": (n_tokens - 1, f"0 to {n_tokens - 1}")}
-    ranges |= {column: (1, "0 to 1") for column in OPTIONAL if column.startswith("inclusion")}
-    for column in ("layer", "position", "value", "attribution", *OPTIONAL):
-        if column not in nodes or column in ("stability", "status"):
+    most = {"layer": np.inf, "position": n_tokens - 1}
+    most |= dict.fromkeys(("inclusion", "inclusion_low", "inclusion_high"), 1)
+    for column in ("value", "attribution", "exact", *most):
+        if column not in nodes:
             continue
         numbers = _numbers(nodes, column, "nodes", reasons)
         reasons += [f"nodes have an infinite {column}"] * bool(np.isinf(numbers).any())
-        if column in ranges:
-            most, expected = ranges[column]
-            outside = (numbers < 0) | (numbers > most)
-            if column in ("layer", "position"):
-                outside |= numbers % 1 > 0
+        if column in most:
+            outside = (numbers < 0) | (numbers > most[column])
+            outside |= (numbers % 1 > 0) & (column in ("layer", "position"))
             reasons += [
-                f"nodes have a {column} such as {number:g}; expected {expected}, or none"
+                f"nodes have a {column} such as {number:g}; expected 0 to {most[column]}, or none"
                 for number in numbers[outside & ~np.isinf(numbers)][:1]
             ]
     return reasons
@@ -153,20 +172,18 @@ def _details_reasons(
         if not isinstance(item, NodeDetails):
             reasons.append(f"got a {type(item).__name__} for {key!r}; expected NodeDetails")
             continue
-        for what, unit, row in (("pattern", "weight", item.pattern), ("z", "number", item.z)):
+        for what, row in (("pattern", item.pattern), ("z", item.z)):
             numbers = np.asarray([0.0] * n_tokens if row is None else row, dtype=float)
-            if numbers.shape != (n_tokens,):
+            if numbers.shape != (n_tokens,) or not np.isfinite(numbers).all():
                 reasons.append(
-                    f"{what} of {key!r} has {numbers.size} numbers; expected one {unit} for each "
-                    f"of {n_tokens} tokens"
+                    f"{what} of {key!r} has {numbers.size} numbers; expected a finite number for "
+                    f"each of {n_tokens} tokens"
                 )
-            elif not np.isfinite(numbers).all():
-                reasons.append(f"{what} of {key!r} has a number that is not finite")
             elif what == "pattern" and not ((numbers >= 0) & (numbers <= 1)).all():
                 reasons.append(f"the pattern of {key!r} leaves [0, 1]")
-        for what, tokens in (("writes", item.writes), ("reads", item.reads)):
-            if any(not isinstance(t, str) or not np.isfinite(a) for t, a in tokens):
-                reasons.append(f"the tokens that {key!r} {what} are not (text, finite number)")
+        tokens = [*item.writes, *item.reads]
+        if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
+            reasons.append(f"tokens that {key!r} writes or reads are not (text, finite number)")
         for example in item.examples:
             sizes = {len(example.tokens), len(example.values), len(example.gates)}
             if len(sizes) > 1 or not np.isfinite([*example.values, *example.gates]).all():
@@ -177,55 +194,15 @@ def _details_reasons(
     return reasons
 
 
-def _state_reasons(state: Mapping[str, Any], nodes: pd.DataFrame) -> list[str]:
-    """Return why this is not what the page saves. What it does not know, it leaves out itself."""
-    if not isinstance(state, Mapping):
-        return [f"got a {type(state).__name__} as state; expected what the page saves as JSON"]
-    pinned, names, groups, kinds = (state.get(key, of()) for key, of in _STATE.items())
+def _state_reasons(state: _State, nodes: pd.DataFrame) -> list[str]:
+    members = [node for group in state.groups for node in group.members]
+    unknown = sorted({*state.pinned, *state.names, *members} - set(nodes["id"]))
     reasons = [
-        f"got {state[key]!r} as the state's {key}; expected a {of.__name__}"
-        for key, of in _STATE.items()
-        if not isinstance(state.get(key, of()), of)
+        f"the state is of another circuit: it has {node!r}, no node's id" for node in unknown[:1]
     ]
-    reasons += [
-        f"got {state[key]!r} as the state's {key}; expected 1 or more"
-        for key in ("nodes", "edges")
-        if state.get(key) is not None and not is_count(state[key], 1)
-    ]
-    if reasons:
-        return reasons
-    reasons += [
-        f"got the kind {kind!r} in the state; expected those of {list(EDGE_KINDS)}"
-        for kind in kinds
-        if kind not in EDGE_KINDS
-    ]
-    reasons += [
-        f"got the group {group!r}; expected a name, and a list of members"
-        for group in groups
-        if not _is_group(group)
-    ]
-    if not all(isinstance(name, str) for name in names.values()):
-        reasons.append(f"got the names {names!r}; expected a text for each id")
-    if reasons:
-        return reasons
-    members = [str(key) for group in groups for key in group["members"]]
-    known = set(nodes["id"])
-    unknown = [key for key in (*pinned, *names, *members) if str(key) not in known]
-    reasons += [
-        f"the state is of another circuit: it has {key!r}, no node's id" for key in unknown[:1]
-    ]
-    twice = [key for key, count in Counter(members).items() if count > 1]
-    return reasons + [f"{key!r} is in the state's groups twice" for key in twice[:1]]
-
-
-def _is_group(group: Any) -> bool:
-    return (
-        isinstance(group, Mapping)
-        and isinstance(group.get("name"), str)
-        and isinstance(group.get("members"), list)
-        and bool(group["members"])
-        and isinstance(group.get("folded", True), bool)
-    )
+    if len(set(members)) < len(members):
+        reasons.append("the state's groups have a node in common, or twice")
+    return reasons
 
 
 def _numbers(

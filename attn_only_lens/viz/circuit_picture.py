@@ -1,6 +1,6 @@
-"""The first view of a circuit's page as a picture: SVG, drawn without a browser.
+"""The first view of a circuit's page as SVG, drawn without a browser, for viewers without scripts.
 
-It is what a notebook keeps where no script runs, as on GitHub. `assets/circuit.js` draws the same.
+`assets/circuit.js` draws the same.
 """
 
 import re
@@ -33,7 +33,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return how many of the strongest nodes and edges are shown first: as many as can be read."""
+    """Return the numbers of nodes and edges that are shown first: as many as are readable."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -118,7 +118,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     width = 0.8 + 4.2 * size
     x, y = path[-1]
     half = width / 2
-    if weight < 0:  # a bar, where a positive edge has an arrow: signs are told without colours
+    if weight < 0:  # a bar, not an arrow: signs are visible without colours
         head = f"M{x - 4 - half:.1f} {y:.1f}H{x + 4 + half:.1f}"
     else:
         head = (

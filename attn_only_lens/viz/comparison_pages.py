@@ -1,8 +1,4 @@
-"""A comparison of a model with one grown from it, as a report and as one circuit over the other.
-
-The report holds plotly once, and every figure as data; the circuit is `circuit_page` with nodes and
-edges by status.
-"""
+"""A comparison of a model with one grown from it: a report, and both circuits in one picture."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,11 +8,19 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.comparison import Comparison
-from attn_only_lens.viz.checks import import_extra, refuse
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
-from attn_only_lens.viz.page import Page, asset, document, inline_script, model_title, short_numbers
+from attn_only_lens.viz.page import (
+    Page,
+    asset,
+    document,
+    import_extra,
+    inline_script,
+    model_title,
+    refuse,
+    short_numbers,
+)
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -32,10 +36,10 @@ def comparison_report(comparison: Comparison) -> Page:
     """Draw the tables and figures of a comparison as one HTML page that works offline.
 
     Args:
-        comparison: by `compare`.
+        comparison: the result of `compare`.
 
     Returns:
-        The page; of many components the ones that changed most. `write_html` writes it to a file.
+        The page. Tables of many components show those that changed most.
 
     Raises:
         ImportError: plotly is not installed.
@@ -66,7 +70,7 @@ def comparison_report(comparison: Comparison) -> Page:
         f"<h1>{escape(title)}</h1>",
         f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits on "
         f"the first {about['n_prompts_of_circuits']}. {len(comparison.silent)} neurons are left "
-        "out, which are silent in both models.</p>",
+        "out because they are silent in both models.</p>",
         _table("The models", models),
         _table("Circuits at equal faithfulness", comparison.circuits),
         _overlap(comparison),
@@ -74,7 +78,7 @@ def comparison_report(comparison: Comparison) -> Page:
         _divergences(every),
         _attributions(every, comparison.new),
         _table(f"The {len(changed)} components whose attribution changed most", changed),
-        _table(f"The {len(new)} new components of largest share", new),
+        _table(f"The {len(new)} new components with the largest share", new),
     ]
     script = inline_script(import_extra("plotly.offline").get_plotlyjs())
     body = f"{script}\n<main>{''.join(parts)}</main>"
@@ -82,17 +86,17 @@ def comparison_report(comparison: Comparison) -> Page:
 
 
 def comparison_circuit(comparison: Comparison) -> Page:
-    """Draw the circuits of a model and of the grown model in one picture: nodes and edges that were
-    kept, lost or gained.
+    """Draw the circuits of a model and of the grown model in one picture, with nodes and edges that
+    were kept, lost or gained.
 
-    Names, layers and positions are those of the grown model. Sizes are effects and weights there,
-    and of what was lost, in the original.
+    Names, layers, effects and weights are from the grown model; those of lost nodes and edges are
+    from the original.
 
     Args:
-        comparison: by `compare`.
+        comparison: the result of `compare`.
 
     Returns:
-        The page; with more than 300 nodes, only those with the largest effects.
+        The page. If there are more than 300 nodes, it shows those with the largest effects.
 
     Raises:
         InputError: neither circuit has a node.
@@ -119,16 +123,16 @@ def comparison_circuit(comparison: Comparison) -> Page:
     notes = [
         "Of the model's heads and neurons, "
         + ", ".join(f"{(every == word).sum():,} {word}" for word in STATUSES)
-        + "; names and layers are the grown model's, and effects and weights are measured there; "
-        "of what was lost, in the original."
+        + ". Names, layers, effects and weights are from the grown model; effects and weights of "
+        "lost nodes and edges are from the original."
     ]
     if about["n_prompts_of_circuits"] > 1:
         notes.append(
-            f"These are circuits of {about['n_prompts_of_circuits']} prompts. Tokens are those of "
-            "the first; others may have other tokens at a position, and more or fewer of them."
+            f"These are circuits of {about['n_prompts_of_circuits']} prompts. The tokens are from "
+            "the first; other prompts may have other tokens, and another length."
         )
     if counts.sum() < len(every):
-        notes.append(f"Nodes: the {counts.sum()} of largest effect, of {len(every):,}.")
+        notes.append(f"Nodes: the {counts.sum()} with the largest effects, of {len(every):,}.")
     meta = {
         "tokens": list(comparison.tokens),
         "metric": about["metric"],
@@ -205,7 +209,7 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars with intervals; a bound beyond the middle counts as the middle."""
+    """Add bars with intervals, which include the middle."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[pair]

@@ -1,16 +1,15 @@
-"""Where the nodes of a circuit stand, and how its edges run between them.
+"""The coordinates of a circuit's nodes, and the paths of its edges.
 
-Layers go upward and tokens across. A row holds the nodes of one kind in one layer, in the order of
-computation. A column is a position of the prompt; nodes without a position have a column on the
-left. Only nodes that are shown take space: the nodes of a cell stand in lines, as few as the width
-allows, and where all tokens do not fit, those without nodes are folded.
+A row has the nodes of one kind in one layer; rows go upward, in the order of computation. A column
+is a position of the prompt; nodes without a position have a column on the left. The nodes of a cell
+stand in as few lines as the width allows. If not all tokens fit, those without nodes are folded.
 
-An edge rises from the top of its source to the bottom of its target. Where its curve would cross
-another node, it bends through the nearest gap of that line. Edges at one end have places of their
-own there, by kind and then by where they come from, so that q, value and k of a pair are apart.
+An edge rises from the top of its source to the bottom of its target. If its curve would cross
+another node, it bends through the nearest gap of that line. Edges at the same end of a node are
+spread by kind and direction.
 
 Lengths are pixels, y downward. `assets/layout.js` does the same for the page, where readers change
-what is shown; `tests/viz/test_circuit_page.py` holds the two against each other.
+what is shown; `tests/viz/test_circuit_page.py` compares the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,8 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """What the layout needs of each node: its row, from below; its position, -1 for none; the width
-    of its box, and whether that may be wider than the column, as the metric's."""
+    """Each node's row, from below; position, -1 for none; width of its box; and whether the box may
+    be wider than the column."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -55,10 +54,10 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Layout:
-    """The centres of boxes that are shown, the columns, the rows and the size of a drawing.
+    """The centres of boxes, the columns, the rows and the size of a drawing.
 
-    A column has a first and last position, a left end and a width: of several positions, tokens are
-    folded; position -1 is for nodes without a token. A row has its number, y and height.
+    A column has a first and last position (several if tokens are folded, -1 for nodes without a
+    token), a left end and a width. A row has its number, y and height.
     """
 
     x: dict[int, float]
@@ -159,7 +158,7 @@ class _Columns:
         self._narrow(2)
         self._fold()
         self._narrow(1)
-        # The room that folding leaves goes to the fullest columns.
+        # The fullest columns get the room that is left.
         for c in sorted(used, key=lambda c: (-full[c], c)):
             while self.abreast[c] < full[c] and self._total() + self.step[c] <= free:
                 self.abreast[c] += 1
@@ -172,7 +171,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Narrow columns until they fit: first the one that gets least tall, then the widest."""
+        """Narrow columns until they fit: first the one with the fewest lines, then the widest."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]
@@ -225,7 +224,7 @@ def edge_paths(
     for j, (low, high) in enumerate(up):
         start, stop, source = starts[j], stops[j], edges[j][0]
         y0, y1 = layout.y[low] - BOX / 2, layout.y[high] + BOX / 2
-        if layout.y[low] == layout.y[high]:  # beside each other: over the top of both
+        if layout.y[low] == layout.y[high]:  # next to each other: over the top of both
             top = y0 - _LINE / 2
             paths.append([(start, y0), ((start + stop) / 2, top), (stop, y0 - _ARROW)])
             continue
@@ -292,13 +291,13 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x nearest to this one that is in a gap between boxes, and there in this lane."""
+    """Return the x nearest to this one in a gap between boxes, in this lane of the gap."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:
             room = _MARGIN + 1 + _LANE * lane
             if right - left >= 2 * room:
                 free.append(max(left + room, min(right - room, x)))
-            else:  # side by side in what room there is
+            else:  # spread over a narrow gap
                 free.append(left + (right - left) * (lane + 1) / (_LANES + 1))
     return min(free, key=lambda candidate: abs(candidate - x))

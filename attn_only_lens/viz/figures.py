@@ -1,16 +1,8 @@
-"""Figures of plotly: sweeps as a heatmap and as ranked bars, and circuits on tasks as a heatmap.
+"""Plotly figures: sweeps as a heatmap and as ranked bars, and circuits on tasks as a heatmap.
 
-Of a sweep, they show
-
-    effect = score - score of the run that is patched into        (`Sweep.effect`)
-
-so that a patch without effect is white, whatever the direction of the sweep. Of several prompts it
-is their mean, and the standard error of that mean is drawn as an error bar:
-
-    means                     the sweep's own `score_standard_error`
-    rows of each prompt       s/√n of the effects of the n prompts; their mean weighs them alike
-
-plotly is imported when the first figure is drawn.
+Figures of a sweep show `Sweep.effect`, the score minus the score of the run that is patched: a
+patch without effect is white in every direction. For several prompts, the effect is a mean, and
+error bars are its standard error.
 """
 
 from collections.abc import Iterable
@@ -25,17 +17,16 @@ from attn_only_lens.arguments import is_count
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.viz.checks import import_extra, refuse
-from attn_only_lens.viz.page import HEAD_PLURALS, model_title, visible_token
+from attn_only_lens.viz.page import HEAD_PLURALS, import_extra, model_title, refuse, visible_token
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST_ROWS = 100
-"""Rows of a heatmap, or bars, whose names one can still read."""
+"""Rows of a heatmap, or bars, with names that are still readable."""
 MOST_LABELS = 60
-"""Positions of a heatmap that are all labelled; rows and columns whose numbers can be read."""
-HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # told apart in any colour vision
+"""Positions of a heatmap that all have a label; rows and columns with readable numbers."""
+HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # distinct in any colour vision
 _DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red, white for 0, blue
 _OTHER = "#666666"
 _LINE = 95  # characters of a title, which are 860 px at most
@@ -44,22 +35,21 @@ _LINE = 95  # characters of a title, which are 860 px at most
 def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
     """Draw the effect of patches by layer and position, or by head and position.
 
-    Effects of single patches do not add up, so the cell of a layer shows not their sum but the
-    effect of its strongest site, which is named under the pointer. Positions are labelled by the
-    tokens that the sweep was run on; where the corrupted prompt has another token, it follows after
-    "/".
+    Effects of single patches do not add up, so the cell of a layer shows the effect of its
+    strongest site, which is named under the pointer. Labels of positions have the tokens of the
+    sweep; if the corrupted prompt has another token there, it follows after "/".
 
     Args:
-        sweep: the results; `sweep.query` and `sweep.top` narrow them. Of rows of each prompt, the
-            mean over prompts is drawn.
-        rows: "layer", a row for the heads and one for the neurons of each layer, upward; "name", a
-            row for each of up to 100 heads, the strongest on top.
+        sweep: the results; `sweep.query` and `sweep.top` narrow them. If there is a row for each
+            prompt, the mean over prompts is drawn.
+        rows: "layer", a row for the heads and one for the neurons of each layer; "name", a row for
+            each of up to 100 heads, the strongest on top.
 
     Returns:
         A plotly figure; `viz.write_html` writes it to a page that works offline.
 
     Raises:
-        InputError: the sweep is empty, or has too many heads; `rows` is another word.
+        InputError: the sweep is empty, or has too many heads; `rows` has another value.
         ImportError: plotly is not installed.
 
     Example:
@@ -86,11 +76,11 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
         order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
     positions = sorted(set(frame["position"]))
-    if frame["position"].dtype == "category":  # roles, in the order asked for
+    if frame["position"].dtype == "category":  # roles, in their own order
         positions = list(frame["position"].cat.categories)
     labels = _position_labels(sweep, positions)
     frame["said"] = frame["name"].map(plotly_text) + _errors_as_text(frame)
-    strongest = frame.drop_duplicates(["row", "position"])  # the first is: see _effects
+    strongest = frame.drop_duplicates(["row", "position"])  # `_effects` sorts them
     grid, named = (
         strongest.pivot(index="row", columns="position", values=column).reindex(order)[positions]
         for column in ("effect", "said")
@@ -120,11 +110,11 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
 
     Args:
         sweep: the results.
-        k: how many, 100 at most.
+        k: the number of bars, 100 at most.
 
     Returns:
-        A plotly figure. Of several prompts, an error bar is the standard error of the mean over
-        prompts; there is none if the metric is one number of all prompts.
+        A plotly figure. For several prompts, error bars are standard errors of the mean; there are
+        none if the metric is one number of all prompts.
 
     Raises:
         InputError: the sweep is empty; k is not positive, or too large.
@@ -184,13 +174,14 @@ def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
     """Draw the faithfulness of each circuit on each task, with its number in the cell.
 
     Args:
-        matrix: of `circuits.transfer`: a row for each circuit, a column for each task.
+        matrix: from `circuits.transfer`: a row for each circuit, a column for each task.
 
     Returns:
-        A plotly figure. White is 0: a circuit that keeps nothing of the effect of all sites.
+        A plotly figure. White is 0: the circuit keeps no part of the effect of all sites.
 
     Raises:
-        InputError: no frame, or an empty one; names that repeat; entries that are not finite.
+        InputError: the matrix is not a frame, is empty, or has repeated names or entries that are
+            not finite.
         ImportError: plotly is not installed.
 
     Example:
@@ -226,14 +217,14 @@ def empty_figure() -> "go.Figure":
 
 
 def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
-    """Give a figure its title and the style that all have in common."""
+    """Give a figure its title and the style of all figures."""
     return figure.update_layout(
         title={"text": title, "font_size": 15}, template="plotly_white", **layout
     )
 
 
 def plotly_text(raw: str) -> str:
-    """Escape a text for plotly, which reads some HTML; characters that cannot be seen get signs."""
+    """Escape a text for plotly, which reads some HTML; show white space as signs."""
     return escape(" ".join(map(visible_token, raw.split(" "))), quote=False)
 
 
@@ -273,7 +264,7 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
-    """Return the label of each position: itself, and the tokens that are there."""
+    """Return the label of each position: its number or role, and its tokens."""
     if sweep.tokens is None:
         return {position: plotly_text(str(position)) for position in positions}
     numbers = sweep.frame.get("prompt")

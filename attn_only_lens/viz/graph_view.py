@@ -1,8 +1,7 @@
 """An attribution graph as a page: nodes, edges, and the patterns, tokens and examples of each node.
 
-A page of 1,000 nodes stays under 3 MB: it holds the edges of largest |weight| into each node, with
-the others added up in "rest" as `CircuitGraph.prune_edges` does, and the patterns and examples of
-the nodes of largest |attribution|. The page says what is left out.
+A page of 1,000 nodes stays under 3 MB: it holds only the strongest edges into each node, and the
+patterns and examples of the strongest nodes. The page says what is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +25,14 @@ from attn_only_lens.engine.tokens import token_text, token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.neurons import examples_of
-from attn_only_lens.neurons.examples import COLUMNS as EXAMPLE_COLUMNS
+from attn_only_lens.neurons.statistics import COLUMNS as EXAMPLE_COLUMNS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
-from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
-from attn_only_lens.viz.page import Page, short_numbers
+from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # of patterns, to three decimals
@@ -71,35 +69,34 @@ def circuit_view(
     """Draw an attribution graph as one interactive page, layers upward and tokens across.
 
     Args:
-        graph: of `circuits.attribution_graph`, pruned or not, or read from a file.
-        model: the graph's model, for patterns and top tokens; without it, nodes and edges alone.
+        graph: from `circuits.attribution_graph` or a file.
+        model: the graph's model, for patterns and top tokens; without it, the page has only nodes
+            and edges.
         prompts: the graph's prompts, as given to `attribution_graph`; needed with a model.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: as given to `attribution_graph`.
-        top_tokens: that each node raises most, and as many that it lowers most; 0 for none.
+        top_tokens: number of tokens that each node raises most, and lowers most; 0 for none.
             Amounts are standard deviations above the mean over the vocabulary.
-        exact: a sweep of the graph's prompts and metric with `positions="each"`, whose effects
-            stand beside the attributions: by how much the metric falls when a node is patched.
-            `activation_patch(model, prompts, None, metric, direction="zero",
-            sites=list(graph.heads["name"].unique()))` sets each to zero.
-        examples: of neurons, by `neurons.top_examples`.
-        stability: of the circuit whose sites are the nodes, `discover(…, resamples=20).stability`.
+        exact: a sweep of the graph's prompts and metric with `positions="each"`. The page shows its
+            effects next to the attributions. For example, `activation_patch(model, prompts, None,
+            metric, direction="zero", sites=list(graph.heads["name"].unique()))` measures by how
+            much the metric falls when a node is set to zero.
+        examples: the frame of `neurons.top_examples`.
+        stability: `discover(…, resamples=20).stability` of the circuit whose sites are the nodes.
             Core nodes have a solid outline, contingent ones a dashed one.
-        groups: of the graph's nodes, by `circuits.group_nodes`. The page begins with each drawn as
-            one node, with its measured effect; its panel unfolds it. Groups of `state` come first:
-            their nodes leave these.
-        notes: further texts that the page shows, first.
-        state: pins, names and groups, as `circuit_page` takes them. Of a difference, edges of all
-            kinds are shown, since they add up together.
+        groups: from `circuits.group_nodes`. At first, each group is drawn as one node, with its
+            measured effect; its panel unfolds it. Nodes in groups of `state` stay in those.
+        notes: more texts that the page shows, before its own.
+        state: pins, names and groups, as `circuit_page` takes them.
 
     Returns:
         The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
 
     Raises:
-        InputError: the graph is of another model or other prompts, or only one of the two is given;
-            a sweep of another metric or other prompts, or of no single positions; a stability of
-            other sites; groups of other nodes; a model whose norms or embedding are not known, so
-            that there are no top tokens; prompts that do not fit the model.
+        InputError: the model or prompts are not the graph's, or only one of the two is given; the
+            sweep has another metric, other prompts, or no single positions; the stability has other
+            sites, or groups other nodes; the model's norms or embedding are not known, so that
+            there are no top tokens.
 
     Example:
         >>> import torch
@@ -110,16 +107,18 @@ def circuit_view(
         >>> len(viz.circuit_view(graph, model, prompt)) < 3_000_000
         True
     """
-    for name, kind, value, expected in (
-        ("graph", CircuitGraph, graph, "a graph, of attribution_graph or from_json"),
-        ("exact", Sweep | None, exact, "a sweep, of activation_patch"),
-        ("stability", Stability | None, stability, "that of discover(…, resamples=20)"),
-        ("groups", NodeGroups | None, groups, "those of circuits.group_nodes"),
-        ("examples", pd.DataFrame | None, examples, "those of top_examples"),
-    ):
-        if not isinstance(value, kind):
-            refuse(f"got a {type(value).__name__} as {name}; expected {expected}")
-    reasons = []
+    reasons = [
+        f"got a {type(value).__name__} as {name}; expected {expected}"
+        for name, value, kind, expected in (
+            ("graph", graph, CircuitGraph, "a graph, of attribution_graph or from_json"),
+            ("exact", exact, Sweep | None, "a sweep, of activation_patch"),
+            ("stability", stability, Stability | None, "that of discover(…, resamples=20)"),
+            ("groups", groups, NodeGroups | None, "those of circuits.group_nodes"),
+            ("examples", examples, pd.DataFrame | None, "those of top_examples"),
+        )
+        if not isinstance(value, kind)
+    ]
+    refuse(*reasons)
     if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph is of {len(graph.tokens)} prompts")
     if not is_count(top_tokens):
@@ -156,6 +155,7 @@ def circuit_view(
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
         "groups": measured,
+        "additive": list(EDGE_KINDS) if graph.corrupted else ["value"],
     }
     if graph.corrupted:
         state = {"kinds": list(EDGE_KINDS), **(state or {})}
@@ -228,7 +228,7 @@ def _record_run(
     run = record(model, pair.clean, pair.mask, names=hooks)
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
-    # Another model, not rounding: many bridged norms compute in float32 in whatever dtype.
+    # Larger errors than rounding: many bridged norms compute in float32, whatever the dtype.
     allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
     for row in np.flatnonzero(~(abs(expected - values) <= allowed)):
         refuse(
@@ -300,7 +300,7 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return what was measured of groups, and the state with those that it leaves nodes for."""
+    """Return the measured effects of groups, and the state with these groups added to its own."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
@@ -351,9 +351,9 @@ def _add_patterns(
     prompt: int,
     notes: list[str],
 ) -> None:
-    """Add what neurons attend to and put out, by name, and what attention heads do, by id.
+    """Add the patterns and z of neurons, by name, and the patterns of attention heads, by id.
 
-    A neuron that several heads share has no one pattern.
+    A neuron that several heads share has no single pattern.
     """
     most = _WEIGHTS // run.tokens.shape[1]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
@@ -366,7 +366,7 @@ def _add_patterns(
         if name in details or (head.kind == "neuron" and shared):
             continue
         hooks = _hooks(model, head)
-        if hooks not in seen:  # of all heads of a layer at once: a transfer each would take long
+        if hooks not in seen:  # one transfer for all heads of a layer
             seen[hooks] = tuple(run.hooked[hook][prompt].cpu().double() for hook in hooks)
         z, pattern = seen[hooks][0], seen[hooks][1][head.index].numpy().round(3)
         if head.kind == "neuron":

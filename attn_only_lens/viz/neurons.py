@@ -1,10 +1,9 @@
-"""Neurons at a glance: one page for a set of them, up to a few thousand.
+"""One page for up to a few thousand neurons.
 
-The page holds arrays, packed, and its script (`assets/neurons.js`) draws the neuron that is looked
-at. An example of 19 tokens takes 114 bytes: z (as a share of the neuron's largest) and gate are
-half-precision numbers, three figures each however small they are, since the page divides one by
-the other for the value. Counts of gate and value together are shares of the most, on a logarithmic
-scale. `NeuronStatistics` has all figures.
+The page holds packed arrays, and its script (`assets/neurons.js`) draws one neuron at a time. An
+example of 19 tokens takes 114 bytes: z (as a share of the neuron's largest) and gate are in half
+precision; the page divides them for the value. Joint counts of gate and value are on a logarithmic
+scale of 0 to 255. `NeuronStatistics` has exact numbers.
 """
 
 import base64
@@ -31,18 +30,18 @@ from attn_only_lens.neurons import NeuronStatistics, neuron_statistics
 from attn_only_lens.neurons._top_examples import By
 from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUANTITIES
 from attn_only_lens.neurons.corpus import Texts
-from attn_only_lens.viz.checks import refuse
 from attn_only_lens.viz.page import (
     Page,
     asset,
     model_title,
     page_of_tokens,
+    refuse,
     short_numbers,
     with_space,
 )
 
 MOST_NEURONS = 3_000
-"""Neurons of one page; `attn-only-lens atlas` makes a page of each layer."""
+"""Neurons on one page; `attn-only-lens atlas` makes a page for each layer."""
 
 _TOP_TOKENS = 8
 _PARTNERS = 6
@@ -67,26 +66,26 @@ def neuron_page(
         model: converted, or with exposed neuron-heads.
         names: neurons, such as ["L3N7", "L2N5"], or `patching.neuron_heads(layers)`; None for all,
             or all of the statistics.
-        texts: a corpus, as `neurons.top_examples` takes it; or what `neurons.neuron_statistics`
-            found in one, for which the options below do not count.
-        k: examples of each neuron, of the largest and of the smallest z.
+        texts: a corpus, as `neurons.top_examples` takes it; or statistics from
+            `neurons.neuron_statistics`, for which the options below are not used.
+        k: number of examples with the largest z, and with the smallest.
         by: what examples are ranked by, as in `neurons.top_examples`.
-        metric: of attributions.
+        metric: the metric of attributions.
         context: as in `neurons.top_examples`.
         batch_size: as in `neurons.top_examples`.
         resume: as in `neurons.top_examples`.
         progress: as in `neurons.top_examples`.
 
     Returns:
-        One page. Of each neuron: the texts in which z is largest and smallest, each token coloured
-        by z; histograms of z and of the gate, and of gate and value together; the tokens that it
-        reads from the embedding and writes to the logits by its weights alone, in standard
-        deviations over the vocabulary; and the heads that it composes with most, as
-        `circuits.composition` scores them, with links.
+        One page. It shows for each neuron: the texts in which z is largest and smallest, with
+        tokens coloured by z; histograms of z, of the gate, and of gate and value together; the
+        tokens that its weights read from the embedding and write to the logits, in standard
+        deviations over the vocabulary; and links to the heads with the largest
+        `circuits.composition` scores.
 
     Raises:
-        InputError: as `neurons.top_examples` does; more than 3,000 neurons; statistics of another
-            model.
+        InputError: as in `neurons.top_examples`; or there are more than 3,000 neurons, or the
+            statistics are of another model.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
@@ -175,7 +174,7 @@ def _about(statistics: NeuronStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return the tokens that neurons read and write, their partners, and why some are left out."""
+    """Return the tokens that neurons read and write, their partners, and notes on omissions."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []
@@ -206,7 +205,7 @@ def _by_weights(
 
 
 def _limits(statistics: NeuronStatistics) -> Float[Tensor, "neuron"]:
-    """Return the largest |z| of each neuron's windows, which gets the strongest colour."""
+    """Return the largest |z| in each neuron's windows: the strongest colour."""
     windows = [x for key, x in statistics.examples.items() if key.endswith(".z")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
@@ -217,7 +216,7 @@ def _examples(statistics: NeuronStatistics, end: str, ids: list[int]) -> dict[st
     of_end = {name: statistics.examples[f"{end}.{name}"] for name in parts}
     limits = _limits(statistics).view(-1, 1, 1)
     tokens = torch.tensor(ids, device="cpu")
-    # Where there is no token, the number is that after the last.
+    # The number after the last one means: no token.
     places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
     places[of_end["tokens"] < 0] = len(ids)
     kind = "<u2" if len(ids) < 2**16 else "<u4"
@@ -237,7 +236,7 @@ def _examples(statistics: NeuronStatistics, end: str, ids: list[int]) -> dict[st
 
 
 def _log_shares(counts: Tensor) -> Tensor:
-    """Return counts of each neuron as 0 to 255, on a logarithmic scale."""
+    """Return each neuron's counts on a logarithmic scale from 0 to 255."""
     logs = counts.double().log1p()
     most = logs.flatten(1).amax(1).clamp(min=1e-9).view(-1, 1, 1)
     return (logs / most * 255).ceil()

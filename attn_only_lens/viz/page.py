@@ -1,16 +1,13 @@
 r"""A self-contained HTML page, and its file.
 
 A page holds its scripts and styles, and a Content-Security-Policy that forbids it to fetch
-anything else: `default-src 'none'` leaves no way to a network, whatever a token says.
-
-Texts from outside reach a page in three ways only, each with its own escape:
+anything: `default-src 'none'`. Texts from outside reach a page in three ways, each with an escape:
 
     text of an element     `html.escape`
     data for a script      JSON in a <script type="application/json">, with <, > and & as \u003c …,
-                           so that no "</script>" and no "<!--" can end or change the element;
-                           scripts put it into the page as textContent
-    a library's bundle     its own strings, where "</script" is written "<\/script", which is the
-                           same string to JavaScript
+                           so that no "</script>" or "<!--" can end the element; scripts put it
+                           into the page as textContent
+    a library's bundle     "</script" becomes "<\/script", the same string in JavaScript
 """
 
 import json
@@ -18,6 +15,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape, unescape
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from attn_only_lens.arguments import as_plain
+from attn_only_lens.errors import InputError
 from attn_only_lens.storage import write_text
 
 if TYPE_CHECKING:
@@ -42,9 +41,9 @@ class Page(str):
     """The text of a page; a notebook shows it in a frame.
 
     Attributes:
-        picture: SVG of what it shows first, if there is one: what a notebook shows where frames are
-            taken out, as on GitHub.
-        height: of the frame, in pixels.
+        picture: SVG of its first view, if there is one; viewers of notebooks without frames, such
+            as GitHub, show it.
+        height: height of the frame in a notebook, in pixels.
 
     Example:
         >>> from attn_only_lens.viz import Page
@@ -56,7 +55,7 @@ class Page(str):
     height: int
 
     def __new__(cls, text: str, picture: str | None = None, height: int = 760) -> "Page":
-        """Take the text, the picture beside it, and the height of a notebook's frame."""
+        """Make a page from its text, a picture, and the height of a notebook's frame."""
         page = super().__new__(cls, text)
         page.picture, page.height = picture, height
         return page
@@ -64,7 +63,7 @@ class Page(str):
     def _repr_html_(self) -> str:
         place = "grid-area:1/1;width:100%"
         size = f"{place};height:{self.height}px;border:1px solid #ccc"
-        # A sandbox without allow-same-origin: the page can reach nothing of the notebook's.
+        # Without allow-same-origin, the page cannot reach the notebook.
         frame = (
             f'<iframe sandbox="allow-scripts allow-downloads" style="{size}" '
             f'srcdoc="{escape(self)}"></iframe>'
@@ -77,24 +76,24 @@ class Page(str):
         return f'<div style="display:grid">{image}{frame}</div>'  # the frame covers the picture
 
     def _repr_svg_(self) -> str | None:
-        return self.picture  # for what shows no HTML, as a notebook that is made a PDF
+        return self.picture  # for viewers without HTML, such as a PDF of the notebook
 
     def _title(self) -> str:
         return unescape(self.partition("<title>")[2].partition("</title>")[0])
 
     def __repr__(self) -> str:
-        # A notebook stores this beside the frame: not the whole page a second time, nor how long it
-        # is, which rounding moves.
+        # A notebook stores this next to the frame: not the page again, nor its length, which
+        # depends on rounding.
         return f"<Page {self._title()!r}>"
 
 
 def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
-    """Write a page or a figure of plotly to one HTML file that works offline; return its path.
+    """Write a page or a plotly figure to one HTML file that works offline; return its path.
 
-    The file is written whole or not at all, and its folders are made.
+    The file is written completely or not at all; missing folders are made.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `picture` is neither.
 
     Example:
         >>> import tempfile
@@ -115,10 +114,10 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
 
 
 def write_svg(page: Page, path: str | Path) -> Path:
-    """Write the picture of a circuit's page to a file, as `write_html`; return its path.
+    """Write the picture of a circuit's page to a file; return its path.
 
     Raises:
-        TypeError: there is no picture of this page.
+        TypeError: the page has no picture.
 
     Example:
         >>> import tempfile
@@ -134,8 +133,23 @@ def write_svg(page: Page, path: str | Path) -> Path:
     return Path(path)
 
 
+def import_extra(name: str) -> Any:
+    """Import a module of the extra [viz]."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise ImportError(f"this picture needs {package}: pip install {package}") from error
+
+
+def refuse(*reasons: str) -> None:
+    """Raise InputError with these reasons, if there are any."""
+    if reasons:
+        raise InputError(reasons, "this picture cannot be drawn")
+
+
 def document(title: str, body: str, style: str = "", picture: str | None = None) -> Page:
-    """Return a page of this title around a body that is HTML already."""
+    """Return a page with a title and a body of HTML."""
     return Page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -187,14 +201,14 @@ def model_title(name: str) -> str:
 
 
 def visible_token(token: str) -> str:
-    """Return a token with signs for white space and for characters that cannot be printed."""
+    """Return a token with signs for white space and escapes for unprintable characters."""
     return "".join(
         _WHITE.get(c, c if c.isprintable() else c.encode("unicode_escape").decode()) for c in token
     )
 
 
 def with_space(token: str) -> str:
-    """Return a token as it stands in a text, with signs for what cannot be seen there."""
+    """Return a token as `visible_token` does, but with the spaces before it."""
     kept = token[: len(token) - len(token.lstrip(" "))] if token.strip(" ") else ""
     return kept + visible_token(token.removeprefix(kept))
 

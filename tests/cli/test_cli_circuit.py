@@ -23,15 +23,27 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_each_command_is_in_a_group_with_an_example_that_it_takes():
+def test_each_command_is_in_a_group_with_examples_that_it_takes():
     command = typer.main.get_command(app)
     listed = run("--help").output
     for name, subcommand in command.commands.items():
         assert subcommand.rich_help_panel in listed
-        example = subcommand.help.split("Example:")[1].replace("\\\n", " ")
-        program, verb, *arguments = shlex.split(example)
-        assert (program, verb) == ("attn-only-lens", name)
-        subcommand.make_context(name, arguments)  # or it raises: no such option
+        examples = subcommand.help.split("Examples:")[1].replace("\\\n", " ").strip().split("\n \n")
+        assert len(examples) == 3
+        for example in examples:
+            program, verb, *arguments = shlex.split(example)
+            assert (program, verb) == ("attn-only-lens", name)
+            subcommand.make_context(name, arguments)  # or it raises: no such option
+
+
+def test_without_a_command_it_says_what_to_do_first():
+    """The command that it shows is one that `explain` takes."""
+    result = run()
+    assert result.exit_code == 0
+    shown = result.output.split("attn-only-lens ")[1].split("\n\n")[0].replace("\\\n", " ")
+    verb, *arguments = shlex.split(shown)
+    typer.main.get_command(app).commands[verb].make_context(verb, arguments)
+    assert verb == "explain"
 
 
 def test_an_explanation_and_its_page_with_examples(folder, tmp_path):

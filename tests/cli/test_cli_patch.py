@@ -1,5 +1,7 @@
 """`attn-only-lens patch`: the sweep that it writes, what it prints, how it fails."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,29 @@ def test_a_sweep_of_texts(folder, tmp_path):
         assert name in result.output
     assert "logit_diff('w13', 'w17')" in result.output
     assert f"{len(frame)} rows" in result.output
+
+
+def test_many_patches_begin_with_an_estimate_of_the_time(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_only_lens.cli.patch._MANY", 300)
+    monkeypatch.setattr("attn_only_lens.cli.patch._SAMPLES", (2, 2, 7))
+    shown = {}
+    for sites in ("all", "L0N3,L0N5"):
+        result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", sites)
+        assert result.exit_code == 0, result.output
+        shown[sites] = " ".join(result.stderr.split())
+    assert "390 patches: 78 heads and neurons at 5 positions" in shown["all"]
+    assert re.search(r"about \d+ seconds, an estimate", shown["all"])
+    assert "attn-only-lens explain" in shown["all"]
+    assert "estimate" not in shown["L0N3,L0N5"]
+
+
+def test_the_title_is_one_line(folder, tmp_path):
+    """However narrow the table."""
+    result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", "L0H1")
+    sweep = p.Sweep.load(tmp_path / "sweep.csv")
+    values = [f"{x:.3g}".replace("-", "−") for x in (sweep.clean_value, sweep.corrupted_value)]
+    title = "Logit difference {} (clean), {} (corrupted)".format(*values)
+    assert title in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize(

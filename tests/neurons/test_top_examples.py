@@ -21,6 +21,7 @@ from attn_only_lens import (
     neurons,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.neurons import statistics
 from attn_only_lens.neurons import summary as so_far
 
 NAMES = ["L0N3", "L1N0", "L1N29"]
@@ -89,7 +90,7 @@ def looked_up(model, texts, name):
             row = {"z": whole[i].item(), "gate": gate[i], "value": v[i, 0].item()}
             row |= {"text": number, "at": first + i, "token": token}
             window = slice(max(0, i - 2), i + 2)
-            row["tokens"] = tuple(str(token) for token in piece[window])
+            row["tokens"] = [str(token) for token in piece[window]]
             row["values"] = whole[window].tolist()
             row["gates"] = gate[window]
             row["position"] = i - window.start
@@ -198,6 +199,15 @@ def test_statistics_are_kept(plain, tmp_path):
     for call in (lambda: one.histogram("L0N3", "z"), lambda: statistics.histogram("L0N3", "q")):
         with pytest.raises(InputError, match="got '"):
             call()
+
+
+def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
+    found = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
+    arrow = found.frame()
+    monkeypatch.setattr(statistics, "find_spec", lambda name: None)
+    plain_lists = found.frame()
+    assert plain_lists["tokens"].dtype == object != arrow["tokens"].dtype
+    assert plain_lists.to_dict("records") == arrow.to_dict("records")
 
 
 def by_loss(model, text, name, position, scale):
@@ -330,13 +340,13 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
         (NAMES, [[1]], {"metric": p.loss()}, "expected none"),
         (NAMES, [[1]], {"context": 18}, "got context=18; expected 2 to 17"),
-        (NAMES, [[]], {}, "holds no tokens but BOS"),
+        (NAMES, [[]], {}, "has no tokens except BOS"),
         (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
         (NAMES, ["a text"], {}, "text 0: got a text, and the model has no tokenizer"),
-        (NAMES, "no.txt", {}, "'no.txt' is no file of texts.*a text itself goes into a list"),
-        (NAMES, 7, {}, "got a int; expected a file, or texts"),
-        (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file, or texts"),
+        (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*a text itself goes into a list"),
+        (NAMES, 7, {}, "got a int; expected a file or a list of texts"),
+        (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file or a list of texts"),
         (NAMES, pd.DataFrame({"text": ["a"]}), {}, "got a DataFrame; .*one column of a table"),
         (NAMES, [["a", "text"]], {}, "text 0: "),
         (NAMES, [[1]], {"by": "attribution", "metric": p.kl()}, "kl compares with another run"),

@@ -176,6 +176,58 @@ def test_a_click_tells_of_the_node(opened):
 
 
 @needs_browser
+def test_a_group_counts_what_its_members_pass_on_once(opened):
+    nodes, edges = circuit()
+    heads = set(nodes.loc[nodes["kind"].isin(["attention", "neuron"]), "id"])
+    inside = edges[edges["source"].isin(heads) & edges["target"].isin(heads)]
+    inside = inside[inside["kind"] == "value"].iloc[0]
+    members = [inside["source"], inside["target"]]
+    shown = opened(page(state={"groups": [{"name": "g", "members": members}]}))
+    click(shown, "group 0")
+    total = nodes.loc[nodes["id"].isin(members), "attribution"].sum()
+    got = [float(text) for text in shown.texts("#panel td:nth-child(2)")[:2]]
+    assert got == pytest.approx([total - inside["weight"], total], rel=1e-4)
+
+
+@needs_browser
+def test_arrow_keys_move_between_nodes(opened):
+    shown = opened(page())
+    place = (
+        "const n = document.activeElement; const r = n.getBoundingClientRect();"
+        "return [n.dataset.id, r.left + r.width / 2, r.top + r.height / 2]"
+    )
+    press = (
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', "
+        "{key: arguments[0], bubbles: true}))"
+    )
+    shown.js("document.querySelector('.node.metric').focus()")
+    seen = [shown.js(place)]
+    for key, axis, sign in (("Down", 2, 1), ("Down", 2, 1), ("Left", 1, -1), ("Up", 2, -1)):
+        shown.js(press, f"Arrow{key}")
+        seen.append(shown.js(place))
+        assert sign * (seen[-1][axis] - seen[-2][axis]) > 0, key
+    assert len({name for name, *_ in seen[:4]}) == 4
+
+
+@needs_browser
+def test_a_narrow_window_shows_the_panel_beside_the_drawing(opened):
+    shown = opened(page())
+    shown.driver.set_window_size(900, 700)
+    try:
+        click(shown, "L1N4@4")
+        shown.drawn()
+        stage, panel, node = shown.js(
+            "return ['#stage', '#panel', '.node.chosen'].map(s => "
+            "document.querySelector(s).getBoundingClientRect()).map(r => [r.left, r.right])"
+        )
+        assert stage[1] <= panel[0]
+        assert stage[0] <= node[0] <= node[1] <= stage[1]
+        assert panel[1] - panel[0] < 900 / 3
+    finally:
+        shown.driver.set_window_size(1400, 1000)
+
+
+@needs_browser
 def test_the_sliders_and_kinds_choose_what_is_shown(opened):
     nodes, edges = circuit()
     shown = opened(page())
@@ -230,10 +282,13 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     for member in members:
         click(shown, member, shift=True)
     click(shown, "L2N5@5")
+    dimmed = (
+        "return getComputedStyle(document.querySelector(`[data-id='${arguments[0]}']`)).opacity"
+    )
+    assert [shown.js(dimmed, node) for node in members] == ["1", "1"]  # pinned nodes stay visible
     shown.js("const n = document.getElementById('name'); n.value = '</script> \\u2028 & name';"
              "n.dispatchEvent(new Event('change'))")  # fmt: skip
-    shown.js("document.querySelector('#panel .close').click()")
-    shown.js("document.getElementById('group').click()")
+    shown.js("document.getElementById('group').click()")  # while another node is selected
     # A group takes its members' place, and their edges of a kind add up.
     assert "group 0" in ids(shown)
     assert not set(members) & ids(shown)
@@ -256,6 +311,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     )
     assert png > 5_000
     assert "</style>" in svg
+    assert "+ raises the metric (blue) · − lowers it (red)" in svg
     assert "var(--" not in svg
     document = json.loads(state)
     assert document["pinned"] == members
@@ -288,13 +344,13 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     ("state", "reason"),
     [
         ({"pinned": ["L7N7"]}, "the state is of another circuit: it has 'L7N7'"),
-        ({"pinned": "metric"}, "got 'metric' as the state's pinned; expected a list"),
-        ({"names": {"metric": 3}}, "expected a text for each id"),
-        ({"nodes": float("nan")}, "got nan as the state's nodes; expected 1 or more"),
-        ({"kinds": ["v"]}, "got the kind 'v' in the state"),
-        ({"groups": [{"name": "g"}]}, "expected a name, and a list of members"),
-        ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "'L1N4@4' is in the state's gr"),
-        (["L1N4@4"], "got a list as state"),
+        ({"pinned": "metric"}, "got 'metric' as state.pinned"),
+        ({"names": {"metric": 3}}, "got 3 as state.names.metric"),
+        ({"nodes": float("nan")}, "got nan as state.nodes"),
+        ({"kinds": ["v"]}, "got 'v' as state.kinds.0"),
+        ({"groups": [{"name": "g"}]}, "state.groups.0.members: Field required"),
+        ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "have a node in common, or twice"),
+        (["L1N4@4"], "got ['L1N4@4'] as state"),
     ],
 )
 def test_a_state_that_is_none_is_refused(state, reason):
@@ -534,13 +590,13 @@ def test_frames_that_do_not_fit_are_refused(reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"meta": {**META, "tokens": "text"}}, "got a str for tokens"),
+        ({"meta": {**META, "tokens": "text"}}, "got 'text' as meta.tokens"),
         ({"meta": "m", "details": [1]}, "got a list as details; expected a Mapping"),
         ({"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}}, "z of 'L1N4' has 6"),
-        ({"meta": {**META, "value": float("nan")}}, "got meta value nan"),
-        ({"meta": {"tokens": EVIL}}, "meta has no 'metric'"),
+        ({"meta": {**META, "value": float("nan")}}, "got nan as meta.value"),
+        ({"meta": {"tokens": EVIL}}, "as meta.metric: Field required"),
         ({"details": {"L7N7": viz.NodeDetails()}}, "'L7N7', which is no node's id or name"),
-        ({"details": {"L1N4": viz.NodeDetails([0.5] * 5)}}, "expected one weight for each of 7"),
+        ({"details": {"L1N4": viz.NodeDetails([0.5] * 5)}}, "a finite number for each of 7"),
         ({"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}}, "leaves [0, 1]"),
         ({"details": {"L1N4": viz.NodeDetails(None, [("a", np.inf)])}}, "finite number"),
         (

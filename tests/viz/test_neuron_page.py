@@ -72,8 +72,9 @@ def test_looking_around(opened, model, examples):
     for end, button in (("largest", 0), ("smallest", 1)):
         page.js(f"document.querySelectorAll('.bar-of-tabs button')[{button}].click()")
         of_end = frame[(frame["name"] == "L1N29") & (frame["end"] == end)]
-        rows = of_end.drop_duplicates(["tokens", "position"]).to_dict("records")
-        times = of_end.groupby(["tokens", "position"]).size()
+        windows = of_end.assign(tokens=[tuple(tokens) for tokens in of_end["tokens"]])
+        rows = windows.drop_duplicates(["tokens", "position"]).to_dict("records")
+        times = windows.groupby(["tokens", "position"]).size()
         shown = page.js(SHOWN)
         assert len(shown) == len(rows)
         for (value, tokens, here, source), row in zip(shown, rows, strict=True):

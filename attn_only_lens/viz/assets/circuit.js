@@ -55,9 +55,10 @@
   const EXTRAS = ["bias", "rest", "offset"];
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   const isDark = () => (state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const mix = (value, top) => {
+  // Nodes and edges: blue raises the metric, red lowers it. Tokens have other colours, by z or attention.
+  const mix = (value, top, colours = ["negative", "positive"]) => {
     const t = value === null ? 0 : Math.sqrt(Math.min(1, Math.abs(value) / top));
-    const ends = [css("zero"), css(value < 0 ? "negative" : "positive")];
+    const ends = [css("zero"), css(colours[value < 0 ? 0 : 1])];
     return { fill: d3.interpolateRgb(...ends)(t), strong: t > (isDark() ? 0.64 : 0.77) }; // whichever text has more contrast
   };
 
@@ -69,6 +70,12 @@
     const label = [...name].length > LONGEST ? [...name].slice(0, LONGEST - 1).join("") + "…" : name;
     const width = Math.max(data.per_character * label.length, pen.measureText(label).width) + data.padding;
     return { label, width };
+  };
+  const attributionSum = (members) => members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0);
+  const throughGroup = (members) => { // what one member passes on to another counts once
+    const inside = new Set(members), passed = edges.weight.reduce((sum, weight, j) => sum
+      + (data.additive.includes(edges.kind[j]) && inside.has(edges.source[j]) && inside.has(edges.target[j]) ? weight : 0), 0);
+    return attributionSum(members) - passed;
   };
   const rebuild = () => {
     home = nodes.id.map((_, i) => i);
@@ -89,7 +96,7 @@
       }
       const { label, width } = named(entry.name);
       items.push({ ...items[head], key: "group " + g, label, name: entry.name, width: width + 6, members, group: entry,
-                   attribution: members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0),
+                   attribution: throughGroup(members),
                    status: null, stability: null, kind: "group" });
     });
   };
@@ -187,6 +194,7 @@
         .on("keydown", (event, i) => {
           if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(i); }
           if (event.key === "p") pin(i);
+          if (event.key.startsWith("Arrow")) { event.preventDefault(); walk(i, event.key); }
         });
     });
     groups.order()
@@ -209,6 +217,20 @@
       ? items[i].members.map((m) => nodes.id[m]).join(", ")
       : `${nodes.id[i]}  ${position(i)}\nattribution ${number(items[i].attribution)}`
         + (items[i].stability ? `\ninclusion ${inclusion(i)}` : "")));
+  };
+  const DIRECTIONS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  const walk = (i, key) => { // to the nearest node in that direction; what is off to the side counts as further
+    const [dx, dy] = DIRECTIONS[key], from = scene.at.get(i);
+    const distance = (j) => {
+      const x = scene.at.get(j).x - from.x, y = scene.at.get(j).y - from.y;
+      const along = x * dx + y * dy, across = Math.abs(x * dy) + Math.abs(y * dx);
+      return along > 1 ? along + (dx ? 8 : 2) * across : Infinity;
+    };
+    const next = shown.reduce((best, j) => (distance(j) < distance(best) ? j : best));
+    if (distance(next) === Infinity) return;
+    marks.selectAll("g").filter((j) => j === next).node().focus({ preventScroll: true });
+    if (chosen !== null) choose(next);
+    else { light(next); reveal(next); }
   };
   const share = (value) => `${Math.round(100 * value)} %`;
   const inclusion = (i) => {
@@ -269,18 +291,14 @@
       zoom.translateBy(svg, -event.deltaX / transform.k, -event.deltaY / transform.k);
       if (transform.toString() !== before) event.preventDefault();
     }).on("click", () => choose(null));
-  let slack = 0; // on the right, where the panel covers the drawing
   zoom.constrain(({ x, y, k }) => {
     const within = (value, low, high) => Math.max(Math.min(low, high), Math.min(value, high));
     return d3.zoomIdentity
-      .translate(within(x, pane.width - scene.width * k - slack, layout.GUTTER * (1 - k)),
+      .translate(within(x, pane.width - scene.width * k, layout.GUTTER * (1 - k)),
                  within(y, pane.height - layout.AXIS - (scene.height - layout.AXIS) * k, 0))
       .scale(k);
   });
-  const settle = () => {
-    slack = 0;
-    zoom.extent([[0, 0], [pane.width, pane.height]]);
-  };
+  const settle = () => zoom.extent([[0, 0], [pane.width, pane.height]]);
   const home_view = () => {
     settle();
     // All columns from the right and rows from the top, where the metric is: if not all fit.
@@ -330,6 +348,7 @@
     light(chosen);
     search();
     folding();
+    at("group").disabled = groupable().length < 2;
     legend();
   };
   const light = (i) => {
@@ -343,17 +362,15 @@
     marks.selectAll("g").classed("near", (entry) => near.has(entry));
     view.classed("lit", i !== null);
   };
-  const reveal = (i) => { // not behind the panel, nor outside
+  const reveal = (i) => { // not outside the window
     const where = scene?.at.get(i);
     if (!where) return;
     const { x, y, k } = transform, half = items[i].width / 2 + 12;
-    const covered = getComputedStyle(at("panel")).position === "absolute" ? at("panel").offsetWidth : 0;
-    const here = [where.x * k + x, where.y * k + y], free = pane.width - covered;
+    const here = [where.x * k + x, where.y * k + y];
     const bring = (value, low, high) => (value < low ? low - value : value > high ? high - value : 0);
-    const [dx, dy] = [bring(here[0], layout.GUTTER + half, free - half),
+    const [dx, dy] = [bring(here[0], layout.GUTTER + half, pane.width - half),
                       bring(here[1], 24, pane.height - layout.AXIS - 24)];
     if (!dx && !dy) return;
-    slack = covered;
     zoom.translateBy(svg, dx / k, dy / k);
   };
 
@@ -412,7 +429,7 @@
       at("save").open = false;
       if (at("search").value) { at("search").value = ""; search(); }
       else if (chosen !== null) choose(null);
-      else at("panel").classList.remove("open");
+      else { at("panel").classList.remove("open"); update(); }
       if (typing) event.target.blur();
     }
   });
@@ -445,6 +462,7 @@
     choose(N + state.groups.length - 1);
     at("name").select();
   };
+  at("group").addEventListener("click", group);
   const fold = (i, folded) => {
     items[i].group.folded = folded;
     rebuild();
@@ -515,7 +533,7 @@
   const coloured = (texts, values, top, here, say) => {
     const line = make("div", "", "tokens");
     texts.forEach((token, t) => {
-      const span = make("span", token, t === here ? "here" : ""), { fill, strong } = mix(values[t], top);
+      const span = make("span", token, t === here ? "here" : ""), { fill, strong } = mix(values[t], top, ["low", "high"]);
       span.style.background = fill;
       if (strong) span.style.color = "var(--back)";
       span.title = say(t);
@@ -560,9 +578,12 @@
     if (parts) actions.append(button(parts.folded ? "Unfold" : `Fold ${item.group ? "" : parts.name}`, () => fold(groupOf[item.members[0]], !parts.folded)));
     box.append(name, actions);
     if (item.group) {
-      const facts = [["Σ attribution of members", +item.attribution.toPrecision(5)]], measured = measuredOf(item.group);
+      const facts = [["attribution of the group", +item.attribution.toPrecision(5)],
+                     ["Σ attribution of members", +attributionSum(item.members).toPrecision(5)]], measured = measuredOf(item.group);
       if (measured) facts.unshift(["exact effect, patched together", measured.effect], ["Σ exact effects, one by one", measured.sum_of_effects]);
       box.append(table(facts.map((cells) => ({ cells }))));
+      box.append(make("p", "The attribution of the group is the sum over its members, minus the edges between them: "
+        + "what one member passes on to another counts once.", "note"));
       if (measured) box.append(make("p", "Exact effects: by how much the metric falls when z is that of the corrupted run. "
         + "If the first is larger, members stand in for each other.", "note"));
       const part = section("members", `Members (${item.members.length})`,
@@ -584,12 +605,12 @@
     if (nodes.exact && nodes.exact[i] !== null) box.append(make("p", data.exact, "note"));
     const more = detailsOf(i);
     if (more.pattern) {
-      const gate = "What entry token attends to itself, 0 to 1; the rest goes to the bias token.";
-      // A gate alone would mislead: that of SiLU is ½ where nothing is put out.
+      const gate = "The attention of each token to itself, 0 to 1; the rest goes to the bias token.";
+      // A gate alone would mislead: SiLU's gate is ½ where the output is 0.
       const part = section("pattern", "Attention", more.z
-        ? "Coloured by what the neuron puts out at entry token: z, its gate × value. Point at a token for its gate, "
-          + "the weight on itself."
-        : nodes.kind[i] === "neuron" ? gate : "What the outlined token attends to, 0 to 1.");
+        ? "Coloured by z, the output of the neuron (gate × value): green is positive, purple negative. "
+          + "Point at a token for its gate, the weight on itself."
+        : nodes.kind[i] === "neuron" ? gate : "The attention of the outlined token, 0 to 1.");
       part.append(more.z
         ? coloured(tokens, more.z, furthest(more.z), where, (t) => `z ${more.z[t]}, gate ${more.pattern[t]}`)
         // Squares, as mix takes the root.
@@ -597,10 +618,10 @@
       box.append(part);
     }
     if (more.writes) box.append(bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
-    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "How strongly entry token's embedding activates this neuron's gate (standard deviations above the mean of the vocabulary).",
+    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "How strongly each token's embedding activates this neuron's gate (standard deviations above the mean of the vocabulary).",
                                         ["most", "least"], more.reads));
     if (more.examples) {
-      const part = section("examples", "Top examples", "Each token is coloured by z. Point at a token for its values.");
+      const part = section("examples", "Top examples", "Each token is coloured by z: green is positive, purple negative. Point at a token for its values.");
       const top = furthest(more.examples.flatMap((entry) => entry.values));
       for (const entry of more.examples) {
         const line = coloured(entry.tokens, entry.values, top, entry.position,
@@ -617,17 +638,15 @@
   const panelOfNone = () => {
     const box = document.createDocumentFragment();
     box.append(make("p", "Click a node for its attention, tokens, and what it reads and writes. Shift-click pins "
-      + "it: pinned nodes stay, and can be grouped. Drag to move, Ctrl and wheel to zoom, / to search.", "note"));
+      + "it: pinned nodes stay, and can be grouped. Arrow keys go from node to node. Drag to move, Ctrl and wheel to zoom, "
+      + "/ to search.", "note"));
     const pins = section("pinned", `Pinned (${state.pinned.length})`), list = make("ul");
     for (const id of state.pinned) {
       const line = make("li", nameOf(index.get(id)));
       line.addEventListener("click", () => choose(home[index.get(id)]));
       list.append(line);
     }
-    const grouping = button("Group pinned nodes", group);
-    grouping.id = "group";
-    grouping.disabled = groupable().length < 2;
-    pins.append(list, grouping);
+    pins.append(list);
     for (const [g, entry] of state.groups.entries())
       pins.append(button(entry.name, () => choose(N + g)));
     const prompt = section("prompt", "Prompt");
@@ -696,7 +715,15 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
     at("save").open = false;
   };
-  const TITLE = 7.9; // width of a character
+  const TITLE = 7.9, BELOW = 30; // width of a character; height of the legend
+  const legendText = () => {
+    const DASHES = { q: "long dashes", k: "dots", gate: "dashes and dots" };
+    const signs = nodes.status ? Object.entries(STATUS).map(([word, mark]) => `${mark} ${word}`).join(" · ")
+      : "+ raises the metric (blue) · − lowers it (red)";
+    return signs + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
+      + " · edges: arrow positive, bar negative"
+      + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("");
+  };
   const picture = () => {
     const kept = { pane, transform };
     pane = { width: scene.width, height: scene.height };
@@ -706,8 +733,9 @@
     ({ pane, transform } = kept);
     drawAxes();
     const title = d3.select(copy).attr("xmlns", "http://www.w3.org/2000/svg")
-      .attr("viewBox", `0 -28 ${scene.width} ${scene.height + 28}`).attr("height", scene.height + 28);
-    title.select(".back").attr("y", -28).attr("height", scene.height + 28);
+      .attr("viewBox", `0 -28 ${scene.width} ${scene.height + 28 + BELOW}`).attr("height", scene.height + 28 + BELOW);
+    title.select(".back").attr("y", -28).attr("height", scene.height + 28 + BELOW);
+    title.append("text").attr("class", "row").attr("x", 8).attr("y", scene.height + 18).text(legendText());
     title.append("text").attr("class", "title").attr("x", 8).attr("y", -9)
       .text(document.title.length * TITLE + 16 > scene.width ? document.title.slice(0, (scene.width - 16) / TITLE - 1) + "…" : document.title);
     title.insert("style", ":first-child").text(data.style.replace(/var\(--([\w-]+)\)/g, (_, name) => css(name)));
@@ -717,7 +745,7 @@
   const changed = () => JSON.stringify(state);
   at("save-svg").addEventListener("click", () => download(name + ".svg", "image/svg+xml", picture()));
   at("save-png").addEventListener("click", () => {
-    const image = new Image(), width = scene.width, height = scene.height + 28;
+    const image = new Image(), width = scene.width, height = scene.height + 28 + BELOW;
     image.onload = () => {
       const canvas = make("canvas");
       canvas.width = 2 * width;
@@ -776,7 +804,10 @@
     recolour();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
-  at("about").addEventListener("click", () => at("panel").classList.toggle("open"));
+  at("about").addEventListener("click", () => {
+    at("panel").classList.toggle("open");
+    update();
+  });
   const step = (factor) => svg.call(zoom.scaleBy, factor);
   at("in").addEventListener("click", () => step(1.3));
   at("out").addEventListener("click", () => step(1 / 1.3));
