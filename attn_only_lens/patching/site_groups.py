@@ -131,9 +131,9 @@ def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "layer": np.array([sites.layer for sites in layers])[layer],
-            "kind": np.array([sites.kind for sites in layers], dtype=object)[layer],
+            "kind": pd.Categorical([sites.kind for sites in layers])[layer],
             "index": np.concatenate([sites.index.cpu().numpy() for sites in layers])[head],
-            "name": pd.Categorical.from_codes(head, categories=pd.Index(names)),
+            "name": pd.Categorical.from_codes(head, pd.Index(names, dtype=object)),
             "position": np.concatenate(labels),
         }
     )
