@@ -16,8 +16,8 @@ through a norm if its output is their input, and write through it if their outpu
 matrices that a bridge calls W_Q, W_in and so on are compared with what its modules compute.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -104,15 +104,13 @@ def hooked_norms(
 def bridge_final_norm(model: Any) -> Norm:
     """Return the norm before the unembedding of a bridge, by a run on two tokens."""
     last = getattr(model, "ln_final", None)
-    traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"norm": last}))
+    traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"ln_final": last}))
     _record_two_tokens(model, [traffic])
-    inputs, outputs = traffic.inputs, traffic.outputs
-    try:
-        if "norm" not in inputs or not torch.equal(outputs["norm"], inputs["unembed"]):
+    with _unknown_as_input_error():
+        read = traffic.inputs["unembed"]
+        if last is None or not torch.equal(traffic.outputs["ln_final"], read):
             raise _UnknownError("the unembedding does not read the output of ln_final")
-        return _fitted(last, "ln_final", inputs["norm"], outputs["norm"])
-    except _UnknownError as error:
-        raise InputError([str(error)], _PROBLEM) from error
+        return traffic.norm("ln_final")
 
 
 def known_norm(norm: Any) -> Norm:
@@ -134,10 +132,8 @@ def norm_of(module: nn.Module, x: Tensor, y: Tensor) -> Norm:
     """Return the norm that a module is, with an input and its output; raise InputError if none."""
     if not isinstance(module, NormalizationBridge):
         return known_norm(module)
-    try:
-        return _fitted(module, type(module).__name__, x, y)
-    except _UnknownError as error:
-        raise InputError([str(error)], _PROBLEM) from error
+    with _unknown_as_input_error():
+        return _fitted(module, type(module).__name__, *_on_cpu([x, y]))
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
@@ -182,8 +178,16 @@ class _UnknownError(Exception):
     """The structure of a layer of a bridge is unknown; the text says in which way."""
 
 
+@contextmanager
+def _unknown_as_input_error() -> Iterator[None]:
+    try:
+        yield
+    except _UnknownError as error:
+        raise InputError([str(error)], _PROBLEM) from error
+
+
 class _Traffic:
-    """Inputs and outputs of modules in a forward pass, by name."""
+    """Inputs and outputs of modules in a forward pass, by name; later on the CPU, in float64."""
 
     def __init__(self, modules: dict[str, Any]) -> None:
         self.modules = modules
@@ -214,6 +218,18 @@ def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
         for traffic in blocks:
             traffic.watch(stack)
         model(checked_tokens(model, torch.tensor([[first, 0]], device="cpu")))
+    sides = [side for traffic in blocks for side in (traffic.inputs, traffic.outputs)]
+    values = iter(_on_cpu([x for side in sides for x in side.values()]))
+    for side in sides:
+        side.update({name: next(values) for name in side})
+
+
+def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors on the CPU in float64: one wait for the device."""
+    widest = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    flat = [x.detach().to(tensors[0].device, widest).flatten() for x in tensors]
+    parts = torch.cat(flat).cpu().double().split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 class _BlockTraffic(_Traffic):
@@ -263,11 +279,10 @@ def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
     return noise if first is output else type(output)([noise, *output[1:]])
 
 
-def _fitted(module: Any, name: str, inputs: Tensor, outputs: Tensor) -> Norm:
+def _fitted(module: Any, name: str, x: Tensor, y: Tensor) -> Norm:
     """Return the norm that fits its input and output; no norm if they are equal."""
-    if torch.equal(inputs.to(outputs.device), outputs):
+    if torch.equal(x, y):
         return NO_NORM
-    x, y = inputs.cpu().double(), outputs.cpu().double()
     weight = getattr(module.original_component, "weight", None)
     bias = getattr(module.original_component, "bias", None)
     bias = None if bias is None else bias.detach()
@@ -288,14 +303,13 @@ def _fitted(module: Any, name: str, inputs: Tensor, outputs: Tensor) -> Norm:
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
     """Return whether each row of a is a positive multiple of b's, up to half precision."""
-    cosine = torch.cosine_similarity(a.cpu().double(), b.cpu().double(), dim=-1)
-    return bool((cosine > 1 - 1e-3).all())
+    return bool((torch.cosine_similarity(a, b, dim=-1) > 1 - 1e-3).all())
 
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
     """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply."""
-    reasons = []
+    tried: dict[str, Tensor] = {}
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
         matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
@@ -303,23 +317,25 @@ def require_bridge_weights(model: Any) -> None:
             matrices["mlp.gate"] = "W_gate"
         for path, name in matrices.items():
             owner = block.attn if path.startswith("attn") else block.mlp
-            if not _applies(getattr(owner, name), getattr(owner, path.split(".")[1], None), path):
-                reasons.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
+            module = getattr(owner, path.split(".")[1], None)
+            reason = f"layer {layer}: {name} is not the matrix that its {path} applies"
+            tried[reason] = _error_and_size(getattr(owner, name), module, path)
+    numbers = zip(tried, _on_cpu([*tried.values()]), strict=True)
+    reasons = [reason for reason, (error, size) in numbers if not error <= _TOLERANCE * size]
     InputError.raise_if(reasons, "the names of some weights of this model are wrong")
 
 
-def _applies(weight: Tensor, module: Any, path: str) -> bool:
-    """Return whether a module of a bridge applies this matrix, heads concatenated."""
+def _error_and_size(weight: Tensor, module: Any, path: str) -> Float[Tensor, "2"]:
+    """Return how far a module of a bridge is from applying a matrix, heads concatenated."""
+    unknown = torch.full((2,), torch.nan, device=weight.device)
     linear = getattr(module, "original_component", None)
     if linear is None:
-        return False
+        return unknown
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
-        flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)
-    else:
-        flat = weight
-    x = normal_numbers((3, flat.shape[0])).to(flat)
+        weight = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)
+    x = normal_numbers((3, weight.shape[0])).to(weight)
     computed = linear(x) - linear(torch.zeros_like(x))
-    expected = x @ flat
+    expected = x @ weight
     if computed.shape != expected.shape:
-        return False
-    return bool((computed - expected).norm() <= _TOLERANCE * expected.norm())
+        return unknown
+    return torch.stack([(computed - expected).norm(), expected.norm()])
