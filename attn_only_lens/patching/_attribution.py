@@ -85,6 +85,7 @@ from attn_only_lens.patching.repairs import (
     budget_reasons,
     expected_pearson,
     hook_points,
+    on_one_device,
     repair_keys,
     run_with_part,
 )
@@ -354,8 +355,8 @@ class _Estimator:
             estimates = site_estimates(
                 model, group.sites, part, node, gradients[node], target, moved
             )
-            moves.append(group.sums(estimates).cpu())
-        values = moved_values(prompts.unpatched, torch.cat(moves), prompts.shares)
+            moves.append(group.sums(estimates))
+        values = moved_values(prompts.unpatched, on_one_device(moves), prompts.shares)
         if not self._budget:
             return Repairs.nothing(values, groups), by_pattern
         target = replace(target, logits=target.logits.detach())
@@ -391,8 +392,8 @@ class _Estimator:
         for group in groups:
             sites = group.sites
             by_head = result.through_patterns(model, sites.layer, sites.kind)
-            moves.append(group.sums(by_site(model, sites, by_head)).sum(1).cpu().double())
-        return sign * torch.cat(moves)
+            moves.append(group.sums(by_site(model, sites, by_head)).sum(1))
+        return sign * on_one_device(moves).cpu().double()
 
     def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
         """Return the gradients of the method, by hook point."""

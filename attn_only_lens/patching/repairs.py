@@ -120,7 +120,7 @@ class Repairer:
         self,
         runner: PatchRunner,
         groups: Sequence[SiteGroup],
-        keys: Sequence[Float[Tensor, "row"]],
+        keys: Float[Tensor, "row"],
         values: Float[Tensor, "row prompt"],
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
         bar: Any,
@@ -132,7 +132,7 @@ class Repairer:
         self._values, self._estimates = values.clone(), mean(values).numpy()
         self._exact = np.zeros(len(values), dtype=bool)
         self._cost = self._costs()
-        self._key = self._positive(torch.cat(list(keys)).double().numpy())
+        self._key = self._positive(keys.cpu().double().numpy())
         self._sites = list(dict.fromkeys(group.sites for group in groups))
         sizes = [len(group) for group in groups]
         self._layer = np.repeat([self._sites.index(group.sites) for group in groups], sizes)
@@ -314,14 +314,19 @@ def repair_keys(
     target: Recording,
     source: Recording,
     gradients: dict[str, Tensor],
-) -> list[Float[Tensor, "row"]]:
-    """Return the key of each row of each group: its expected error, up to a factor."""
+) -> Float[Tensor, "row"]:
+    """Return the key of each row: its expected error, up to a factor."""
     keys = _Keys(model, part, target, source, gradients)
     attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
     if attention and part in ("pattern", "q", "k"):
         keys.replaced = run_with_part(model, target, source, sorted(attention), part)
     by_site = {site: keys.of(site) for site in dict.fromkeys(group.sites for group in groups)}
-    return [group.sums(by_site[group.sites]).sum(dim=1).cpu() for group in groups]
+    return on_one_device([group.sums(by_site[group.sites]).sum(dim=1) for group in groups])
+
+
+def on_one_device(rows: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all groups, whose layers may be on several devices."""
+    return torch.cat([x.to(rows[0].device) for x in rows])
 
 
 class _Keys:

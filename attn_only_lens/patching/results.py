@@ -444,7 +444,7 @@ class Sweep(ScoredFrame):
             differ = numbers != numbers[first_row[codes]]
             if differ.any():
                 reasons.append(f"rows of {names[differ.argmax()]} differ in their {column}")
-        again = frame.duplicated(_site_columns(frame), keep="last")
+        again = _sites(frame).duplicated(keep="last")
         if again.any():
             reasons.append(f"{again.sum()} rows repeat a site, such as {names[again.argmax()]}")
         return reasons
@@ -540,9 +540,10 @@ def run_settings(
     }
 
 
-def _site_columns(frame: pd.DataFrame) -> list[str]:
-    """Return the columns that identify a row of a sweep."""
-    return [name for name in ("name", "position", "prompt") if name in frame]
+def _sites(frame: pd.DataFrame) -> pd.MultiIndex:
+    """Return what identifies each row of a sweep."""
+    columns = [name for name in ("name", "position", "prompt") if name in frame]
+    return pd.MultiIndex.from_frame(frame[columns])
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -624,7 +625,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
     if ("prompt" in exact.frame) != ("prompt" in approx.frame):
         reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
         raise InputError([reason], problem)
-    order = _rows_in_order(exact.frame, approx.frame)
+    order = _sites(approx.frame).get_indexer(_sites(exact.frame))  # -1 where there is none
     reasons = _differences(exact, approx) + _site_reasons(exact, approx, order)
     for label, sweep in (("exact", exact), ("approx", approx)):
         if not np.ptp(sweep.effect) > 0:
@@ -674,18 +675,3 @@ def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) ->
         f"{len(only_exact)} of {len(exact)} rows are only in exact, and {len(only_approx)} of "
         f"{len(approx)} only in approx, such as {example}; expected the same names and positions"
     ]
-
-
-def _rows_in_order(one: pd.DataFrame, second: pd.DataFrame) -> Int[np.ndarray, "row"]:
-    """Return the row of `second` with the site of each row of `one`; -1 if it has none."""
-    keys = _site_columns(one)
-    left, right = one[keys], second[keys].assign(row=np.arange(len(second)))
-    for name in keys:
-        categorical = [
-            isinstance(frame[name].dtype, pd.CategoricalDtype) for frame in (one, second)
-        ]
-        if categorical[0] != categorical[1]:  # positions that are numbers, and roles
-            return np.full(len(one), -1)
-        if categorical[0]:  # compare codes of the same categories
-            right[name] = right[name].cat.set_categories(left[name].cat.categories)
-    return left.merge(right, how="left", on=keys)["row"].fillna(-1).to_numpy(np.int64)
