@@ -234,11 +234,12 @@ _NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDiction
 
 def _norms(model: Any) -> tuple[list[Any], Any]:
     """Return the norms of each layer and the last one, with weights checked; once for a model."""
-    tests, host = passed_tests(model), host_of(model)
-    if tests not in _NORMS:
+    known, host = _NORMS.get(passed_tests(model)), host_of(model)
+    if known is None:
         host.require_weights()
-        _NORMS[tests] = host.norms(), host.final_norm()
-    return _NORMS[tests]
+        known = host.norms(), host.final_norm()
+        _NORMS[passed_tests(model)] = known  # a first run leaves plain attributes in some modules
+    return known
 
 
 class _Traffic:
