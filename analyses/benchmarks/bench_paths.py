@@ -47,15 +47,16 @@ class ByHand:
     def __init__(self, model: Any, clean: Tensor, corrupted: Tensor) -> None:
         self.model, self.tokens = model, corrupted
         with torch.no_grad():
-            self.runs = [model.run_with_cache(each)[1] for each in (clean, corrupted)]
+            self.runs = [model.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
         bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
         self.value = lambda logits: bound.value(bound.select(logits)[None])[0]
 
     def sent(self, name: HeadName) -> Tensor:
         """What a head wrote in the clean run less what it wrote in the corrupted one."""
         block = self.model.blocks[name.layer]
-        at = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
-        clean, corrupted = (r[f"blocks.{name.layer}.{at}"][:, AT, name.index] for r in self.runs)
+        point = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
+        hook = f"blocks.{name.layer}.{point}"
+        clean, corrupted = (run[hook][:, AT, name.index] for run in self.runs)
         if name.kind == "attention":
             return (clean - corrupted) @ block.attn.W_O[name.index]
         return (clean - corrupted)[:, None] * block.mlp.W_out[name.index]
@@ -69,15 +70,15 @@ class ByHand:
             more = delta / cache["ln_final.hook_scale"][:, AT]
             return "ln_final.hook_normalized", self.adding(more, (slice(None), AT))
         name = HeadName.parse(receiver)
-        block, at = self.model.blocks[name.layer], f"blocks.{name.layer}"
+        block, prefix = self.model.blocks[name.layer], f"blocks.{name.layer}"
         norm = "ln1" if name.kind == "attention" else "ln2"
         weight = getattr(block, norm).original_component.weight
-        entering = delta / cache[f"{at}.{norm}.hook_scale"][:, AT] * weight
+        entering = delta / cache[f"{prefix}.{norm}.hook_scale"][:, AT] * weight
         if name.kind == "attention":
             more = entering @ block.attn.W_Q[name.index]
-            return f"{at}.attn.hook_q", self.adding(more, (slice(None), AT, name.index))
+            return f"{prefix}.attn.hook_q", self.adding(more, (slice(None), AT, name.index))
         more = entering @ block.mlp.W_in[:, name.index]
-        return f"{at}.mlp.hook_pre", self.adding(more, (slice(None), AT, name.index))
+        return f"{prefix}.mlp.hook_pre", self.adding(more, (slice(None), AT, name.index))
 
     @staticmethod
     def adding(more: Tensor, where: tuple[Any, ...]) -> Callable[..., Tensor]:
@@ -124,7 +125,8 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
     by_hand = ByHand(source, clean, corrupted)
     neurons = [list(range(0, cfg.d_mlp, max(1, cfg.d_mlp // few)))[:few]] * 2
     from_neurons, to_neurons = (
-        [f"L{layer}N{i}" for i in each] for layer, each in zip((first, last), neurons, strict=True)
+        [f"L{layer}N{i}" for i in indices]
+        for layer, indices in zip((first, last), neurons, strict=True)
     )
     cases: dict[str, tuple[Any, Any, str, int | None]] = {
         "neurons to neurons": (from_neurons, to_neurons, "z", last),
@@ -138,22 +140,22 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
         options: dict[str, Any] = {"positions": AT, "progress": False}
         for title, (senders, receivers, part, layer) in cases.items():
             start = time.perf_counter()
-            found = p.path_patch(
+            paths = p.path_patch(
                 *(model, clean, corrupted, METRIC),
                 **options | {"senders": senders, "receivers": receivers, "part": part},
             )
             ours = time.perf_counter() - start
-            sampled = found.frame.iloc[:: max(1, len(found.frame) // theirs)][:theirs]
+            sampled = paths.frame.iloc[:: max(1, len(paths.frame) // theirs)][:theirs]
             pairs = list(zip(sampled["sender"], sampled["receiver"], strict=True))
             values, seconds = by_hand.patch(pairs)
             worst = max(abs(a - b) for a, b in zip(values, sampled["value"], strict=True))
             kind = "neuron" if "to neurons" in title else "attention"
             counted = flops(cfg, layer, kind)
-            rate = len(found.frame) / ours
+            rate = len(paths.frame) / ours
             rows.append(
                 {
                     "paths": title,
-                    "number": len(found.frame),
+                    "number": len(paths.frame),
                     "seconds": ours,
                     "by hand paths/s": len(pairs) / seconds,
                     "ours paths/s": rate,
@@ -161,7 +163,7 @@ def report(smoke: bool, device: str, few: int, theirs: int) -> str:
                     "bound paths/s": speed / counted,
                     "Mflop a path": counted / 1e6,
                     "largest difference": worst
-                    / (abs(found.clean_value) + abs(found.corrupted_value)),
+                    / (abs(paths.clean_value) + abs(paths.corrupted_value)),
                 }
             )
         start = time.perf_counter()

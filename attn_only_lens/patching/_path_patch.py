@@ -291,7 +291,7 @@ class _PathPatches:
     def estimate(self, chunk: Chunk, top: int) -> Arrays:
         """Return the paths of some blocks with the largest |mean estimate|."""
         blocks = {number: self.blocks[number] for number in chunk.rows}
-        total = dict.fromkeys(blocks, 0.0)
+        total: dict[int, Any] = dict.fromkeys(blocks, 0.0)
         for some_prompts in self._plan.prompts:
             prompts = self._prompts.of(some_prompts)
             runner, gradients = self._runner(prompts), self._gradients(prompts)
@@ -374,9 +374,9 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
     if isinstance(names, str | HeadName):
         names = [names]
     if isinstance(names, Iterable) and not isinstance(names, Selection):
-        given = list(names)
-        names = [name for name in given if name != _LOGITS]
-        has_logits = len(names) < len(given)
+        with_logits = list(names)
+        names = [name for name in with_logits if name != _LOGITS]
+        has_logits = len(names) < len(with_logits)
     only_logits = has_logits and not names
     resolved: list[LayerSites | None] = [] if only_logits else [*resolve_sites(model, names)]
     neurons = [sites.names[0] for sites in resolved if sites and sites.kind == "neuron"]

@@ -155,11 +155,11 @@ def _flags(column: _Column) -> npt.NDArray[np.bool_]:
 def _texts(column: _Column) -> pd.Categorical:
     """Return texts as a categorical, with categories in the order of appearance."""
     try:
-        codes, texts = pd.factorize(column)
+        codes, distinct = pd.factorize(column)
     except TypeError as error:  # of lists
         reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
         raise InputError([reason], _PROBLEM) from error
-    texts = np.asarray(texts, dtype=object)
+    texts = np.asarray(distinct, dtype=object)
     reasons = [f"{column.name} has rows without a value (null)"] * (-1 in codes)
     odd = [text for text in texts if not isinstance(text, str)][:1]
     reasons += [f"got {column.name} {text!r}; expected text" for text in odd]
@@ -216,9 +216,11 @@ class ScoredFrame:
     def __post_init__(self) -> None:
         InputError.raise_if(self._setting_reasons(), _PROBLEM)
         self._require_columns()
-        given = self.frame if "part" in self.frame else self.frame.assign(part=self.part)
+        rows = self.frame
+        if "part" not in rows:
+            rows = rows.assign(part=pd.Categorical([self.part]).repeat(len(rows)))
         frame = pd.DataFrame(
-            {name: read(given[name]) for name, read in self._columns.items() if name in given}
+            {name: read(rows[name]) for name, read in self._columns.items() if name in rows}
         )
         InputError.raise_if(self._row_reasons(frame), _PROBLEM)
         frame.insert(list(frame).index("value") + 1, "score", self._scores(frame))
