@@ -44,6 +44,11 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
+def read_all(numbers: Sequence[Tensor]) -> list[Any]:
+    """Return the values of tensors without axes, by one transfer for each dtype and device."""
+    return [x.item() for x in on_cpu(numbers)]
+
+
 def free_bytes(device: torch.device) -> int:
     """Return how much more memory tensors can take on a device.
 

@@ -47,15 +47,16 @@ class ByHand:
     def __init__(self, model: Any, clean: Tensor, corrupted: Tensor) -> None:
         self.model, self.tokens = model, corrupted
         with torch.no_grad():
-            self.runs = [model.run_with_cache(prompt)[1] for prompt in (clean, corrupted)]
+            self.runs = [model.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
         bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
         self.value = lambda logits: bound.value(bound.select(logits)[None])[0]
 
     def sent(self, name: HeadName) -> Tensor:
         """What a head wrote in the clean run less what it wrote in the corrupted one."""
         block = self.model.blocks[name.layer]
-        hook = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
-        clean, corrupted = (r[f"blocks.{name.layer}.{hook}"][:, AT, name.index] for r in self.runs)
+        point = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
+        hook = f"blocks.{name.layer}.{point}"
+        clean, corrupted = (run[hook][:, AT, name.index] for run in self.runs)
         if name.kind == "attention":
             return (clean - corrupted) @ block.attn.W_O[name.index]
         return (clean - corrupted)[:, None] * block.mlp.W_out[name.index]
@@ -139,22 +140,22 @@ def report(smoke: bool, device: str, few: int, n_by_hand: int) -> str:
         options: dict[str, Any] = {"positions": AT, "progress": False}
         for title, (senders, receivers, part, layer) in cases.items():
             start = time.perf_counter()
-            sweep = p.path_patch(
+            paths = p.path_patch(
                 *(model, clean, corrupted, METRIC),
                 **options | {"senders": senders, "receivers": receivers, "part": part},
             )
             ours = time.perf_counter() - start
-            sampled = sweep.frame.iloc[:: max(1, len(sweep.frame) // n_by_hand)][:n_by_hand]
+            sampled = paths.frame.iloc[:: max(1, len(paths.frame) // theirs)][:theirs]
             pairs = list(zip(sampled["sender"], sampled["receiver"], strict=True))
             values, seconds = by_hand.patch(pairs)
             worst = max(abs(a - b) for a, b in zip(values, sampled["value"], strict=True))
             kind = "neuron" if "to neurons" in title else "attention"
             counted = flops(cfg, layer, kind)
-            rate = len(sweep.frame) / ours
+            rate = len(paths.frame) / ours
             rows.append(
                 {
                     "paths": title,
-                    "number": len(sweep.frame),
+                    "number": len(paths.frame),
                     "seconds": ours,
                     "by hand paths/s": len(pairs) / seconds,
                     "ours paths/s": rate,
@@ -162,7 +163,7 @@ def report(smoke: bool, device: str, few: int, n_by_hand: int) -> str:
                     "bound paths/s": speed / counted,
                     "Mflop a path": counted / 1e6,
                     "largest difference": worst
-                    / (abs(sweep.clean_value) + abs(sweep.corrupted_value)),
+                    / (abs(paths.clean_value) + abs(paths.corrupted_value)),
                 }
             )
         start = time.perf_counter()

@@ -65,13 +65,12 @@ def turns(
                 start = time.perf_counter(), time.process_time()
                 kept = call()
                 wait(device)
-                duration = time.perf_counter() - start[0], time.process_time() - start[1]
+                seconds = time.perf_counter() - start[0], time.process_time() - start[1]
                 del kept
             if count or not rounds:
-                took[name].append(duration)
+                took[name].append(seconds)
     wall, processor = (
-        [statistics.median(duration[i] for duration in times) for times in took.values()]
-        for i in (0, 1)
+        [statistics.median(pair[i] for pair in times) for times in took.values()] for i in (0, 1)
     )
     return pd.DataFrame({"call": list(calls), "wall s": wall, "processor s": processor})
 
@@ -155,7 +154,7 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
     noisy = values + 0.1 * torch.randn_like(values)
 
     def made(of_layers: Tensor) -> p.Sweep:
-        groups = [SiteGroup.product(names, positions) for names in sites]
+        groups = [SiteGroup.product(of_layer, positions) for of_layer in sites]
         return p.Sweep(site_rows(groups).assign(value=of_layers.numpy().ravel()), **RUN)
 
     first, second = made(values), made(noisy)
@@ -184,7 +183,7 @@ def report(folder: str, smoke: bool, device: str) -> str:
     lengths, rounds = ((5,), 1) if smoke else (LENGTHS, 5)
     sizes = SMALL if smoke else LARGE
     millions = sizes[0] * sizes[1] * sizes[2] / 1e6
-    frame = attributions(source, lengths, rounds, device)
+    costs = attributions(source, lengths, rounds, device)
     with tempfile.TemporaryDirectory() as kept:
         large = large_result(sizes, Path(kept))
     return f"""# Attribution against plain hooks, and large results
@@ -197,7 +196,7 @@ Made by `python -m analyses.benchmarks.bench_results`.
 {shape}, a bridge, float32. The gradient costs a forward pass by flops, so AtP costs
 three.
 
-{table(frame)}
+{table(costs)}
 
 ## A result of {millions:.3g} million sites
 

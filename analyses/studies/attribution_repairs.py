@@ -246,7 +246,7 @@ round, or two that swap places. Pairs of texts differ in one token and in their 
 
 ## The default
 
-`budget="auto"` spends at least 3 forward passes or 0.2 Gflop, and at most 10 forward passes or 4
+`budget="auto"` spends at least 3 forward passes or 0.2 Gflop, and at most 7 forward passes or 4
 Gflop, whichever is more, and between the two stops where the expected correlation is .99 for both
 kinds of heads.
 

@@ -51,7 +51,7 @@ class Keeping(Repairer):
 
     def __init__(self, runner: Any, groups: Any, keys: Any, *args: Any) -> None:
         rows = site_rows(groups)
-        numbers = np.concatenate([key.double().numpy() for key in keys])
+        numbers = keys.cpu().double().numpy()
         type(self).keys = pd.Series(numbers, pd.MultiIndex.from_frame(rows[SITE].astype(object)))
         super().__init__(runner, groups, keys, *args)
 

@@ -30,6 +30,7 @@ from attn_only_lens.engine.writes import (
     Positions,
     Scale,
     SublayerWrites,
+    read_matrices,
 )
 from attn_only_lens.heads import host_of
 
@@ -126,11 +127,9 @@ def _value_terms(
         outputs = heads.neuron_outputs(weight * v)
         leaves = [q] if up is None else [q, up]
         factors = torch.autograd.grad(outputs.sum(), leaves, allow_unused=True)
-    module = heads.module
-    matrices = [module.W_in] if up is None else [module.W_gate, module.W_in]
     return tuple(
         (W.detach(), factor)
-        for W, factor in zip(matrices, factors, strict=True)
+        for W, factor in zip(read_matrices(heads), factors, strict=True)
         if factor is not None
     )
 
@@ -152,5 +151,4 @@ def gate_term(
         query, _ = heads._query_and_value(q, up)
         outputs = heads.neuron_outputs(along * query * mean(gates.v))
         (factor,) = torch.autograd.grad(outputs.sum(), q)
-    W = heads.module.W_in if up is None else heads.module.W_gate
-    return W.detach(), factor
+    return read_matrices(heads)[0].detach(), factor

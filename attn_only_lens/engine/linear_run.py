@@ -264,15 +264,14 @@ def linearize(
     """
     host = host_of(model)
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
-    with uncapped_logits(model) as uncapped:
-        run = decompose(model, tokens, mask, names=(*patterns, *names))
+    run = decompose(model, tokens, mask, names=(*patterns, *names))
     sublayers = tuple(
         _attention(host, sublayer, run.recording.hooked[patterns[sublayer.layer]])
         if sublayer.neurons is None
         else _neurons(sublayer, run.recording.neurons[sublayer.layer].weight, held)
         for sublayer in run.sublayers
     )
-    linear = LinearRun(model, run, sublayers, uncapped[-1])
+    linear = LinearRun(model, run, sublayers, run.uncapped)
     _require_linear(linear)
     return linear
 

@@ -11,7 +11,7 @@ The change reaches z (of neuron-heads with pre-activation q) through some inputs
 
 Neuron-heads have a closed form: Δq = δ W (and Δu), then the gate. For attention heads the model's
 block runs with δ added to the input of its attention, and with the other queries, keys or values
-restored to the recorded ones. Both are tested before they are used.
+restored to the recorded ones. Both are tested before they are used, once for a model.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_only_lens.devices import normal_numbers
+from attn_only_lens.devices import normal_numbers, read_all
 from attn_only_lens.engine.edits import change_of_z
 from attn_only_lens.engine.recording import NeuronRun
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.sites import LayerSites, Part
-from attn_only_lens.engine.writes import Decomposition, Positions, Scale, add_to_input
+from attn_only_lens.engine.writes import (
+    Decomposition,
+    Positions,
+    Scale,
+    add_to_input,
+    read_matrices,
+)
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.computation import NeuronHeads
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -39,9 +45,9 @@ _MOVED = {"q": "q", "k": "k", "value": "v", "pattern": "qk", "z": "qkv"}
 _PROBLEM = "paths into these heads cannot be followed"
 
 
-def input_hooks(replay_host: Any, layer: int) -> tuple[str, ...]:
+def input_hooks(host: Any, layer: int) -> tuple[str, ...]:
     """Return the hook points of the queries, keys and values of a layer's attention heads."""
-    return tuple(replay_host.hook_name(layer, "attention", point) for point in _INPUTS)
+    return tuple(host.hook_name(layer, "attention", point) for point in _INPUTS)
 
 
 class _Stop(Exception):
@@ -76,12 +82,10 @@ class Readers:
             for x in self._projections(sites.layer)
         )
         assert q is not None
-        W_q, W_up = _read_matrices(heads)
-        new_up = None if up is None or W_up is None else up + entering @ W_up[:, index]
+        W_q, *W_up = read_matrices(heads)
+        new_up = None if up is None else up + entering @ W_up[0][:, index]
         before = _neuron_run(heads, q, up)
         after = _neuron_run(heads, q + entering @ W_q[:, index], new_up)
-        if part == "k":
-            return torch.zeros_like(after.z)
         named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
         return change_of_z(before, after, named)
 
@@ -90,16 +94,11 @@ class Readers:
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered
-            noise = normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
-            unmoved, moved = heads.projections(x), heads.projections(x + noise)
-            for W, before, after in zip(_read_matrices(heads), unmoved, moved, strict=True):
-                if before is None or after is None or W is None:
-                    continue
-                error = (before + noise @ W - after).abs().max()
-                if not error <= LOGIT_TOLERANCE[x.dtype] * after.abs().max():
-                    reason = f"the MLP of layer {layer} does not multiply its input by its W_in"
-                    raise UnsupportedModelError([reason], _PROBLEM)
-            self._projected[layer] = unmoved
+            self._projected[layer] = heads.projections(x)
+            test, recording = ("neurons read", layer), self.decomposition.recording
+            if not self.replay.tested.covers(test, recording):
+                _require_products(heads, x, self._projected[layer], layer)
+                self.replay.tested.add(test, recording)
         return self._projected[layer]
 
     @torch.no_grad()
@@ -111,9 +110,7 @@ class Readers:
         first: int = 0,
     ) -> Float[Tensor, "variant batch pos head_index d_head"]:
         """Return z of every attention head of a layer when its input changes from `first` on."""
-        if layer not in self._joint:
-            self._joint[layer] = self._test(layer)
-        if not self._joint[layer]:
+        if not self._is_joint(layer):
             return self._z(layer, entering, _MOVED[part], first)
         heads = range(self.replay.host.n_heads[layer])
         z = [self._z(layer, entering, _MOVED[part], first, head)[:, :, :, head] for head in heads]
@@ -180,40 +177,69 @@ class Readers:
         with final.norm.module.register_forward_hook(add):
             return replay.values(Variants(replay.n_blocks, first, stream))
 
-    def _test(self, layer: int) -> bool:
-        """Test that noise reaches z only through queries, keys and values.
+    def _is_joint(self, layer: int) -> bool:
+        """Return whether the inputs of one head reach other heads, such as through a joint norm.
 
-        Return whether the inputs of one head reach other heads, such as through a joint norm.
+        Test before that noise reaches z only through queries, keys and values.
         """
-        z = self.decomposition.of(layer, "attention").z
-        x = self.decomposition.of(layer, "attention").entered
-        noise = (normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0))[None]
-        kept, moved = (self._z(layer, noise, part, 0)[0] for part in ("", "qkv"))
-        alone = self._z(layer, noise, "qkv", 0, head=0)[0]
-        allowed = LOGIT_TOLERANCE[z.dtype] * z.abs().max()
-        mask = self.decomposition.recording.mask
-        kept, moved, alone, z = (
-            y if mask is None else y[mask.bool().to(y.device)] for y in (kept, moved, alone, z)
+        test, recording = ("heads read alone", layer), self.decomposition.recording
+        if layer not in self._joint and self.replay.tested.covers(test, recording):
+            self._joint[layer] = False
+        if layer not in self._joint:
+            self._joint[layer] = self._test_heads(layer)
+            if not self._joint[layer]:
+                self.replay.tested.add(test, recording)
+        return self._joint[layer]
+
+    def _test_heads(self, layer: int) -> bool:
+        sublayer, mask = (
+            self.decomposition.of(layer, "attention"),
+            self.decomposition.recording.mask,
         )
-        if not (kept - z).abs().max() <= allowed:
+        noise = _noise(sublayer.entered)[None]
+        runs = [self._z(layer, noise, part, 0)[0] for part in ("", "qkv")]
+        runs += [self._z(layer, noise, "qkv", 0, head=0)[0], sublayer.z]
+        kept, moved, alone, z = (x if mask is None else x[mask.bool().to(x.device)] for x in runs)
+        differences = (kept - z, moved - z, (alone - moved)[..., 0, :], sublayer.z)
+        depends, effect, of_others, size = read_all([x.abs().max() for x in differences])
+        allowed = LOGIT_TOLERANCE[z.dtype] * size
+        if not depends <= allowed:
             reason = (
                 f"layer {layer}: with its queries, keys and values restored, its attention still "
                 "depends on its input: it does not read them where they are hooked"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
         # Weights of zero hide noise, as in compiled programs, and pass nan on.
-        hidden = not (moved - z).abs().max() > allowed
+        hidden = not effect > allowed
         if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
             reason = f"layer {layer}: a change of its attention's input does not reach it"
             raise UnsupportedModelError([reason], _PROBLEM)
-        return not bool((alone - moved)[..., 0, :].abs().max() <= allowed)
+        return not of_others <= allowed
 
 
-def _read_matrices(heads: NeuronHeads) -> tuple[Tensor, Tensor | None]:
-    """Return the matrices of q, and of u in a gated MLP."""
-    mlp: Any = heads.module
-    gate = getattr(mlp, "W_gate", None)
-    return (mlp.W_in, None) if gate is None else (gate, mlp.W_in)
+def _require_products(
+    heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
+) -> None:
+    """Refuse an MLP that does not multiply its input by W_in, and W_gate."""
+    noise = _noise(x)
+    befores, afters = (
+        [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))
+    )
+    numbers = [
+        number.abs().max()
+        for W, before, after in zip(read_matrices(heads), befores, afters, strict=True)
+        for number in (before + noise @ W - after, after)
+    ]
+    errors = read_all(numbers)
+    for error, size in zip(errors[::2], errors[1::2], strict=True):
+        if not error <= LOGIT_TOLERANCE[x.dtype] * size:
+            reason = f"the MLP of layer {layer} does not multiply its input by its W_in"
+            raise UnsupportedModelError([reason], _PROBLEM)
+
+
+def _noise(x: Tensor) -> Tensor:
+    """Return noise of the shape and the size of x."""
+    return normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
 
 
 def _neuron_run(heads: NeuronHeads, q: Tensor, up: Tensor | None) -> NeuronRun:

@@ -29,16 +29,18 @@ to the head that reads; the model's own code computes them (`readers.py`).
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual, Tokens
-from attn_only_lens.devices import on_cpu
+from attn_only_lens.devices import read_all
 from attn_only_lens.engine.edits import neuron_changes
+from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
 from attn_only_lens.engine.recording import Recording, output_stream, record
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -71,28 +73,9 @@ class FrozenNorm:
     stream: Residual
     scale: Float[Tensor, "batch pos 1"]
 
-    @classmethod
-    def measure(cls, norm: Any, stream: Residual, output: Residual) -> tuple["FrozenNorm", Tensor]:
-        """Measure the scale from the norm's input and output, and whether it is a norm's."""
-        if norm.module is None:
-            return cls(norm, stream, torch.ones_like(stream[..., :1])), torch.tensor(True)
-        linear = norm.after(stream)
-        expected = output if norm.bias is None else output - norm.bias
-        square = linear.square().sum(-1, keepdim=True)
-        scale = (square / (linear * expected).sum(-1, keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
-        frozen = cls(norm, stream, scale)
-        error = (linear / scale - expected).abs().amax()
-        eps = scale.square() - frozen._centred(stream).square().mean(-1, keepdim=True)
-        rounded = _ROUNDING * scale.square()
-        is_root_mean_square = (square == 0) | ((eps > -rounded) & (eps < _LARGEST_EPS + rounded))
-        return frozen, (error <= _ROUNDING * expected.abs().amax()) & is_root_mean_square.all()
-
     def at(self, positions: Positions) -> "FrozenNorm":
         """Return the norm at some positions."""
-        return FrozenNorm(self.norm, self.stream[:, positions], self.scale[:, positions])
-
-    def _centred(self, x: Tensor) -> Tensor:
-        return x - x.mean(-1, keepdim=True) if self.norm.centres else x
+        return replace(self, stream=self.stream[:, positions], scale=self.scale[:, positions])
 
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
@@ -102,7 +85,7 @@ class FrozenNorm:
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
             return moved / self.scale
-        x, centred = self._centred(self.stream), self._centred(change)
+        x, centred = self.norm.centred(self.stream), self.norm.centred(change)
         growth = (centred * (2 * x + centred)).mean(-1, keepdim=True)  # of the mean square
         new_scale = (self.scale.square() + growth).sqrt()
         linear: Tensor = self.norm.after(self.stream)
@@ -178,6 +161,7 @@ class Decomposition:
         sublayers: in the order of computation.
         final: the norm before the unembedding.
         parallel: for each source layer, whether its MLP reads the same stream as its attention.
+        uncapped: the output of the unembedding: the logits before any soft cap.
     """
 
     recording: Recording
@@ -185,6 +169,7 @@ class Decomposition:
     sublayers: tuple[SublayerWrites, ...]
     final: FrozenNorm
     parallel: tuple[bool, ...]
+    uncapped: Float[Tensor, "batch pos d_vocab"]
 
     def of(self, layer: int, kind: HeadKind) -> SublayerWrites:
         """Return a sublayer."""
@@ -217,52 +202,83 @@ def decompose(
     if dtype not in (torch.float32, torch.float64):
         raise InputError([f"got a model in {dtype}; expected float32 or float64"], _PROBLEM)
     host = host_of(model)
-    host.require_weights()
-    norms, last = host.norms(), host.final_norm()
+    norms, last = _norms(model)
     layers = range(host.n_layers)
     z_names = [host.hook_name(layer, "attention", "z") for layer in layers]
-    modules: set[nn.Module] = {model.unembed}
-    for layer, around in zip(layers, norms, strict=True):
-        modules |= {host.attention(layer), host.neurons[layer].module}
-        every_norm = (*around.attention, *around.neuron, last)
-        modules |= {norm.module for norm in every_norm if norm.module is not None}
+    every_norm = [last, *(norm for n in norms for norm in (*n.attention, *n.neuron))]
+    modules = {norm.module for norm in every_norm if norm.module is not None}
+    modules |= {host.attention(layer) for layer in layers}
+    modules |= {model.unembed, *(heads.module for heads in host.neurons)}
     with _record_modules(modules) as traffic:
         recording = record(model, tokens, mask, layers=layers, names=[*z_names, *names])
     _require_finite(recording)
     sublayers = tuple(
         _sublayer(host, recording, traffic, around, layer, kind)
-        for layer, around in zip(layers, norms, strict=True)
+        for layer, around in enumerate(norms)
         for kind in HEAD_KINDS
     )
-    final = traffic.frozen(last, traffic.entered[model.unembed])
+    run = Decomposition(
+        recording,
+        embedding=recording.streams[0],
+        sublayers=sublayers,
+        final=traffic.frozen(last, traffic.entered[model.unembed]),
+        parallel=tuple(bool(around.parallel) for around in norms),
+        uncapped=traffic.returned[model.unembed],
+    )
     traffic.require_norms()
-    parallel = tuple(bool(around.parallel) for around in norms)
-    run = Decomposition(recording, recording.streams[0], sublayers, final, parallel)
     _require_sums(run)
     return run
 
 
-class _Traffic(NamedTuple):
-    """The inputs and outputs of modules in a forward pass, and which of them act as norms."""
+_NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDictionary()
 
-    entered: dict[nn.Module, Tensor]
-    returned: dict[nn.Module, Tensor]
-    is_norm: dict[nn.Module, Tensor]
+
+def _norms(model: Any) -> tuple[list[Any], Any]:
+    """Return the norms of each layer and the last one, with weights checked; once for a model."""
+    known, host = _NORMS.get(passed_tests(model)), host_of(model)
+    if known is None:
+        host.require_weights()
+        known = host.norms(), host.final_norm()
+        _NORMS[passed_tests(model)] = known  # a first run leaves plain attributes in some modules
+    return known
+
+
+class _Traffic:
+    """The inputs and outputs of modules in a forward pass, and the norms among them."""
+
+    def __init__(self) -> None:
+        self.entered: dict[nn.Module, Tensor] = {}
+        self.returned: dict[nn.Module, Tensor] = {}
+        self._norms: list[tuple[str, Tensor]] = []  # the class of each, and whether it is a norm
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm in this run; `outside` is the stream where there is no norm."""
+        """Return a norm in this run; `outside` is the stream if there is no norm.
+
+        The scale is measured from the norm's input and output.
+        """
         if norm.module is None:
-            return FrozenNorm.measure(norm, outside, outside)[0]
-        ends = self.entered[norm.module], self.returned[norm.module]
-        frozen, self.is_norm[norm.module] = FrozenNorm.measure(norm, *ends)
-        return frozen
+            return FrozenNorm(norm, outside, torch.ones_like(outside[..., :1]))
+        stream, output = self.entered[norm.module], self.returned[norm.module]
+        linear = norm.after(stream)
+        expected = output if norm.bias is None else output - norm.bias
+        square = linear.square().sum(-1, keepdim=True)
+        scale = (square / (linear * expected).sum(-1, keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
+        error = (linear / scale - expected).abs().amax()
+        eps = scale.square() - norm.centred(stream).square().mean(-1, keepdim=True)
+        rounded = _ROUNDING * scale.square()
+        is_root_mean_square = (square == 0) | ((eps > -rounded) & (eps < _LARGEST_EPS + rounded))
+        is_norm = (error <= _ROUNDING * expected.abs().amax()) & is_root_mean_square.all()
+        self._norms.append((type(norm.module).__name__, is_norm))
+        return FrozenNorm(norm, stream, scale)
 
     def require_norms(self) -> None:
         """Refuse modules that are no norms."""
-        for module, is_norm in zip(self.is_norm, on_cpu([*self.is_norm.values()]), strict=True):
-            if not is_norm:
-                reason = f"a {type(module).__name__} does not divide by a root mean square"
-                raise UnsupportedModelError([reason], _PROBLEM)
+        are_norms = read_all([is_norm for _, is_norm in self._norms])
+        others = {
+            name for (name, _), is_norm in zip(self._norms, are_norms, strict=True) if not is_norm
+        }
+        reasons = [f"a {name} does not divide by a root mean square" for name in sorted(others)]
+        UnsupportedModelError.raise_if(reasons, _PROBLEM)
 
 
 def _sublayer(
@@ -285,6 +301,12 @@ def _sublayer(
     return SublayerWrites(layer, kind, reads, entered, writes, z, matrix, bias, heads)
 
 
+def read_matrices(heads: Any) -> list[Tensor]:
+    """Return the matrices by which neuron-heads read: of q, and of u in a gated MLP."""
+    gate = getattr(heads.module, "W_gate", None)
+    return [heads.module.W_in] if gate is None else [gate, heads.module.W_in]
+
+
 def _require_finite(recording: Recording) -> None:
     """Refuse a run with nan: nan at padding would be nan in every sum over positions."""
     device = recording.tokens.device
@@ -299,22 +321,21 @@ def _require_finite(recording: Recording) -> None:
 
 def _require_sums(run: Decomposition) -> None:
     """Compare the sum of all writes with the stream that every sublayer read."""
-    totals = [sublayer.total() for sublayer in run.sublayers]
     readers = [
-        (f"the {sublayer.kind} of layer {sublayer.layer}", sublayer.reads.stream, n_before)
-        for sublayer in run.sublayers
-        for n_before in [len(run.before(sublayer.layer, sublayer.kind))]
+        (f"the {x.kind} of layer {x.layer}", x.reads.stream, len(run.before(x.layer, x.kind)))
+        for x in run.sublayers
     ]
-    readers.append(("the unembedding", run.final.stream, len(totals)))
-    real, largest = run.recording.mask, list[Tensor]()
+    readers.append(("the unembedding", run.final.stream, len(run.sublayers)))
+    real, numbers = run.recording.mask, list[Tensor]()
+    total, n_added = run.embedding, 0
     for _, stream, n_before in readers:
-        total = sum((x.to(stream) for x in totals[:n_before]), run.embedding.to(stream))
-        both = torch.stack([total - stream, stream]).abs().amax(-1)
-        if real is not None:
-            both = both.masked_fill(real.to(both) == 0, 0.0)
-        largest.append(both.amax((1, 2)))
-    for (reader, *_), numbers in zip(readers, on_cpu(largest), strict=True):
-        error, size = numbers.tolist()
+        for sublayer in run.sublayers[n_added:n_before]:
+            total = total.to(stream) + sublayer.total().to(stream)
+        n_added = n_before
+        for x in ((total.to(stream) - stream).abs(), stream.abs()):
+            numbers.append((x if real is None else x[real.bool().to(x.device)]).amax())
+    values = read_all(numbers)
+    for (reader, *_), error, size in zip(readers, values[::2], values[1::2], strict=True):
         if not error <= _ROUNDING * size:
             reason = (
                 f"the input of {reader} differs by {error:.2g} from the sum of everything written "
@@ -327,7 +348,7 @@ def _require_sums(run: Decomposition) -> None:
 @contextmanager
 def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
     """Yield the inputs and the outputs of modules, which the next forward pass fills in."""
-    traffic = _Traffic({}, {}, {})
+    traffic = _Traffic()
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         named = (kwargs[name] for name in ("hidden_states", "value_input") if name in kwargs)

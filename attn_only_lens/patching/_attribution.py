@@ -31,7 +31,7 @@ Cost in forwards of 2 · n_pos · parameters flops (a backward that stops at act
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -85,6 +85,7 @@ from attn_only_lens.patching.repairs import (
     budget_reasons,
     expected_pearson,
     hook_points,
+    on_one_device,
     repair_keys,
     run_with_part,
 )
@@ -151,8 +152,8 @@ def attribution(
         steps: for "integrated", how many gradients to average; by default 5.
         budget: the cost of exact patches, in forward passes (counted in flops); or "auto": at
             least 3 forward passes or 0.2 Gflop, then more until the expected correlations are
-            .99, but at most 10 forward passes or 4 Gflop; of each two limits the larger counts.
-            Tests of the model before the first patch cost about ten more forward passes.
+            .99, but at most 7 forward passes (10 with those of the estimates) or 4 Gflop; of each
+            two limits the larger counts. Tests of a model cost about ten more, once.
         split: with method "secant" and budget=0, also return what goes through the pattern of each
             head and through its values: columns `by_pattern` and `by_value`, which add up to the
             effect on the score.
@@ -227,76 +228,56 @@ def attribution(
         # Run
         settings = {"method": method, "steps": steps, "budget": as_plain(budget), "split": split}
         job = Job(resume, lambda: plan.settings() | settings, progress and len(chunks) > 1)
-        compute = partial(_attributed, estimator, prompts, totals)
-        repaired = _Repaired.nothing(plan)
+        compute = partial(_estimate_chunk, estimator, prompts, totals)
+        exact, sums = np.ones(plan.n_rows, dtype=bool), dict[str, Any]()
         for chunk, arrays in job.run(chunks, compute, unit="site"):
             totals.add(chunk, torch.from_numpy(arrays["kept"]))
-            repaired.add(
-                arrays, totals.weight(chunk.prompts), len(chunk.prompts) / totals.n_prompts
-            )
+            exact &= arrays["exact"]  # patched in all chunks
+            weight = totals.weight(chunk.prompts)
+            share = len(chunk.prompts) / totals.n_prompts
+            # The sum of errors is a bound on the error of the mean.
+            for name, w in (("errors", weight), ("by_pattern", weight), ("forwards", share)):
+                if name in arrays:
+                    sums[name] = sums.get(name, 0.0) + w * arrays[name]
 
         # Collect
-        return repaired.sweep(plan, totals, method, bool(budget))
+        return Sweep.of_prompts(
+            *(model, plan.pair, plan.groups, totals, part, method),
+            exact=exact,
+            by_pattern=sums.get("by_pattern"),
+            expected_pearson=_expected_pearson(plan, totals, sums["errors"]) if budget else {},
+            forwards=float(sums["forwards"]),
+        )
 
 
-def _attributed(
+def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
     """Return what is stored of the estimates of a chunk."""
     some_prompts = prompts.of(chunk.prompts)
-    repairs = estimator.estimate(some_prompts)
+    repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]
+    arrays = {
+        "kept": some_prompts.reduced(totals, repairs.values).numpy(),
+        "exact": repairs.exact,
+        "errors": np.array(errors, dtype=np.float64),
+        "forwards": np.array(repairs.forwards),
+    }
+    return arrays if by_pattern is None else arrays | {"by_pattern": by_pattern.numpy()}
+
+
+def _expected_pearson(
+    plan: SweepPlan, totals: OverPrompts, errors: np.ndarray
+) -> dict[Any, float | None]:
+    """Return the expected correlation with patching of each kind of head."""
+    sizes = [len(group) for group in plan.groups]
+    kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
+    means = totals.means.numpy()
+    kinds = dict.fromkeys(site.kind for site in plan.sites)
     return {
-        "kept": some_prompts.reduced(totals, torch.cat(repairs.values)).numpy(),
-        "exact": torch.cat(repairs.exact).numpy(),
-        "expected_errors": np.array(errors, dtype=np.float64),
-        "forwards": np.array([repairs.forwards]),
-    } | ({} if estimator.by_pattern is None else {"by_pattern": estimator.by_pattern.numpy()})
-
-
-@dataclass
-class _Repaired:
-    """Which rows were patched in all chunks of prompts, and the expected errors of the others."""
-
-    exact: np.ndarray
-    errors: np.ndarray
-    forwards: float
-    by_pattern: np.ndarray | None = None
-
-    @classmethod
-    def nothing(cls, plan: SweepPlan) -> "_Repaired":
-        """Return the result before the first chunk."""
-        kinds = {site.kind for site in plan.sites}
-        return cls(np.ones(plan.n_rows, dtype=bool), np.zeros(len(kinds)), 0.0)
-
-    def add(self, arrays: Arrays, weight: float, share: float) -> None:
-        """Add a chunk, by its weight in the mean and its share of the prompts."""
-        self.exact &= arrays["exact"]
-        self.errors += weight * arrays["expected_errors"]  # a bound on the error of the mean
-        self.forwards += share * float(arrays["forwards"].item())
-        if "by_pattern" in arrays:
-            so_far = 0.0 if self.by_pattern is None else self.by_pattern
-            self.by_pattern = so_far + weight * arrays["by_pattern"]
-
-    def sweep(self, plan: SweepPlan, totals: OverPrompts, method: str, repaired: bool) -> Sweep:
-        """Return the results, if repaired with the expected correlation with patching."""
-        return Sweep.of_prompts(
-            *(plan.model, plan.pair, plan.groups, totals, plan.part, method),
-            exact=self.exact,
-            by_pattern=self.by_pattern,
-            expected_pearson=self._expected_pearson(plan, totals) if repaired else {},
-            forwards=self.forwards,
-        )
-
-    def _expected_pearson(self, plan: SweepPlan, totals: OverPrompts) -> dict[Any, float | None]:
-        kinds = dict.fromkeys(site.kind for site in plan.sites)
-        sizes = [len(group) for group in plan.groups]
-        kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
-        means = totals.means.numpy()
-        return {
-            kind: expected_pearson(float(error), means[kind_of_row == kind])
-            for kind, error in zip(kinds, self.errors, strict=True)
-        }
+        kind: expected_pearson(float(error), means[kind_of_row == kind])
+        for kind, error in zip(kinds, errors, strict=True)
+    }
 
 
 class _Estimator:
@@ -313,7 +294,6 @@ class _Estimator:
     ) -> None:
         self._plan, self._method, self._steps = plan, method, steps
         self._budget, self._progress, self._split = budget, progress, split
-        self.by_pattern: Tensor | None = None
         self._closed = plan.part == "q" and method == "exact_gate"
         self._nodes = {
             site: gradient_node(plan.model, site, plan.part, closed=self._closed)
@@ -351,32 +331,35 @@ class _Estimator:
                 distinct=distinct,
             )
 
-    def estimate(self, prompts: PromptChunk) -> Repairs:
-        """Estimate the effects of all sites, and repair some by patches."""
+    def estimate(self, prompts: PromptChunk) -> tuple[Repairs, Tensor | None]:
+        """Estimate the effects of all sites, and repair some by patches.
+
+        Return with them by how much each row moves the metric through patterns, if asked.
+        """
         model, part = self._plan.model, self._plan.part
         target, source = prompts.target, prompts.source
         groups = [group.of_prompts(prompts.pair) for group in self._plan.groups]
+        by_pattern = None
         if self._method == "secant":
             result = self._contrast(prompts)
             gradients = result.gradients
-            if self._split:
-                self.by_pattern = self._through_patterns(result, groups)
+            by_pattern = self._through_patterns(result, groups) if self._split else None
         else:
             gradients = self._gradients(prompts)
         moved = source
         if self._closed and self._attention:
             closed = run_with_part(model, target, source, self._attention, part)
             moved = replace(source, hooked={**source.hooked, **closed})
-        values = []
+        moves = []
         for group in groups:
             node = self._nodes[group.sites]
             estimates = site_estimates(
                 model, group.sites, part, node, gradients[node], target, moved
             )
-            values.append(moved_values(prompts.unpatched, group.sums(estimates), prompts.shares))
+            moves.append(group.sums(estimates))
+        values = moved_values(prompts.unpatched, on_one_device(moves), prompts.shares)
         if not self._budget:
-            exact = [torch.zeros(len(rows), dtype=torch.bool, device="cpu") for rows in values]
-            return Repairs(values, exact, {group.sites.kind: None for group in groups}, 0.0)
+            return Repairs.nothing(values, groups), by_pattern
         target = replace(target, logits=target.logits.detach())
         keys = repair_keys(model, groups, part, target, source, gradients)
         with tqdm(total=0, unit="site", desc="repairs", disable=not self._progress) as bar:
@@ -386,7 +369,7 @@ class _Estimator:
             mean = partial(mean_over, shares=prompts.shares)
             n_prompts = prompts.pair.n_all
             repairer = Repairer(runner, groups, keys, values, mean, bar, self._tested, n_prompts)
-            return repairer.spend(self._budget)
+            return repairer.spend(self._budget), by_pattern
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:
         """Return the multipliers between the two runs."""
@@ -410,8 +393,8 @@ class _Estimator:
         for group in groups:
             sites = group.sites
             by_head = result.through_patterns(model, sites.layer, sites.kind)
-            moves.append(group.sums(by_site(model, sites, by_head)).sum(1).cpu().double())
-        return sign * torch.cat(moves)
+            moves.append(group.sums(by_site(model, sites, by_head)).sum(1))
+        return sign * on_one_device(moves).cpu().double()
 
     def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
         """Return the gradients of the method, by hook point."""

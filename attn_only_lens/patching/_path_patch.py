@@ -232,14 +232,6 @@ class _PathPlan:
         }
 
 
-class _BlockChunk(Chunk):
-    """Blocks of paths, in place of rows, whose effects on all prompts are estimated."""
-
-    @property
-    def key(self) -> str:
-        return f"blocks-{self.rows.start}-{self.rows.stop}"
-
-
 class _PathPatches:
     """Estimates and patches of paths, computed chunk by chunk."""
 
@@ -282,46 +274,35 @@ class _PathPatches:
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
         """Return all paths, and the rows of each chunk of them: whole blocks."""
-        shapes = [block.shape for block in self.blocks]
-        i, j = zip(*map(np.indices, shapes), strict=True)
-        sizes = [block.n_paths for block in self.blocks]
-        work = pd.DataFrame(
-            {
-                "block": np.repeat(np.arange(len(sizes)), sizes),
-                "i": np.concatenate([index.ravel() for index in i]),
-                "j": np.concatenate([index.ravel() for index in j]),
-            }
-        )
-        ends = np.cumsum([0, *sizes]).tolist()
+        work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
+        ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
         return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
         """Return the paths of largest |mean estimate|, and the rows of each chunk of them."""
-        prompts = range(len(self._plan.pair.clean))
-        chunks = [_BlockChunk(prompts, c) for c in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
+        # Rows are blocks here. No prompts: their keys differ from those of chunks of patches.
+        chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
         ends = [*range(0, len(work), _AT_ONCE), len(work)]
         return work, [range(*bounds) for bounds in pairwise(ends)]
 
-    def estimate(self, chunk: _BlockChunk, top: int) -> Arrays:
+    def estimate(self, chunk: Chunk, top: int) -> Arrays:
         """Return the paths of some blocks with the largest |mean estimate|."""
-        blocks = {i: self.blocks[i] for i in chunk.rows}
-        total = {i: torch.zeros(b.shape, device="cpu").double() for i, b in blocks.items()}
+        blocks = {number: self.blocks[number] for number in chunk.rows}
+        total: dict[int, Any] = dict.fromkeys(blocks, 0.0)
         for some_prompts in self._plan.prompts:
             prompts = self._prompts.of(some_prompts)
             runner, gradients = self._runner(prompts), self._gradients(prompts)
-            for i, block in blocks.items():
+            for number, block in blocks.items():
                 estimates = runner.estimates(block.of_prompts(prompts.pair), gradients)
-                total[i] += self.totals.weight(some_prompts) * estimates.cpu().double()
-        frames = []
-        for number, estimates in total.items():
-            flat = estimates.flatten()
-            rows = flat.abs().topk(min(top, len(flat))).indices.sort().values
-            senders, receivers = np.unravel_index(rows.numpy(), estimates.shape)
-            columns = {"block": number, "i": senders, "j": receivers}
-            frames.append(pd.DataFrame(columns).assign(estimate=flat[rows].numpy()))
+                weight = self.totals.weight(some_prompts)
+                total[number] = total[number] + weight * estimates.cpu().double().numpy()
+        frames = [
+            _largest([block.paths(number).assign(estimate=np.ravel(total[number]))], top)
+            for number, block in blocks.items()
+        ]
         picked = _largest(frames, top)
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
@@ -389,16 +370,15 @@ class _PathPatches:
 
 def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
     """Return heads by layer and kind; then None for the logits, if they are receivers."""
-    names = [receivers] if isinstance(receivers, str | HeadName) else receivers
-    resolved: list[LayerSites | None] = []
-    if isinstance(names, Selection) or not isinstance(names, Iterable):
-        resolved += resolve_sites(model, names)
-    else:
-        names = list(names)
-        heads = [name for name in names if name != _LOGITS]
-        if heads or not names:
-            resolved += resolve_sites(model, heads)
-        resolved += [None] * (len(heads) < len(names))
+    names, has_logits = receivers, False
+    if isinstance(names, str | HeadName):
+        names = [names]
+    if isinstance(names, Iterable) and not isinstance(names, Selection):
+        with_logits = list(names)
+        names = [name for name in with_logits if name != _LOGITS]
+        has_logits = len(names) < len(with_logits)
+    only_logits = has_logits and not names
+    resolved: list[LayerSites | None] = [] if only_logits else [*resolve_sites(model, names)]
     neurons = [sites.names[0] for sites in resolved if sites and sites.kind == "neuron"]
     if part == "k" and neurons:
         reason = (
@@ -406,7 +386,7 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
             "on the token"
         )
         raise InputError([reason], _PROBLEM)
-    return resolved
+    return [*resolved, *[None] * has_logits]
 
 
 def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
@@ -451,6 +431,11 @@ class _PathBlock:
     def n_paths(self) -> int:
         """The number of paths."""
         return self.shape[0] * self.shape[1]
+
+    def paths(self, number: int) -> pd.DataFrame:
+        """Return all paths: from sender i to receiver j of the block with this number."""
+        i, j = (index.ravel() for index in np.indices(self.shape))
+        return pd.DataFrame({"block": number, "i": i, "j": j})
 
     def of_prompts(self, pair: PromptPair) -> "_PathBlock":
         """Return the same paths on a chunk of the prompts."""

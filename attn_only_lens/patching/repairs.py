@@ -32,8 +32,8 @@ far, but at least a quarter of the c of all layers. The expected correlation of 
 with 4 as a margin, and the larger of two sums: the second takes c from the half of the patched
 sites with the smaller keys. It is an expectation, not a bound, and None with fewer than 16 patched
 sites of a kind or a budget below 3 forward passes. A budget "auto" spends 3 forward passes or .2
-Gflop at least, then until the expected correlation is .99 for both kinds, but at most 10 forward
-passes or 4 Gflop; of two limits the larger counts.
+Gflop at least, then until the expected correlation is .99 for both kinds, but at most 7 forward
+passes (10 with those of the estimates) or 4 Gflop; of two limits the larger counts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -60,8 +60,8 @@ from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
-_AT_LEAST, _AT_MOST = (3.0, 2e8), (10.0, 4e9)  # of "auto": forward passes, flops
-_TARGET, _STEP = 0.99, 1.5  # of "auto": the correlation, and by how much each step spends more
+_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # of "auto": forward passes, flops
+_TARGET, _STEP = 0.99, 2.5  # of "auto": the correlation, and by how much each step spends more
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
 _TINY = 1e-100  # instead of errors or effects that are all 0
 _LEAST_COST = 1e-3  # forward passes: what a patch costs besides its flops
@@ -77,17 +77,23 @@ class Repairs:
     """Estimates, some of them replaced by exact values.
 
     Attributes:
-        values: the metric after the patch of each row of each group.
+        values: the metric after the patch of each row.
         exact: whether each row was patched.
         expected_errors: for each kind of head, the root of the expected sum of squared errors over
             rows, with a margin; None if too few sites were patched to tell.
         forwards: the cost of the patches, in flops of forward passes.
     """
 
-    values: list[Float[Tensor, "row prompt"]]
-    exact: list[torch.Tensor]
+    values: Float[Tensor, "row prompt"]
+    exact: npt.NDArray[np.bool_]
     expected_errors: dict[HeadKind, float | None]
     forwards: float
+
+    @classmethod
+    def nothing(cls, values: Tensor, groups: Sequence[SiteGroup]) -> "Repairs":
+        """Return estimates alone."""
+        errors = dict.fromkeys(group.sites.kind for group in groups)
+        return cls(values, np.zeros(len(values), dtype=bool), {**errors}, 0.0)
 
 
 def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Numbers) -> float | None:
@@ -114,28 +120,27 @@ class Repairer:
         self,
         runner: PatchRunner,
         groups: Sequence[SiteGroup],
-        keys: Sequence[Float[Tensor, "row"]],
-        values: Sequence[Float[Tensor, "row prompt"]],
+        keys: Float[Tensor, "row"],
+        values: Float[Tensor, "row prompt"],
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
         bar: Any,
         tested: set[tuple[LayerSites, int, bool]],
         n_prompts: int,
     ) -> None:
         self._runner, self._groups, self._mean, self._bar = runner, groups, mean, bar
-        self._n_prompts = n_prompts
+        self._tested, self._n_prompts = tested, n_prompts
+        self._values, self._estimates = values.clone(), mean(values).numpy()
+        self._exact = np.zeros(len(values), dtype=bool)
         self._cost = self._costs()
-        self._key = self._positive(torch.cat(list(keys)).double().numpy())
-        self._values = torch.cat(list(values))
-        self._estimates: _Numbers = mean(self._values).numpy().copy()  # the values will change
+        self._key = self._positive(keys.cpu().double().numpy())
         self._sites = list(dict.fromkeys(group.sites for group in groups))
-        place = {sites: i for i, sites in enumerate(self._sites)}
-        self._layer = np.concatenate([np.full(len(g), place[g.sites]) for g in groups])
+        sizes = [len(group) for group in groups]
+        self._layer = np.repeat([self._sites.index(group.sites) for group in groups], sizes)
         kinds = np.array([sites.kind for sites in self._sites])
         self._of_kind: dict[HeadKind, npt.NDArray[np.bool_]] = {
-            sites.kind: (kinds == sites.kind)[self._layer] for sites in self._sites
+            kind: (kinds == kind)[self._layer]
+            for kind in dict.fromkeys(sites.kind for sites in self._sites)
         }
-        self._tested = tested
-        self._exact = np.zeros(len(self._key), dtype=bool)
 
     def spend(self, budget: Budget) -> Repairs:
         """Patch as many sites as a budget pays for, or as "auto" needs."""
@@ -146,13 +151,17 @@ class Repairer:
         errors = {kind: self._expected_error(kind) for kind in self._of_kind}
         if budget != "auto" and budget < _AT_LEAST[0]:  # too few to tell, unless all are exact
             errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
-        sizes = [len(group) for group in self._groups]
-        values, exact = self._values.split(sizes), torch.from_numpy(self._exact).split(sizes)
-        return Repairs(list(values), list(exact), errors, self._spent)
+        return Repairs(self._values, self._exact, errors, self._spent)
 
     @property
     def _spent(self) -> float:
         return float(self._cost[self._exact].sum())
+
+    @property
+    def _scores(self) -> _Numbers:
+        """The mean over prompts of each row, as it is now."""
+        scores: _Numbers = self._mean(self._values).numpy()
+        return scores
 
     def _costs(self) -> _Numbers:
         """Return the cost of each row, in forward passes; infinite if the patch has no effect."""
@@ -183,27 +192,25 @@ class Repairer:
         replay = self._runner.replay
         flops = replay.flops_of_forward / replay.batch * self._n_prompts
         goal, most = (max(passes, limit / flops) for passes, limit in (_AT_LEAST, _AT_MOST))
-        short = list(self._of_kind)
-        self._patch(self._rows_to_patch(goal, short))
-        while goal < most:
-            scores: _Numbers = self._mean(self._values).numpy()
-            short = [
-                kind
-                for kind, rows in self._of_kind.items()
-                if (expected_pearson(self._expected_error(kind), scores[rows]) or 0.0) < _TARGET
-                and (self._key[rows & ~self._exact] > 0).any()
-            ]
-            if not short:
+        kinds = list(self._of_kind)
+        while kinds:
+            self._patch(self._rows_to_patch(goal, kinds))
+            if goal == most:
                 break
+            kinds = [kind for kind, rows in self._of_kind.items() if self._falls_short(kind, rows)]
             goal = min(most, _STEP * goal)
-            self._patch(self._rows_to_patch(goal, short))
+
+    def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_]) -> bool:
+        """Return whether more patches of a kind are needed, and there are any."""
+        expected = expected_pearson(self._expected_error(kind), self._scores[rows]) or 0.0
+        return expected < _TARGET and bool((self._key[rows & ~self._exact] > 0).any())
 
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
         """Return rows of some kinds that a budget still pays for, in the order of their gain.
 
         A row that costs more than the rest of the budget is skipped, and cheaper rows are taken.
         """
-        scores: _Numbers = self._mean(self._values).numpy()
+        scores, left = self._scores, budget - self._spent
         gain = np.zeros(len(scores))
         for kind in kinds:
             mask = self._of_kind[kind]
@@ -212,8 +219,11 @@ class Repairer:
             scale = np.maximum(c, _TINY) / max(spread, _TINY)
             gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
         gain[self._exact] = 0.0
-        order = np.argsort(-gain, kind="stable")
-        rows, left = order[gain[order] > 0], budget - self._spent
+        rows = np.flatnonzero((gain > 0) & (self._cost <= left))
+        n_most = int(left / _LEAST_COST)  # more cannot be paid for
+        if len(rows) > n_most:
+            rows = np.sort(rows[np.argpartition(-gain[rows], n_most)[:n_most]])
+        rows = rows[np.argsort(-gain[rows], kind="stable")]
         chosen = list[_Rows]()
         while len(rows):
             total = self._cost[rows].cumsum()
@@ -259,7 +269,7 @@ class Repairer:
         patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
         if not len(patched):
             return np.ones(len(self._sites))
-        key2, error2 = self._key[patched] ** 2, self._errors()[patched] ** 2
+        key2, error2 = self._key[patched] ** 2, self._errors(patched) ** 2
         keys, errors = (
             np.bincount(self._layer[patched], numbers, len(self._sites))
             for numbers in (key2, error2)
@@ -277,14 +287,14 @@ class Repairer:
         if len(patched) < _FEWEST:
             return None
         half = patched[self._key[patched].argsort(kind="stable")][: len(patched) // 2]
-        c_half = (self._errors()[half] ** 2).sum() / (self._key[half] ** 2).sum()
+        c_half = (self._errors(half) ** 2).sum() / (self._key[half] ** 2).sum()
         of_layers = float((self._squared_errors(kind)[self._layer] * unseen).sum())
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
-    def _errors(self) -> _Numbers:
-        """Return the errors of the estimates of patched rows, and 0 for the other rows."""
-        errors: _Numbers = self._mean(self._values).numpy() - self._estimates
-        return errors
+    def _errors(self, rows: _Rows) -> _Numbers:
+        """Return the errors of the estimates of patched rows."""
+        exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
+        return exact - self._estimates[rows]
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
@@ -304,14 +314,19 @@ def repair_keys(
     target: Recording,
     source: Recording,
     gradients: dict[str, Tensor],
-) -> list[Float[Tensor, "row"]]:
-    """Return the key of each row of each group: its expected error, up to a factor."""
+) -> Float[Tensor, "row"]:
+    """Return the key of each row: its expected error, up to a factor."""
     keys = _Keys(model, part, target, source, gradients)
     attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
     if attention and part in ("pattern", "q", "k"):
         keys.replaced = run_with_part(model, target, source, sorted(attention), part)
     by_site = {site: keys.of(site) for site in dict.fromkeys(group.sites for group in groups)}
-    return [group.sums(by_site[group.sites]).sum(dim=1).cpu() for group in groups]
+    return on_one_device([group.sums(by_site[group.sites]).sum(dim=1) for group in groups])
+
+
+def on_one_device(rows: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all groups, whose layers may be on several devices."""
+    return torch.cat([x.to(rows[0].device) for x in rows])
 
 
 class _Keys:
@@ -349,8 +364,8 @@ class _Keys:
         layer, heads = sites.layer, self._host.neurons[sites.layer]
         dz = change_of_z(self._target.neurons[layer], self._source.neurons[layer], self._part)
         change = float32_if_half(neuron_changes(heads, sites, dz))
-        rows = float32_if_half(heads.W_out[sites.index.to(change.device)]).norm(dim=1)
-        return (change * rows[:, None, None]).square() * self._slope(layer, "neuron")
+        rows = float32_if_half(heads.W_out).square().sum(dim=1)[sites.index.to(change.device)]
+        return change.square() * rows[:, None, None] * self._slope(layer, "neuron")
 
     def _of_attention(self, layer: int) -> Float[Tensor, "batch pos head_index"]:
         slope, z = self._slope(layer, "attention"), self._activation(layer, "z")

@@ -9,7 +9,7 @@ patch, score = baseline + (value - unpatched) / (clean - corrupted); its mean is
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
@@ -39,12 +39,10 @@ MEASURED = "patching"
 PARTS = ("by_pattern", "by_value")
 """Columns of an attribution that is split: shares of `score`, through patterns and values."""
 
-_PROBLEM = "these are not the results of a sweep"
-_REQUIRED = ["layer", "kind", "index", "name", "position", "value"]
 _BY_PROMPT = ("prompt", "unpatched")
-_PATH_COLUMNS = ["sender", "receiver", "position", "value"]
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
 _SAME_RUN = 0.01  # of the metric's span: more than rounding in any dtype
+_PROBLEM = "these are not results of patching"
 _Column: TypeAlias = "pd.Series[Any]"
 _Results = TypeVar("_Results", bound="ScoredFrame")
 
@@ -123,11 +121,87 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_TOKEN else f"{text[: _LONGEST_TOKEN - 1]}…"
 
 
+def _floats(column: _Column) -> npt.NDArray[np.float64]:
+    try:
+        if pd.api.types.is_complex_dtype(column.dtype):
+            raise TypeError(f"they are {column.dtype}")
+        return column.to_numpy(dtype=np.float64, copy=True)
+    except (TypeError, ValueError) as error:
+        reason = f"{column.name} cannot be read ({error}); expected numbers"
+        raise InputError([reason], _PROBLEM) from error
+
+
+def _integers(column: _Column) -> npt.NDArray[np.int64]:
+    """Return integers; pandas makes them floats when it joins frames."""
+    if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
+        return column.to_numpy(dtype=np.int64, copy=True)
+    floats = _floats(column)
+    bad = floats[~(np.abs(floats) < 2**53) | (floats != np.round(floats))]
+    reasons = [f"got {column.name} {number}; expected whole numbers" for number in bad[:1]]
+    InputError.raise_if(reasons, _PROBLEM)
+    return floats.astype(np.int64)
+
+
+def _flags(column: _Column) -> npt.NDArray[np.bool_]:
+    """Return True and False, which a CSV file has as text."""
+    if column.dtype == bool:
+        return column.to_numpy(copy=True)
+    text = column.astype(str)
+    odd = sorted(set(text.unique()) - {"True", "False"})
+    InputError.raise_if([f"got exact={value}; expected True or False" for value in odd], _PROBLEM)
+    return (text == "True").to_numpy()
+
+
+def _texts(column: _Column) -> pd.Categorical:
+    """Return texts as a categorical, with categories in the order of appearance."""
+    try:
+        codes, distinct = pd.factorize(column)
+    except TypeError as error:  # of lists
+        reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
+        raise InputError([reason], _PROBLEM) from error
+    texts = np.asarray(distinct, dtype=object)
+    reasons = [f"{column.name} has rows without a value (null)"] * (-1 in codes)
+    odd = [text for text in texts if not isinstance(text, str)][:1]
+    reasons += [f"got {column.name} {text!r}; expected text" for text in odd]
+    InputError.raise_if(reasons, _PROBLEM)
+    return pd.Categorical.from_codes(codes, categories=pd.Index(texts, dtype=object))
+
+
+def _positions(column: _Column) -> npt.NDArray[np.int64] | pd.Categorical:
+    if pd.api.types.is_integer_dtype(column.dtype) and not column.hasnans:
+        return column.to_numpy(dtype=np.int64, copy=True)
+    try:
+        return _texts(column)
+    except InputError as error:
+        reason = (
+            f"got positions {column.drop_duplicates().head(7).tolist()}; expected numbers alone, "
+            "or texts: 'all', or roles"
+        )
+        raise InputError([reason], _PROBLEM) from error
+
+
+_MEANS = dict.fromkeys(SPREAD, _floats)
+_PROMPTS = {"prompt": _integers, "unpatched": _floats}
+_SWEEP_COLUMNS: dict[str, Callable[[_Column], Any]] = {
+    **{"layer": _integers, "kind": _texts, "index": _integers, "name": _texts},
+    **{"position": _positions, "part": _texts, "value": _floats},
+    **{**_PROMPTS, **_MEANS, "exact": _flags, **dict.fromkeys(PARTS, _floats)},
+}
+_PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
+    **{"sender": _texts, "receiver": _texts, "part": _texts, "position": _positions},
+    **{"value": _floats, **_MEANS, **_PROMPTS, "estimate": _floats},
+}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoredFrame:
-    """Rows with a column `score`, and the settings of their run."""
+    """Rows with a column `score`, and the settings of their run.
+
+    A class of results says how each of its columns is read; those up to `value` are required.
+    """
 
     _document: ClassVar[Document]
+    _columns: ClassVar[Mapping[str, Callable[[_Column], Any]]]
 
     frame: pd.DataFrame
     part: str
@@ -138,6 +212,47 @@ class ScoredFrame:
     n_prompts: int
     model: str
     tokens: PromptTokens | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        InputError.raise_if(self._setting_reasons(), _PROBLEM)
+        self._require_columns()
+        rows = self.frame
+        if "part" not in rows:
+            rows = rows.assign(part=pd.Categorical([self.part]).repeat(len(rows)))
+        frame = pd.DataFrame(
+            {name: read(rows[name]) for name, read in self._columns.items() if name in rows}
+        )
+        InputError.raise_if(self._row_reasons(frame), _PROBLEM)
+        frame.insert(list(frame).index("value") + 1, "score", self._scores(frame))
+        object.__setattr__(self, "frame", frame)
+
+    def _require_columns(self) -> None:
+        if not isinstance(self.frame, pd.DataFrame):
+            reason = f"got a {type(self.frame).__name__}; expected a pandas DataFrame"
+            raise InputError([reason], _PROBLEM)
+        names, columns = set(self.frame.columns), list(self._columns)
+        end = columns.index("value") + 1
+        required = [name for name in columns[:end] if name != "part"]
+        unknown = names - {*columns, "score"}
+        halves = any(len(names & set(pair)) == 1 for pair in (_BY_PROMPT, SPREAD))
+        missing = not names.issuperset(required)
+        if unknown or halves or missing or not self.frame.columns.is_unique:
+            reason = (
+                f"got columns {list(self.frame.columns)}; expected {required}, and any of "
+                f"{columns[end:]}, with {_BY_PROMPT} and {SPREAD} together, each once"
+            )
+            raise InputError([reason], _PROBLEM)
+
+    def _row_reasons(self, frame: pd.DataFrame) -> list[str]:
+        """Return the reasons why rows are invalid; empty if they are valid."""
+        reasons = []
+        if not (frame["part"] == self.part).all():
+            parts = sorted({str(name) for name in frame["part"]})
+            reasons.append(f"got parts {parts}; expected {self.part!r} alone")
+        finite = np.isfinite(frame[[name for name in ("value", "unpatched") if name in frame]])
+        if bad := int((~finite.all(axis=1)).sum()):
+            reasons.append(f"{bad} of {len(frame)} values are not finite")
+        return reasons
 
     def _setting_reasons(self) -> list[str]:
         """Return the reasons why settings are invalid; empty if they are valid."""
@@ -217,8 +332,19 @@ class ScoredFrame:
         return [f.name for f in fields(cls) if f.name != "frame"]
 
     @abstractmethod
+    def _kind_and_rows(self) -> tuple[str, str]:
+        """Name these results, and say how many rows there are."""
+
     def _headline(self) -> str:
         """Describe these results in one line."""
+        kind, rows = self._kind_and_rows()
+        missing = SPREAD[0] in self.frame and bool(self.frame[SPREAD[0]].isna().any())
+        errors = ", without standard errors: its metric is one number of all prompts" * missing
+        return (
+            f"{kind} of {self.model}: {self.part}, {self.direction}, {rows}, {self.n_prompts} "
+            f"prompts{errors}; {self.metric} is {self.clean_value:.4g} clean, "
+            f"{self.corrupted_value:.4g} corrupted"
+        )
 
     def _shown(self, as_text: Callable[..., str]) -> str:
         """Return the first rows as text, with the tokens at their positions."""
@@ -303,16 +429,27 @@ class Sweep(ScoredFrame):
     """
 
     _document = Document("attn_only_lens.Sweep", 4, _SweepFields)
+    _columns = _SWEEP_COLUMNS
 
     method: str = MEASURED
     expected_pearson: dict[HeadKind, float | None] = field(default_factory=dict)
     forwards: float = 0.0
 
-    def __post_init__(self) -> None:
-        InputError.raise_if(self._setting_reasons(), _PROBLEM)
-        frame = _checked_frame(self.frame, self.part)
-        frame.insert(list(frame).index("value") + 1, "score", self._scores(frame))
-        object.__setattr__(self, "frame", frame)
+    def _row_reasons(self, frame: pd.DataFrame) -> list[str]:
+        reasons, names = super()._row_reasons(frame), frame["name"]
+        codes = names.cat.codes.to_numpy()
+        first_row = np.zeros(len(names.cat.categories), dtype=np.int64)
+        first_row[codes[::-1]] = np.arange(len(frame))[::-1]
+        for column in ("layer", "kind", "index"):
+            values = frame[column]
+            numbers = (values.cat.codes if column == "kind" else values).to_numpy()
+            differ = numbers != numbers[first_row[codes]]
+            if differ.any():
+                reasons.append(f"rows of {names[differ.argmax()]} differ in their {column}")
+        again = _sites(frame).duplicated(keep="last")
+        if again.any():
+            reasons.append(f"{again.sum()} rows repeat a site, such as {names[again.argmax()]}")
+        return reasons
 
     @classmethod
     def of_prompts(
@@ -375,25 +512,18 @@ class Sweep(ScoredFrame):
             raise InputError([f"it gives {got}; expected True or False for each row"], problem)
         return replace(self, frame=self.frame[mask])
 
-    def _headline(self) -> str:
+    def _kind_and_rows(self) -> tuple[str, str]:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
-        table = self.frame
-        rows = "rows of each prompt" if "prompt" in table else "rows"
-        n_exact = int(table["exact"].sum()) if "exact" in table else 0
-        repaired = f", {n_exact} of them exact patches" * (n_exact > 0)
+        rows = f"{len(self)} rows" + " of each prompt" * ("prompt" in self.frame)
+        n_exact = int(self.frame["exact"].sum()) if "exact" in self.frame else 0
+        rows += f", {n_exact} of them exact patches" * (n_exact > 0)
         if n_exact and self.expected_pearson:
             expected = ", ".join(
                 f"{kind} {'unknown' if value is None else format(value, '.3g')}"
                 for kind, value in self.expected_pearson.items()
             )
-            repaired += f" (expected correlation with patching: {expected})"
-        missing = SPREAD[0] in table and bool(table[SPREAD[0]].isna().any())
-        errors = ", without standard errors: its metric is one number of all prompts" * missing
-        return (
-            f"{kind} of {self.model}: {self.part}, {self.direction}, {len(self)} {rows}{repaired}, "
-            f"{self.n_prompts} prompts{errors}; {self.metric} is {self.clean_value:.4g} "
-            f"clean, {self.corrupted_value:.4g} corrupted"
-        )
+            rows += f" (expected correlation with patching: {expected})"
+        return kind, rows
 
 
 def run_settings(
@@ -412,125 +542,10 @@ def run_settings(
     }
 
 
-def _checked_frame(frame: pd.DataFrame, part: str) -> pd.DataFrame:
-    """Return a copy of a sweep's frame without scores, with texts as categoricals; or refuse it."""
-    _require_columns(frame)
-    columns: dict[str, Any] = {
-        "layer": _integers(frame["layer"]),
-        "kind": _texts(frame["kind"]),
-        "index": _integers(frame["index"]),
-        "name": _texts(frame["name"]),
-        "position": _positions(frame["position"]),
-        "part": pd.Categorical([part]).repeat(len(frame)),
-        **{name: read(frame[name]) for name, read in _COLUMNS.items() if name in frame},
-    }
-    checked, names = pd.DataFrame(columns), columns["name"]
-    reasons = []
-    if "part" in frame and not (frame["part"] == part).all():
-        parts = sorted({str(name) for name in frame["part"]})
-        reasons.append(f"got parts {parts}; expected {part!r} alone")
-    first_rows = np.unique(names.codes, return_index=True)[1]
-    for column in ("layer", "kind", "index"):
-        values = columns["kind"].codes if column == "kind" else columns[column]
-        differ = values != values[first_rows][names.codes]
-        if differ.any():
-            reasons.append(f"rows of {names[differ.argmax()]} differ in their {column}")
-    again = checked.duplicated(_site_columns(checked), keep="last")
-    if again.any():
-        reasons.append(f"{again.sum()} rows repeat a site, such as {names[again.argmax()]}")
-    finite = np.isfinite(checked[[name for name in ("value", "unpatched") if name in checked]])
-    if bad := int((~finite.all(axis=1)).sum()):
-        reasons.append(f"{bad} of {len(checked)} values are not finite")
-    InputError.raise_if(reasons, _PROBLEM)
-    return checked
-
-
-def _site_columns(frame: pd.DataFrame) -> list[str]:
-    """Return the columns that identify a row of a sweep."""
-    return [name for name in ("name", "position", "prompt") if name in frame]
-
-
-def _require_columns(frame: pd.DataFrame) -> None:
-    if not isinstance(frame, pd.DataFrame):
-        reason = f"got a {type(frame).__name__}; expected a pandas DataFrame"
-        raise InputError([reason], _PROBLEM)
-    names = set(frame.columns)
-    unknown = names - {*_REQUIRED, "part", "score", *_COLUMNS}
-    halves = any(len(names & set(pair)) == 1 for pair in (_BY_PROMPT, SPREAD))
-    if unknown or halves or not names.issuperset(_REQUIRED) or not frame.columns.is_unique:
-        optional = [name for name in _COLUMNS if name != "value"]
-        reason = (
-            f"got columns {list(frame.columns)}; expected {_REQUIRED}, and any of {optional}, with "
-            f"{_BY_PROMPT} and {SPREAD} together, each once"
-        )
-        raise InputError([reason], _PROBLEM)
-
-
-def _texts(column: _Column) -> pd.Categorical:
-    """Return texts as a categorical, with categories in the order of appearance."""
-    try:
-        codes, texts = pd.factorize(column)
-    except TypeError as error:  # of lists
-        reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
-        raise InputError([reason], _PROBLEM) from error
-    reasons = [f"{column.name} has rows without a value (null)"] * (-1 in codes)
-    odd = [text for text in texts if not isinstance(text, str)][:1]
-    reasons += [f"got {column.name} {text!r}; expected text" for text in odd]
-    InputError.raise_if(reasons, _PROBLEM)
-    return pd.Categorical.from_codes(codes, categories=pd.Index(np.asarray(texts, dtype=object)))
-
-
-def _positions(column: _Column) -> npt.NDArray[np.int64] | pd.Categorical:
-    if pd.api.types.is_integer_dtype(column.dtype) and not column.hasnans:
-        return column.to_numpy(dtype=np.int64, copy=True)
-    try:
-        return _texts(column)
-    except InputError as error:
-        reason = (
-            f"got positions {column.drop_duplicates().head(7).tolist()}; expected numbers alone, "
-            "or texts: 'all', or roles"
-        )
-        raise InputError([reason], _PROBLEM) from error
-
-
-def _flags(column: _Column) -> npt.NDArray[np.bool_]:
-    """Return True and False, which a CSV file has as text."""
-    text = column.astype(str)
-    odd = sorted(set(text.unique()) - {"True", "False"})
-    InputError.raise_if([f"got exact={value}; expected True or False" for value in odd], _PROBLEM)
-    return (text == "True").to_numpy()
-
-
-def _floats(column: _Column) -> npt.NDArray[np.float64]:
-    try:
-        if pd.api.types.is_complex_dtype(column.dtype):
-            raise TypeError(f"they are {column.dtype}")
-        return column.to_numpy(dtype=np.float64, copy=True)
-    except (TypeError, ValueError) as error:
-        reason = f"{column.name} cannot be read ({error}); expected numbers"
-        raise InputError([reason], _PROBLEM) from error
-
-
-def _integers(column: _Column) -> npt.NDArray[np.int64]:
-    """Return integers; pandas makes them floats when it joins frames."""
-    if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
-        return column.to_numpy(dtype=np.int64, copy=True)
-    floats = _floats(column)
-    bad = floats[~(np.abs(floats) < 2**53) | (floats != np.round(floats))]
-    reasons = [f"got {column.name} {number}; expected whole numbers" for number in bad[:1]]
-    InputError.raise_if(reasons, _PROBLEM)
-    return floats.astype(np.int64)
-
-
-_COLUMNS: dict[str, Callable[[_Column], Any]] = {
-    "value": _floats,
-    "prompt": _integers,
-    "unpatched": _floats,
-    **dict.fromkeys(SPREAD, _floats),
-    "exact": _flags,
-    **dict.fromkeys(PARTS, _floats),
-}
-"""Columns of values, most of them optional, and how each is read."""
+def _sites(frame: pd.DataFrame) -> pd.MultiIndex:
+    """Return what identifies each row of a sweep."""
+    columns = [name for name in ("name", "position", "prompt") if name in frame]
+    return pd.MultiIndex.from_frame(frame[columns])
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -570,40 +585,14 @@ class Paths(ScoredFrame):
     """
 
     _document = Document("attn_only_lens.Paths", 2, _PathFields)
+    _columns = _PATH_COLUMNS
 
     scale: str
     n_paths: int
 
-    def __post_init__(self) -> None:
-        reasons = self._setting_reasons()
-        if not set(_PATH_COLUMNS) <= set(self.frame):
-            reasons.append(f"got columns {list(self.frame.columns)}; expected {_PATH_COLUMNS}")
-        elif bad := int((~np.isfinite(self.frame["value"])).sum()):
-            reasons.append(f"{bad} values are not finite")
-        InputError.raise_if(reasons, "these are not the results of path patching")
-        frame = pd.DataFrame(
-            {
-                "sender": pd.Categorical(self.frame["sender"]),
-                "receiver": pd.Categorical(self.frame["receiver"]),
-                "part": self.part,
-                "position": self.frame["position"].to_numpy(),
-                "value": self.frame["value"].to_numpy(dtype=np.float64),
-                "score": self._scores(self.frame),
-            }
-        )
-        for name in (*SPREAD, "prompt", "unpatched", "estimate"):
-            if name in self.frame:
-                dtype = np.int64 if name == "prompt" else np.float64
-                frame[name] = self.frame[name].to_numpy(dtype=dtype)
-        object.__setattr__(self, "frame", frame)
-
-    def _headline(self) -> str:
+    def _kind_and_rows(self) -> tuple[str, str]:
         out_of = "" if self.n_paths == len(self.frame) else f" of {self.n_paths:,}"
-        return (
-            f"Paths of {self.model}: {self.part}, {self.direction}, {len(self.frame)}{out_of} rows,"
-            f" {self.n_prompts} prompts; {self.metric} is {self.clean_value:.4g} clean, "
-            f"{self.corrupted_value:.4g} corrupted"
-        )
+        return "Paths", f"{len(self.frame)}{out_of} rows"
 
 
 def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
@@ -638,7 +627,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
     if ("prompt" in exact.frame) != ("prompt" in approx.frame):
         reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
         raise InputError([reason], problem)
-    order = _rows_in_order(exact.frame, approx.frame)
+    order = _sites(approx.frame).get_indexer(_sites(exact.frame))  # -1 where there is none
     reasons = _differences(exact, approx) + _site_reasons(exact, approx, order)
     for label, sweep in (("exact", exact), ("approx", approx)):
         if not np.ptp(sweep.effect) > 0:
@@ -688,18 +677,3 @@ def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) ->
         f"{len(only_exact)} of {len(exact)} rows are only in exact, and {len(only_approx)} of "
         f"{len(approx)} only in approx, such as {example}; expected the same names and positions"
     ]
-
-
-def _rows_in_order(one: pd.DataFrame, second: pd.DataFrame) -> Int[np.ndarray, "row"]:
-    """Return the row of `second` with the site of each row of `one`; -1 if it has none."""
-    keys = _site_columns(one)
-    left, right = one[keys], second[keys].assign(row=np.arange(len(second)))
-    for name in keys:
-        categorical = [
-            isinstance(frame[name].dtype, pd.CategoricalDtype) for frame in (one, second)
-        ]
-        if categorical[0] != categorical[1]:  # positions that are numbers, and roles
-            return np.full(len(one), -1)
-        if categorical[0]:  # compare codes of the same categories
-            right[name] = right[name].cat.set_categories(left[name].cat.categories)
-    return left.merge(right, how="left", on=keys)["row"].fillna(-1).to_numpy(np.int64)

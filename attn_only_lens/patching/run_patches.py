@@ -244,13 +244,14 @@ class PatchRunner:
         change = neuron_changes(heads, sites, dz)
         block = self.replay.host.block(sites.layer, "neuron")
         block += not tested or self.replay.adds_mlp_output(block, heads.output_module)
-        directions = heads.W_out[sites.index.to(change.device)]
+        index = sites.index.to(change.device)
         edited = group.everywhere.to(change.device)
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
             moves = change[head, :, first:] * edited[place, :, first:]
-            rows = directions[head].repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
+            directions = heads.W_out[index[head]]  # not of all heads: that is most of the weights
+            rows = directions.repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
             added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
 

@@ -9,6 +9,7 @@ loses little. The chunks depend only on the size of the model, the prompts and t
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,28 @@ _CHUNKS = 128  # of equal cost: eight processes end within a sixteenth of their 
 _LEAST = 4096  # tokens through all blocks in a chunk: a second of a small model's, on a CPU
 
 
+class _PositionSets(tuple[PositionSet, ...]):
+    """Sets of positions, with tensors that the groups of all layers share."""
+
+    @cached_property
+    def everywhere(self) -> Bool[Tensor, "set batch pos"]:
+        """The positions in each set, as a mask."""
+        return torch.stack([position.chosen for position in self])
+
+    @cached_property
+    def columns(self) -> Int[Tensor, "set"] | None:
+        """The column of each set of positions; None unless each is a single column."""
+        columns = [position.column for position in self]
+        return None if None in columns else torch.tensor(columns, device=self[0].chosen.device)
+
+    @cached_property
+    def in_column(self) -> Bool[Tensor, "set 1 batch"]:
+        """Whether each prompt has the column of a set."""
+        assert self.columns is not None
+        sets = torch.arange(len(self), device=self.columns.device)
+        return self.everywhere[sets, :, self.columns].unsqueeze(1)
+
+
 @dataclass(frozen=True, eq=False)
 class SiteGroup:
     """Heads of one kind in one layer, each at some sets of positions.
@@ -54,12 +77,16 @@ class SiteGroup:
     head: Int[Tensor, "row"]
     place: Int[Tensor, "row"]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.positions, _PositionSets):
+            object.__setattr__(self, "positions", _PositionSets(self.positions))
+
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
         """Return every head at every set of positions; heads vary fastest."""
         n = len(sites.names)
         rows = torch.arange(n * len(positions), device="cpu")
-        return cls(sites, tuple(positions), rows % n, rows // n)
+        return cls(sites, _PositionSets(positions), rows % n, rows // n)
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
@@ -97,26 +124,29 @@ class SiteGroup:
     @property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
         """The positions in each set, as a mask."""
-        return torch.stack([position.chosen for position in self.positions])
+        return self._sets.everywhere
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
         """The column of each set of positions; None unless each is a single column."""
-        columns = [position.column for position in self.positions]
-        return None if None in columns else torch.tensor(columns, device="cpu")
+        return self._sets.columns
+
+    @property
+    def _sets(self) -> _PositionSets:
+        assert isinstance(self.positions, _PositionSets)
+        return self.positions
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
         """Sum a quantity of each row's head over its positions."""
-        everywhere, columns = self.everywhere.to(of_heads), self.columns
+        device, columns = of_heads.device, self.columns
         if columns is not None:
-            columns = columns.to(of_heads.device)
-            here = everywhere.gather(-1, columns[:, None, None].expand(-1, everywhere.shape[1], 1))
-            values = of_heads.permute(2, 0, 1)[columns] * here.transpose(1, 2)
+            in_column = self._sets.in_column.to(device)
+            values = of_heads.permute(2, 0, 1)[columns.to(device)] * in_column
         else:
-            values = torch.einsum("hbp,sbp->shb", of_heads, everywhere)
+            values = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
         if self.is_product:
             return values.flatten(0, 1)
-        return values[self.place.to(values.device), self.head.to(values.device)]
+        return values[self.place.to(device), self.head.to(device)]
 
 
 def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
@@ -131,9 +161,9 @@ def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "layer": np.array([sites.layer for sites in layers])[layer],
-            "kind": np.array([sites.kind for sites in layers], dtype=object)[layer],
+            "kind": pd.Categorical([sites.kind for sites in layers])[layer],
             "index": np.concatenate([sites.index.cpu().numpy() for sites in layers])[head],
-            "name": pd.Categorical.from_codes(head, categories=pd.Index(names)),
+            "name": pd.Categorical.from_codes(head, pd.Index(names, dtype=object)),
             "position": np.concatenate(labels),
         }
     )
@@ -185,17 +215,16 @@ def _products(
 ) -> tuple[SiteGroup, ...]:
     """Group all heads at all positions: many neurons by position, few with several positions."""
     groups: list[SiteGroup] = []
-    products: dict[tuple[int, int], SiteGroup] = {}  # groups of one size share their row tensors
+    products: dict[tuple[int, int, int], SiteGroup] = {}  # layers share tensors of rows
     for site in sites:
         at_once = len(positions)
         if site.kind == "neuron" and most_rows is not None:
             at_once = max(1, most_rows // len(site.names))
         for first in range(0, len(positions), at_once):
-            some = tuple(positions[first : first + at_once])
-            size = len(site.names), len(some)
+            size = len(site.names), first, at_once
             if size not in products:
-                products[size] = SiteGroup.product(site, some)
-            groups.append(replace(products[size], sites=site, positions=some))
+                products[size] = SiteGroup.product(site, positions[first : first + at_once])
+            groups.append(replace(products[size], sites=site))
     return tuple(groups)
 
 

@@ -1,5 +1,8 @@
 """Runs taken apart: writes add up to the stream, and norms move as their modules do."""
 
+import gc
+import weakref
+
 import bridges
 import pytest
 import torch
@@ -10,6 +13,7 @@ from attn_only_lens import InputError, UnsupportedModelError, convert, expose_ne
 from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.engine.writes import decompose
+from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:
@@ -80,3 +84,31 @@ def test_outputs_that_are_multiplied_are_refused():
     model = bridges.exposed_copy(bridge)
     with pytest.raises((UnsupportedModelError, InputError), match="outputs are multiplied"):
         decompose(model, tokens(), None)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_norms_are_found_once_until_the_model_changes(name, monkeypatch):
+    model, n_found = bridges.exposed_copy(bridges.boot(name)), 0
+    kind = type(host_of(model))
+    norms = kind.norms
+
+    def counted(host):
+        nonlocal n_found
+        n_found += 1
+        return norms(host)
+
+    monkeypatch.setattr(kind, "norms", counted)
+    for _ in range(2):
+        decompose(model, tokens(), None)
+    assert n_found == 1
+    module = decompose(model, tokens(), None).of(1, "neuron").reads.norm.module
+    module.original_component.weight.mul_(-1.5)
+    parts = decompose(model, tokens(), None)
+    assert n_found == 2
+    stream = model.run_with_cache(tokens())[1]["blocks.1.hook_resid_post"]
+    assert relative(heads_and_biases(model, parts), stream) < 1e-6
+    reference = weakref.ref(model)
+    del model, module, parts
+    gc.collect()
+    assert reference() is None

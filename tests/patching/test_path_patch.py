@@ -83,7 +83,7 @@ def test_heads_one_at_a_time(monkeypatch):
     for part in ("q", "k", "value"):
         together = p.path_patch(model, clean, corrupted, METRIC, part=part, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(Readers, "_test", lambda readers, layer: True)
+            patch.setattr(Readers, "_is_joint", lambda readers, layer: True)
             alone = p.path_patch(model, clean, corrupted, METRIC, part=part, **options)
         pd.testing.assert_frame_equal(together.frame, alone.frame, rtol=1e-12)
         assert together.frame["value"].nunique() == 6
