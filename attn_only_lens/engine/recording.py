@@ -207,7 +207,7 @@ def record_pair(
     }
 
     def record_side(side: Side) -> Recording:
-        trace = {"hooks": hooks, "keep_graph": True} if side == traced else {}
+        trace: dict[str, Any] = {"hooks": hooks, "keep_graph": True} if side == traced else {}
         return record(model, getattr(pair, side), pair.mask, **options, **trace)
 
     both = _record_both(model, pair, options) if traced is None else None

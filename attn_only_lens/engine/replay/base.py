@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -168,8 +168,10 @@ class Replay(ABC):
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
         # Until tests show that blocks do not run some of the rows, or the last one some tokens.
-        self.joins = self.other is None or self.other.joins
-        self.trims = self.metric.positions is not None and (self.other is None or self.other.trims)
+        self.joins: bool = self.other is None or self.other.joins
+        self.trims: bool = self.metric.positions is not None and (
+            self.other is None or self.other.trims
+        )
         modules = [module for _, module in modules_of(self.model)]
         self._fused = FusedActivations(modules, self.recording.streams[0].dtype)
         self._adds: dict[int, bool] = {}
@@ -187,7 +189,8 @@ class Replay(ABC):
         with ExitStack() as stack:
             stack.enter_context(self._fused.used())
             if self.trims and not any(map(self._edits_trimmed, joined.members)):
-                columns = self.metric.positions - joined.first  # type: ignore[operator]
+                positions = cast(Tensor, self.metric.positions)
+                columns = positions - joined.first
                 stack.enter_context(only_where_read(self.trimmed_modules(), columns))
             return self.joined_logits(joined)
 
