@@ -475,7 +475,7 @@ def test_exposing_looks_at_all_weights_and_at_all_checks_once():
         hide(model)
         device.counts.clear()
         expose_neuron_heads(model)
-    assert device.total("kernel") <= 1_700  # 222 of them, one for each weight, are one on a GPU
+    assert device.total("kernel") <= 1_700
     assert device.synchronisations <= 4 * 12 + 5
 
 
