@@ -167,11 +167,11 @@ def record(
 
 def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor], ...]:
     """Return the keys and values of a run, by block; nothing if the cache lacks some of them."""
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     shapes = {x.keys.shape[::2] for x in layers if x.is_initialized and x.keys is not None}
     if len(layers) < len(cache.layers) or shapes != {tokens.shape}:
         return ()
-    return tuple((layer.keys, layer.values) for layer in layers)  # type: ignore[misc]
+    return tuple((layer.keys, layer.values) for layer in layers)
 
 
 def record_again(model: Any, recording: Recording) -> Recording:

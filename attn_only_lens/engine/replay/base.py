@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -169,9 +169,8 @@ class Replay(ABC):
         self.batch, self.n_pos = self.recording.tokens.shape
         # Until tests show that blocks do not run some of the rows, or the last one some tokens.
         self.joins: bool = self.other is None or self.other.joins
-        self.trims: bool = self.metric.positions is not None and (
-            self.other is None or self.other.trims
-        )
+        self.trims: bool = self.other is None or self.other.trims
+        self.trims = self.trims and self.metric.positions is not None
         modules = [module for _, module in modules_of(self.model)]
         self._fused = FusedActivations(modules, self.recording.streams[0].dtype)
         self._adds: dict[int, bool] = {}
@@ -186,12 +185,13 @@ class Replay(ABC):
         return torch.cat([self._faster_logits(Joined(single)) for single in variants])
 
     def _faster_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+        positions = self.metric.positions
         with ExitStack() as stack:
             stack.enter_context(self._fused.used())
-            if self.trims and not any(map(self._edits_trimmed, joined.members)):
-                positions = cast(Tensor, self.metric.positions)
-                columns = positions - joined.first
-                stack.enter_context(only_where_read(self.trimmed_modules(), columns))
+            trims = self.trims and not any(map(self._edits_trimmed, joined.members))
+            if trims and positions is not None:
+                modules = self.trimmed_modules()
+                stack.enter_context(only_where_read(modules, positions - joined.first))
             return self.joined_logits(joined)
 
     def _edits_trimmed(self, variants: Variants) -> bool:
