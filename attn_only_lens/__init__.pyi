@@ -1,22 +1,11 @@
 """The public names and where they are defined; they are imported when they are first used."""
 
-from . import circuits, expansion, neurons, patching, pretrained, tasks, viz
-from .comparison import Comparison, compare
+from . import circuits, errors, expansion, gates, neurons, patching, pretrained, tasks, viz
+from .comparison import compare
 from .engine.prompts import chat_tokens
 from .engine.tokens import token_texts
-from .errors import (
-    AttnOnlyLensError,
-    CheckpointError,
-    ComparisonError,
-    GrowthError,
-    InputError,
-    InputWarning,
-    UnknownHeadError,
-    UnsupportedCallError,
-    UnsupportedModelError,
-)
-from .gates import GATES, BilinearGate, Gate, GeneralizedSiLU, bilinear_gate
-from .growth import Grown, grow
+from .errors import AttnOnlyLensError
+from .growth import grow
 from .heads import (
     HeadName,
     dense_pattern,
@@ -25,46 +14,29 @@ from .heads import (
 )
 from .models.checkpoint import save
 from .models.convert import convert
-from .models.expose import ExposedNeurons, expose_neuron_heads
-from .models.gate_option import Bilinear, Calibration, calibrate
+from .models.expose import expose_neuron_heads
+from .models.gate_option import Bilinear, calibrate
 from .models.load import load
 from .models.to_stock import to_stock
-from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer, HeadStack
-from .models.verify import Verification, verify
+from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
+from .models.verify import verify
 
 __all__ = [
-    "GATES",
     "AttentionOnlyCache",
     "AttentionOnlyTransformer",
     "AttnOnlyLensError",
     "Bilinear",
-    "BilinearGate",
-    "Calibration",
-    "CheckpointError",
-    "Comparison",
-    "ComparisonError",
-    "ExposedNeurons",
-    "Gate",
-    "GeneralizedSiLU",
-    "Grown",
-    "GrowthError",
     "HeadName",
-    "HeadStack",
-    "InputError",
-    "InputWarning",
-    "UnknownHeadError",
-    "UnsupportedCallError",
-    "UnsupportedModelError",
-    "Verification",
-    "bilinear_gate",
     "calibrate",
     "chat_tokens",
     "circuits",
     "compare",
     "convert",
     "dense_pattern",
+    "errors",
     "expansion",
     "expose_neuron_heads",
+    "gates",
     "grow",
     "load",
     "neuron_gate",

@@ -3,12 +3,25 @@
 from collections.abc import Sequence
 from typing import Any
 
+__all__ = [
+    "AttnOnlyLensError",
+    "CheckpointError",
+    "ComparisonError",
+    "GrowthError",
+    "InputError",
+    "InputWarning",
+    "UnknownHeadError",
+    "UnsupportedCallError",
+    "UnsupportedModelError",
+]
+
 
 class AttnOnlyLensError(Exception):
     """Base class of every error that this package raises on purpose.
 
     Example:
-        >>> from attn_only_lens import AttnOnlyLensError, UnknownHeadError
+        >>> from attn_only_lens import AttnOnlyLensError
+        >>> from attn_only_lens.errors import UnknownHeadError
         >>> issubclass(UnknownHeadError, AttnOnlyLensError)
         True
     """
@@ -22,7 +35,7 @@ class InputError(AttnOnlyLensError, ValueError):
         problem: what cannot be done.
 
     Example:
-        >>> from attn_only_lens import InputError
+        >>> from attn_only_lens.errors import InputError
         >>> print(InputError(["they are identical"], "these prompts cannot be compared"))
         these prompts cannot be compared:
           - they are identical
@@ -54,7 +67,8 @@ class InputWarning(UserWarning):
 
     Example:
         >>> import warnings
-        >>> from attn_only_lens import InputWarning, patching as p, pretrained
+        >>> from attn_only_lens import patching as p, pretrained
+        >>> from attn_only_lens.errors import InputWarning
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     pair = p.prompt_pair(pretrained.small_english(), "The kezs near", "The key near")
@@ -71,7 +85,7 @@ class ComparisonError(InputError):
             without patching; else None.
 
     Example:
-        >>> from attn_only_lens import ComparisonError
+        >>> from attn_only_lens.errors import ComparisonError
         >>> print(ComparisonError(["L0N5 and L0N7 both went to L0N5"], "these do not fit"))
         these do not fit:
           - L0N5 and L0N7 both went to L0N5
@@ -84,7 +98,7 @@ class GrowthError(InputError):
     """A growth that would change the function, or cannot be undone; nothing has been changed.
 
     Example:
-        >>> from attn_only_lens import GrowthError
+        >>> from attn_only_lens.errors import GrowthError
         >>> print(GrowthError(["got d_mlp=5; it has 512 already"]))
         this model cannot be grown like this:
           - got d_mlp=5; it has 512 already
@@ -100,7 +114,7 @@ class UnsupportedModelError(InputError):
     """A model that cannot be converted or analysed exactly; nothing has been changed.
 
     Example:
-        >>> from attn_only_lens import UnsupportedModelError
+        >>> from attn_only_lens.errors import UnsupportedModelError
         >>> UnsupportedModelError(["its act_fn is 'solu'"]).reasons
         ("its act_fn is 'solu'",)
     """
@@ -117,7 +131,8 @@ class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
     The message names the call to use instead.
 
     Example:
-        >>> from attn_only_lens import UnsupportedCallError, convert, pretrained
+        >>> from attn_only_lens import convert, pretrained
+        >>> from attn_only_lens.errors import UnsupportedCallError
         >>> converted = convert(pretrained.modular_addition())
         >>> try:
         ...     converted.W_Q
@@ -131,7 +146,8 @@ class UnknownHeadError(AttnOnlyLensError, ValueError):
     """A name that does not have the form `L5H3` or `L5N1234`, or a head that the model lacks.
 
     Example:
-        >>> from attn_only_lens import HeadName, UnknownHeadError
+        >>> from attn_only_lens import HeadName
+        >>> from attn_only_lens.errors import UnknownHeadError
         >>> try:
         ...     HeadName.parse("5.3")
         ... except UnknownHeadError as error:
@@ -144,7 +160,8 @@ class CheckpointError(AttnOnlyLensError, ValueError):
     """A saved file or folder that is missing, damaged, changed, or of another version.
 
     Example:
-        >>> from attn_only_lens import CheckpointError, load
+        >>> from attn_only_lens import load
+        >>> from attn_only_lens.errors import CheckpointError
         >>> try:
         ...     load("./no-such-folder")
         ... except CheckpointError as error:

@@ -249,7 +249,7 @@ def _page(kit):
 
 
 def _generalized_silu(kit):
-    silu = lens.GeneralizedSiLU(0.5, 2.0)
+    silu = lens.gates.GeneralizedSiLU(0.5, 2.0)
     if kit.kind == HOOKED:
         model = models.build("gelu", torch.float32)
         for block in model.blocks:
@@ -267,7 +267,6 @@ def _generalized_silu(kit):
 LENS = {
     "AttentionOnlyCache": _cached_by_hand,
     "Bilinear": _bilinear,
-    "GeneralizedSiLU": _generalized_silu,
     "HeadName": lambda kit: lens.HeadName.parse("L0N3").hook("z", kit.exposed) in kit.cache,
     "calibrate": lambda kit: min(lens.calibrate(kit.gated, tokens()).ranges) > 0,
     "compare": lambda kit: (kit.comparison.heads["divergence"] < 1e-3).all(),
@@ -290,6 +289,7 @@ LENS = {
     "token_texts": lambda kit: lens.token_texts(kit.model, torch.tensor([7, 11])) == ["w3", " w7"],
     "verify": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).ok,
 }
+GATES = {"GeneralizedSiLU": _generalized_silu}
 PATCHING = {
     "ablated": lambda kit: _other_inside(kit, p.ablated(kit.exposed, ["L0H1", "L1N3"])),
     "activation_patch": lambda kit: _changed(kit.sweep()),
@@ -435,10 +435,29 @@ COMMANDS = {
     "verify": lambda kit: kit.run("verify", kit.files, "--text", TEXT),
 }
 OF_NO_MODEL = {
-    *("GATES", "BilinearGate", "Gate", "bilinear_gate", "SHARES", "Axis", "Weights", "NodeDetails"),
+    *(
+        "errors",
+        "EXACT",
+        "Gating",
+        "GATES",
+        "BilinearGate",
+        "Gate",
+        "bilinear_gate",
+        "SHARES",
+        "Axis",
+        "Weights",
+        "NodeDetails",
+    ),
     # What functions give back.
-    *("AttentionOnlyTransformer", "Calibration", "Comparison", "ExposedNeurons", "HeadStack"),
-    *("Verification", "PromptPair", "Sweep", "Paths", "Circuit", "CircuitGraph", "Explanation"),
+    *(
+        "AttentionOnlyTransformer",
+        "PromptPair",
+        "Sweep",
+        "Paths",
+        "Circuit",
+        "CircuitGraph",
+        "Explanation",
+    ),
     *("Faithfulness", "NodeGroups", "Stability"),
     *("PathExpansion", "TokenCircuit"),
     *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
@@ -455,6 +474,7 @@ TITLES = {
     "attn_only_lens.neurons": "attn_only_lens.neurons",
     "attn_only_lens.growth": "attn_only_lens.growth",
     "attn_only_lens.expansion": "attn_only_lens.expansion, by `grow`",
+    "attn_only_lens.gates": "attn_only_lens.gates",
     "attn-only-lens": "The command line",
 }
 INTRODUCTION = """\
@@ -482,6 +502,7 @@ ROWS = {
     "attn_only_lens.neurons": NEURONS,
     "attn_only_lens.growth": GROWTH,
     "attn_only_lens.expansion": EXPANSION,
+    "attn_only_lens.gates": GATES,
     "attn-only-lens": COMMANDS,
 }
 

@@ -9,21 +9,12 @@ import torch
 from typer.testing import CliRunner
 
 from analyses.tools.growth_training import Training
-from attn_only_lens import (
-    CheckpointError,
-    GrowthError,
-    InputError,
-    circuits,
-    expose_neuron_heads,
-    neurons,
-    pretrained,
-    verify,
-    viz,
-)
+from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, verify, viz
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.comparison.batches import batches
+from attn_only_lens.errors import CheckpointError, GrowthError, InputError
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)

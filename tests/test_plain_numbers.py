@@ -9,13 +9,14 @@ import pytest
 import torch
 from common import D_MLP, tokens
 
-from attn_only_lens import GrowthError, InputError, UnsupportedModelError, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import expose_neuron_heads, grow
 from attn_only_lens import patching as p
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.positions import resolve_positions
 from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.errors import GrowthError, InputError, UnsupportedModelError
 from attn_only_lens.patching.run_patches import Batching
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from analyses.tools import train_modular_addition as training
 from attn_only_lens import (
     Bilinear,
-    CheckpointError,
     convert,
     expose_neuron_heads,
     grow,
@@ -22,6 +21,7 @@ from attn_only_lens import (
     save,
     to_stock,
 )
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 

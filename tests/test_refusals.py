@@ -6,7 +6,8 @@ from common import tokens
 from models import BASE, build
 from torch import nn
 
-from attn_only_lens import UnsupportedModelError, convert
+from attn_only_lens import convert
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 

@@ -35,7 +35,10 @@ MODULES = [
     "attn_only_lens",
     *(f"attn_only_lens.{name}" for name in ("patching", "tasks", "circuits", "neurons", "viz")),
     *(f"attn_only_lens.{name}" for name in ("expansion", "growth", "comparison")),
-    *(f"attn_only_lens.{name}" for name in ("gates", "heads", "reference", "pretrained")),
+    *(
+        f"attn_only_lens.{name}"
+        for name in ("gates", "heads", "models", "errors", "reference", "pretrained")
+    ),
 ]
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

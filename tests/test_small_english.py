@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as training
-from attn_only_lens import UnsupportedCallError, circuits, expose_neuron_heads, pretrained, verify
+from attn_only_lens import circuits, expose_neuron_heads, pretrained, verify
 from attn_only_lens import patching as p
+from attn_only_lens.errors import UnsupportedCallError
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))

@@ -26,7 +26,7 @@ def test_a_function_does_what_is_stored(kit, package, name):
 
 def test_what_is_no_answer_is_a_fault(kit):
     def refuse(kit):
-        raise lens.InputError([f"no {kit.folder}/x", "and more"], "a problem")
+        raise lens.errors.InputError([f"no {kit.folder}/x", "and more"], "a problem")
 
     assert support.measure(kit, refuse) == "no …; and more"
     with pytest.raises(AssertionError, match="not sensible"):

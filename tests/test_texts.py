@@ -21,15 +21,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from attn_only_lens import (
-    InputError,
-    chat_tokens,
-    circuits,
-    expose_neuron_heads,
-    grow,
-    load,
-    token_texts,
-)
+from attn_only_lens import chat_tokens, circuits, expose_neuron_heads, grow, load, token_texts
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.engine.tokens import (
@@ -38,6 +30,7 @@ from attn_only_lens.engine.tokens import (
     token_text,
     token_texts_of_prompts,
 )
+from attn_only_lens.errors import InputError
 
 TEXT = "One day, Lily went to a café 🙂\n  too"
 

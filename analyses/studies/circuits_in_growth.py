@@ -67,12 +67,12 @@ from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import keep
 from analyses.tools.train_small_english import questions, tokenizer
-from attn_only_lens import Grown, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import grow
 from attn_only_lens import patching as p
 from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
-from attn_only_lens.growth import read
+from attn_only_lens.growth import Grown, read
 from attn_only_lens.storage import write_text
 
 TASKS = ("number, prepositional", "gender", "brackets, simple")

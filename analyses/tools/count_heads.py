@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from analyses.tools.benching import markdown
-from attn_only_lens import InputError
+from attn_only_lens.errors import InputError
 
 _PROBLEM = "the heads of such a layer cannot be counted"
 

@@ -41,6 +41,7 @@ from attn_only_lens.circuits.ablation import (
 from attn_only_lens.circuits.stability import (
     INCLUSION,
     Stability,
+    inclusion_interval,
     random_halves,
     require_resamples,
     resampled,
@@ -283,6 +284,8 @@ def search_circuit(
             stability = resampled(search_again, ablate, ablated, frame, effects, halves)
             inclusion = stability.sites[[*SITE_KEY, *INCLUSION]]
             with_shares = circuit.frame.merge(inclusion, on=SITE_KEY, how="left")
+            in_none = (0.0, *inclusion_interval(0, len(stability.resamples)), "noise")
+            with_shares = with_shares.fillna(dict(zip(INCLUSION, in_none, strict=True)))
             circuit = replace(circuit, frame=with_shares, stability=stability)
         bar.total = bar.n  # the total was not known before
         bar.refresh()

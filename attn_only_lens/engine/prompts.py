@@ -267,7 +267,8 @@ def chat_tokens(
             not accept the messages or returns no tokens.
 
     Example:
-        >>> from attn_only_lens import InputError, chat_tokens, pretrained
+        >>> from attn_only_lens import chat_tokens, pretrained
+        >>> from attn_only_lens.errors import InputError
         >>> try:
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:

@@ -49,7 +49,8 @@ class GeneralizedSiLU:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import GeneralizedSiLU, convert, pretrained
+        >>> from attn_only_lens import convert, pretrained
+        >>> from attn_only_lens.gates import GeneralizedSiLU
         >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
         >>> swish = GeneralizedSiLU(a_1=0.5, a_2=2.0)
         >>> for block in model.blocks:

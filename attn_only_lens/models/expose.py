@@ -49,7 +49,8 @@ class ExposedNeurons:
         model: the model; with `copy=True`, the copy.
 
     Example:
-        >>> from attn_only_lens import ExposedNeurons, expose_neuron_heads, pretrained
+        >>> from attn_only_lens import expose_neuron_heads, pretrained
+        >>> from attn_only_lens.models import ExposedNeurons
         >>> model = pretrained.modular_addition()
         >>> exposed = expose_neuron_heads(model)
         >>> isinstance(exposed, ExposedNeurons), "blocks.0.mlp.hook_neuron_act" in model.hook_dict

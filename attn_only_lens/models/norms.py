@@ -348,10 +348,10 @@ def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
     else:
         flat = weight
     if linear is None:
-        return torch.tensor(False)
+        return torch.tensor(False, device=weight.device)
     x = normal_numbers((3, flat.shape[0])).to(flat)
     computed = linear(x) - linear(torch.zeros_like(x))
     expected = x @ flat
     if computed.shape != expected.shape:
-        return torch.tensor(False)
+        return torch.tensor(False, device=weight.device)
     return (computed - expected).norm() <= _TOLERANCE * expected.norm()

@@ -31,6 +31,8 @@ MODULES = (
     ".comparison",
     ".gates",
     ".heads",
+    ".models",
+    ".errors",
     ".reference",
     ".pretrained",
 )

@@ -85,10 +85,21 @@ def package(module: str) -> Path:
     return ROOT / module.replace(".", "/") / "__init__.py"
 
 
+def is_module(name: str) -> bool:
+    """Return whether a full name is that of a package or of a public module."""
+    return package(name).is_file() or source(name).is_file()
+
+
+def source(module: str) -> Path:
+    """Return the file of a module, or of a package."""
+    file = ROOT / f"{module.replace('.', '/')}.py"
+    return file if file.is_file() else package(module)
+
+
 def public(module: str) -> dict[str, str]:
     """Return the names of a package's `__all__`, with the full name of each definition."""
-    stub = package(module).with_suffix(".pyi")  # where names are imported when they are first used
-    tree = ast.parse((stub if stub.is_file() else package(module)).read_text("utf-8"))
+    stub = source(module).with_suffix(".pyi")  # where names are imported when they are first used
+    tree = ast.parse((stub if stub.is_file() else source(module)).read_text("utf-8"))
     definitions = {
         alias.asname or alias.name: ".".join(
             [*[module] * node.level, *[node.module] * bool(node.module), alias.name]
@@ -104,7 +115,7 @@ def public(module: str) -> dict[str, str]:
     ]
     return {  # what comes out of the package itself is a module of it
         name: full if full.rpartition(".")[0] == module else _definition(full)
-        for name, full in ((name, definitions[name]) for name in names)
+        for name, full in ((name, definitions.get(name, f"{module}.{name}")) for name in names)
     }
 
 
@@ -129,7 +140,7 @@ def entries(module: str, first: Sequence[str] = ()) -> str:
     parts = [_table(module, first)] if first else []
     for name in (*leading, *(name for name in names if name not in leading)):
         full, anchor = names[name], f'<a id="{module}.{name}"></a>'
-        if full == f"{module}.{name}" and package(full).is_file():
+        if full == f"{module}.{name}" and is_module(full):
             parts.append(f"## {name}\n\n{anchor}A module: [{full}]({name}.md).")
         elif module != "attn_only_lens" and root.get(name) == full:
             parts.append(f"## {name}\n\n{anchor}[attn_only_lens.{name}][{full}]")
@@ -153,8 +164,8 @@ def _table(module: str, first: Sequence[str]) -> str:
 
 def summary(full: str) -> str:
     """Return the first sentence of the docstring of a function or class, or of a package."""
-    if package(full).is_file():
-        tree: Any = ast.parse(package(full).read_text("utf-8"))
+    if is_module(full):
+        tree: Any = ast.parse(source(full).read_text("utf-8"))
     else:
         module, _, name = full.rpartition(".")
         path = ROOT / f"{module.replace('.', '/')}.py"

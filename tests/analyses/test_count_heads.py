@@ -17,7 +17,8 @@ from analyses.post import (
 )
 from analyses.tools import count_heads
 from analyses.tools.count_heads import HeadCounts, head_counts
-from attn_only_lens import InputError, convert
+from attn_only_lens import convert
+from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 GPT3 = HeadCounts(d_model=12288, n_heads=96, d_head=128, d_mlp=4 * 12288)

@@ -7,8 +7,9 @@ from models import build
 from safetensors.torch import save_file
 
 from analyses.tools.growth_training import _DOCUMENT, Training, _Checkpoint
-from attn_only_lens import CheckpointError, GrowthError, convert
+from attn_only_lens import convert
 from attn_only_lens import expansion as ex
+from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.storage import read_tensors, write_tensors
 
 TOKENS = torch.arange(5 * 7).reshape(5, 7) * 11 % D_VOCAB

@@ -7,8 +7,9 @@ from models import build
 
 from analyses.studies.enrichment import enrichment
 from analyses.studies.neuron_like_heads import neuron_like_heads
-from attn_only_lens import InputError, UnsupportedCallError, convert
+from attn_only_lens import convert
 from attn_only_lens import expose_neuron_heads as expose
+from attn_only_lens.errors import InputError, UnsupportedCallError
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "gemma"])

@@ -9,12 +9,13 @@ import torch
 from common import IN_PLACE, tokens
 from models import build
 
-from attn_only_lens import Bilinear, InputError, UnsupportedModelError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.engine import linear_run
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.writes import FrozenNorm
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName
 
 POS = 5

@@ -10,7 +10,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 from analyses.studies.enrichment import enrichment
 from analyses.studies.neuron_like_heads import neuron_like_heads
-from attn_only_lens import InputError, circuits, expose_neuron_heads
+from attn_only_lens import circuits, expose_neuron_heads
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

@@ -9,11 +9,12 @@ from common import D_MLP, N_LAYERS, tokens
 from dense_heads import Dense
 from models import build
 
-from attn_only_lens import Bilinear, InputError, calibrate, circuits, convert
+from attn_only_lens import Bilinear, calibrate, circuits, convert
 from attn_only_lens import expose_neuron_heads as expose
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.weights._composition import scores, writer_factors
 from attn_only_lens.engine.largest import LargestScores
+from attn_only_lens.errors import InputError
 from attn_only_lens.models.norms import Norm
 
 EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64

@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from attn_only_lens import InputError, circuits, expose_neuron_heads, neurons, pretrained, tasks
+from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, tasks
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
 METRIC = p.logit_diff(" are", " is")

@@ -7,11 +7,12 @@ import torch
 from common import tokens
 from models import build
 
-from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
 from attn_only_lens.circuits._search import _Search
 from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
 POS = 5

@@ -8,9 +8,10 @@ from common import tokens
 from models import build
 from sealed_files import rewrite
 
-from attn_only_lens import CheckpointError, InputError, convert
+from attn_only_lens import convert
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph, from_json, to_json
+from attn_only_lens.errors import CheckpointError, InputError
 
 METRIC = p.logit_diff(7, 11)
 

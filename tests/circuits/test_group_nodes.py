@@ -8,17 +8,10 @@ import pytest
 import torch
 from scipy.spatial.distance import squareform
 
-from attn_only_lens import (
-    HeadName,
-    InputError,
-    circuits,
-    expose_neuron_heads,
-    pretrained,
-    tasks,
-    viz,
-)
+from attn_only_lens import HeadName, circuits, expose_neuron_heads, pretrained, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._group_nodes import _clusters, _cosines
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
 PAIRS = {

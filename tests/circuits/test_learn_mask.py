@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._learn_mask import _split
 from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.errors import InputError
 
 N_SITES = 45
 

@@ -12,17 +12,10 @@ import pytest
 import torch
 from common import D_MLP, N_LAYERS, needs_hooked_transformer
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    UnsupportedModelError,
-    calibrate,
-    circuits,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, calibrate, circuits, convert, expose_neuron_heads
 from attn_only_lens import HeadName as Name
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 PROMPT = torch.tensor([[3, 29, 7, 11, 5]])

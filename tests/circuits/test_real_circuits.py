@@ -13,7 +13,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 pytestmark = [
     needs_hooked_transformer,
     # Answers are the models' most probable tokens, whatever their spelling.
-    pytest.mark.filterwarnings("ignore::attn_only_lens.InputWarning"),
+    pytest.mark.filterwarnings("ignore::attn_only_lens.errors.InputWarning"),
 ]
 POS = 9  # tokens of a prompt, at most
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from common import mlp_hook, tokens
 
-from attn_only_lens import HeadName, InputError
+from attn_only_lens import HeadName
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablation import AblatedModel, ablated_model
+from attn_only_lens.errors import InputError
 
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)

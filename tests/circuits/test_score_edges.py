@@ -7,9 +7,10 @@ import pytest
 import torch
 from common import relative, tokens
 
-from attn_only_lens import Bilinear, InputError
+from attn_only_lens import Bilinear
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import score_edges
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
 NODES = ["L0H1", "L0N3", "L1H0", "L1N7"]

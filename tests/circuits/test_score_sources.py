@@ -7,15 +7,8 @@ from common import needs_hooked_transformer, tokens
 from patch_oracle import seen
 from path_oracle import PathOracle
 
-from attn_only_lens import (
-    HeadName,
-    InputError,
-    UnknownHeadError,
-    UnsupportedModelError,
-    circuits,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import HeadName, circuits, convert, expose_neuron_heads
+from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:

@@ -8,10 +8,17 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablation import AblatedModel
-from attn_only_lens.circuits.stability import interval, random_halves, resampled, share_of_sums
+from attn_only_lens.circuits.stability import (
+    inclusion_interval,
+    interval,
+    random_halves,
+    resampled,
+    share_of_sums,
+)
+from attn_only_lens.errors import InputError
 
 N = 8
 
@@ -49,7 +56,10 @@ def test_the_circuit_itself_does_not_change(model, task, circuit):
     pd.testing.assert_frame_equal(alone.frame, circuit.frame[[*alone.frame]], rtol=1e-4)
     shares = circuit.stability.sites.set_index(["name", "position"])["inclusion"]
     for _, row in circuit.frame.iterrows():
-        assert row["inclusion"] == shares.get((row["name"], row["position"]))
+        assert row["inclusion"] == shares.get((row["name"], row["position"]), 0.0)
+        low, high = inclusion_interval(round(6 * row["inclusion"]), 6)
+        assert (row["inclusion_low"], row["inclusion_high"]) == (low, high)
+        assert (row["class"] == "noise") == (row["inclusion"] <= 0.1)
     columns = {"inclusion", "inclusion_low", "inclusion_high", "class"}
     assert set(circuit.frame) - set(alone.frame) == columns
     assert alone.stability is None

@@ -10,18 +10,11 @@ from allocations import Allocated
 from common import D_MLP, D_VOCAB, needs_hooked_transformer
 from dense_heads import Dense
 
-from attn_only_lens import (
-    Bilinear,
-    GeneralizedSiLU,
-    InputError,
-    UnsupportedCallError,
-    circuits,
-    convert,
-    expose_neuron_heads,
-    pretrained,
-)
+from attn_only_lens import Bilinear, circuits, convert, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.largest import LargestScores
+from attn_only_lens.errors import InputError, UnsupportedCallError
+from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.growth import read
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

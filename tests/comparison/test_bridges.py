@@ -7,8 +7,9 @@ import pytest
 import torch
 from common import D_MLP, mlp_hook, tokens
 
-from attn_only_lens import ComparisonError, compare, grow
+from attn_only_lens import compare, grow
 from attn_only_lens import patching as p
+from attn_only_lens.errors import ComparisonError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
 FEW = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}

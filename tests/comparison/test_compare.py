@@ -13,7 +13,6 @@ from models import build
 
 from attn_only_lens import (
     Bilinear,
-    ComparisonError,
     circuits,
     compare,
     convert,
@@ -24,6 +23,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.growth import identity
 from attn_only_lens.heads import HeadName

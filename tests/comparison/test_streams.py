@@ -12,9 +12,10 @@ from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import ComparisonError, InputError, compare, grow
+from attn_only_lens import compare, grow
 from attn_only_lens import patching as p
 from attn_only_lens.comparison.batches import batches
+from attn_only_lens.errors import ComparisonError, InputError
 
 pytestmark = needs_hooked_transformer
 

@@ -11,7 +11,8 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import patching
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 
-from attn_only_lens import Bilinear, HeadName, UnsupportedCallError, calibrate, convert
+from attn_only_lens import Bilinear, HeadName, calibrate, convert
+from attn_only_lens.errors import UnsupportedCallError
 
 CLEAN, CORRUPTED = tokens(1, batch=1), tokens(2, batch=1)
 M = 4

@@ -12,7 +12,8 @@ from einops import rearrange
 from models import CORE, build
 from transformer_lens import ActivationCache
 
-from attn_only_lens import AttentionOnlyCache, UnknownHeadError, UnsupportedCallError, convert
+from attn_only_lens import AttentionOnlyCache, convert
+from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 
 EXACT = 1e-11
 N_LAYERS = 3

@@ -5,13 +5,8 @@ import torch
 from common import in_threads, meeting, relative, tokens
 from models import CORE, build
 
-from attn_only_lens import (
-    AttentionOnlyCache,
-    UnsupportedCallError,
-    convert,
-    dense_pattern,
-    neuron_pattern,
-)
+from attn_only_lens import AttentionOnlyCache, convert, dense_pattern, neuron_pattern
+from attn_only_lens.errors import UnsupportedCallError
 
 NEURONS = "blocks.1.attn.hook_pattern"
 

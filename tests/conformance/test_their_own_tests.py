@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import UnsupportedCallError
+from attn_only_lens.errors import UnsupportedCallError
 
 CFG = {"n_layers": 2, "d_model": 6, "n_heads": 2, "d_head": 3, "d_mlp": 7, "n_ctx": 5}
 CFG |= {"d_vocab": 11}

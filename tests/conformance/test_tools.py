@@ -16,7 +16,8 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 from transformer_lens.utilities import composition_scores
 
 import attn_only_lens.patching
-from attn_only_lens import HeadName, UnsupportedCallError, convert, dense_pattern
+from attn_only_lens import HeadName, convert, dense_pattern
+from attn_only_lens.errors import UnsupportedCallError
 
 CLEAN, CORRUPTED = tokens(1, batch=1), tokens(2, batch=1)
 

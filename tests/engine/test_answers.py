@@ -15,8 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from attn_only_lens import (
-    InputError,
-    InputWarning,
     chat_tokens,
     circuits,
     expose_neuron_heads,
@@ -30,6 +28,7 @@ from attn_only_lens.cli import app
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import unknown_words
+from attn_only_lens.errors import InputError, InputWarning
 
 POS, VOCAB = 5, 31
 EXACT = 1e-12  # float64: a softmax over 31 entries and a mean, some hundred roundings of 1e-16

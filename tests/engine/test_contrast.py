@@ -5,7 +5,7 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import Bilinear, InputWarning, circuits, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.attributed_run import attribute_difference
 from attn_only_lens.circuits.linear_graph import LinearGraph, Places, node_frame
@@ -14,7 +14,7 @@ from attn_only_lens.engine import secants
 from attn_only_lens.engine.contrast import contrast, metric_multiplier, run_both
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
-from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.errors import InputWarning, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 

@@ -9,17 +9,10 @@ from common import needs_transformer_lens_4
 from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_only_lens import (
-    ComparisonError,
-    InputError,
-    circuits,
-    compare,
-    expose_neuron_heads,
-    grow,
-    pretrained,
-)
+from attn_only_lens import circuits, compare, expose_neuron_heads, grow, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
+from attn_only_lens.errors import ComparisonError, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 POS = 7

@@ -5,7 +5,9 @@ import torch
 from common import D_MLP, POS, relative, tokens
 from models import CORE, build
 
-from attn_only_lens import GATES, UnsupportedCallError, convert
+from attn_only_lens import convert
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.gates import GATES
 
 LAYER, NEURON = 1, 29
 BLOCK = 2 * LAYER + 1

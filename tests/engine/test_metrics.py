@@ -8,9 +8,9 @@ from common import tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import InputError
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind, require_differentiable, require_distinct
+from attn_only_lens.errors import InputError
 
 BATCH, POS, VOCAB, SITES = 3, 7, 43, 5
 LAST = [6, 1, 4]

@@ -8,8 +8,8 @@ from common import tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import InputError
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 
 BATCH, POS = 3, 7
 

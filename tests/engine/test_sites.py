@@ -5,10 +5,11 @@ import torch
 from common import D_MLP, N_LAYERS, tokens
 from models import build
 
-from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import resolve_positions
 from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.errors import InputError
 
 BATCH, POS = 3, 7
 

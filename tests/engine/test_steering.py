@@ -10,14 +10,9 @@ from common import in_threads, meeting, of_a_library, tokens
 from patched_runs import heads_of, hook_point
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import (
-    Bilinear,
-    InputError,
-    UnknownHeadError,
-    convert,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

@@ -6,7 +6,8 @@ from bridges import boot
 from common import IN_PLACE, mlp_hook, relative, tokens
 from torch.export.graph_signature import InputKind
 
-from attn_only_lens import UnsupportedCallError, expose_neuron_heads
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 # torch's own: of vmap, and of what jvp and export import.

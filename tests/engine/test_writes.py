@@ -9,10 +9,11 @@ import torch
 import transformers
 from common import needs_hooked_transformer, relative, tokens
 
-from attn_only_lens import InputError, UnsupportedModelError, convert, expose_neuron_heads
+from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.engine.writes import decompose
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from attn_only_lens import GATES
+from attn_only_lens.gates import GATES
 
 mpmath.mp.dps = 1700  # 1 - p is as small as exp(-3700)
 

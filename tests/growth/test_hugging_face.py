@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.growth_training import Training
-from attn_only_lens import GrowthError, compare, expose_neuron_heads, grow, load, save
+from attn_only_lens import compare, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read, read_provenance
 from attn_only_lens.growth.hugging_face import HuggingFaceBridge
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER

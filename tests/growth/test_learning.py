@@ -7,8 +7,9 @@ from growing import all_steps
 from models import build
 
 from analyses.tools.gradmax import grad_max, gradient_products
-from attn_only_lens import GrowthError, UnsupportedCallError, convert, grow
+from attn_only_lens import convert, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens.errors import GrowthError, UnsupportedCallError
 from attn_only_lens.growth import read
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
@@ -219,7 +220,7 @@ def test_grad_max_leaves_the_rest_to_own():
     for size in (0, -1, 2.5, None):
         with pytest.raises(GrowthError, match=f"got batch_size={size}"):
             gradient_products(model, tokens(), batch_size=size)
-    with pytest.raises(UnsupportedCallError, match="got a list"):
+    with pytest.raises(UnsupportedCallError, match="got list"):
         gradient_products(model, tokens().tolist())
 
 

@@ -6,8 +6,9 @@ from bridges import NATIVE, boot
 from common import D_VOCAB, tokens
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import GrowthError, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import expose_neuron_heads, grow
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read
 
 FAMILIES = {

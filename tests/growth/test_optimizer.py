@@ -7,7 +7,8 @@ import torch
 from common import D_VOCAB
 from models import build
 
-from attn_only_lens import GrowthError, grow
+from attn_only_lens import grow
+from attn_only_lens.errors import GrowthError
 
 TOKENS = torch.arange(5 * 7).reshape(5, 7) * 11 % D_VOCAB
 # A step of Adam divides by √v + ε. Some gradients are zero but for rounding (those of b_K); ε is

@@ -6,8 +6,9 @@ from growing import all_steps
 from models import build
 from sealed_files import rewrite
 
-from attn_only_lens import CheckpointError, UnknownHeadError, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import grow
+from attn_only_lens.errors import CheckpointError, UnknownHeadError
 from attn_only_lens.expansion.provenance import IndexMap, TensorMap
 from attn_only_lens.expansion.weights import identity_of
 from attn_only_lens.growth import read, read_provenance

@@ -8,8 +8,9 @@ from common import tokens
 from growing import same_bits, state
 from models import build
 
-from attn_only_lens import GrowthError, expose_neuron_heads, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import expose_neuron_heads, grow
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read
 from attn_only_lens.tl import LayerNormPre
 

@@ -6,8 +6,9 @@ from common import relative, tokens
 from growing import all_steps, same_bits, state
 from models import build
 
-from attn_only_lens import GrowthError, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import grow
+from attn_only_lens.errors import GrowthError
 
 
 @pytest.fixture

@@ -7,19 +7,9 @@ from growing import all_steps, cached, group_size, same_bits, state, steps
 from models import CORE, build
 from uneven import uneven
 
-from attn_only_lens import (
-    Bilinear,
-    GrowthError,
-    HeadName,
-    UnknownHeadError,
-    calibrate,
-    convert,
-    grow,
-    load,
-    patching,
-    save,
-)
+from attn_only_lens import Bilinear, HeadName, calibrate, convert, grow, load, patching, save
 from attn_only_lens import expansion as ex
+from attn_only_lens.errors import GrowthError, UnknownHeadError
 from attn_only_lens.growth import read
 from attn_only_lens.growth.two_blocks import ConvertedModel
 from attn_only_lens.tolerances import LOGIT_TOLERANCE

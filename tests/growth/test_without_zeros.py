@@ -6,8 +6,9 @@ from common import relative, tokens
 from growing import group_size, same_bits, steps
 from models import build
 
-from attn_only_lens import GrowthError, convert, grow
+from attn_only_lens import convert, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.initialise import _Splits
 from attn_only_lens.growth import read, read_provenance
 from attn_only_lens.tolerances import LOGIT_TOLERANCE

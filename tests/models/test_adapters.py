@@ -20,7 +20,7 @@ from attn_only_lens import patching as p
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens', transformers' and peft's own
 METRIC = p.logit_diff(7, 8)
-REFUSED = (lens.InputError, lens.CheckpointError)
+REFUSED = (lens.errors.InputError, lens.errors.CheckpointError)
 OUT = {"gpt2": "c_proj", "llama": "down_proj"}
 
 
@@ -121,7 +121,7 @@ def test_a_change_after_exposing_is_refused_as_one_before(llama, change, tmp_pat
     exposed = lens.expose_neuron_heads(llama)
     CHANGES[change](llama)
     if change == "another mlp in the wrapped model":  # hooks on its neurons would not fire
-        with pytest.raises(lens.UnsupportedModelError, match=r"blocks\.1\.mlp was replaced"):
+        with pytest.raises(lens.errors.UnsupportedModelError, match=r"blocks\.1\.mlp was replaced"):
             llama(tokens())
     elif "o_proj" not in change:  # the attention of this bridge runs its parts itself
         assert not torch.allclose(llama(tokens()), before)
@@ -129,13 +129,13 @@ def test_a_change_after_exposing_is_refused_as_one_before(llama, change, tmp_pat
     for run in RUNS.values():
         with pytest.raises(REFUSED, match=named):
             run(llama)
-    with pytest.raises(lens.CheckpointError, match=named):
+    with pytest.raises(lens.errors.CheckpointError, match=named):
         lens.save(llama, tmp_path / "saved")
-    with pytest.raises(lens.UnsupportedModelError, match=named):
+    with pytest.raises(lens.errors.UnsupportedModelError, match=named):
         lens.expose_neuron_heads(llama)
     exposed.undo()
     assert torch.isfinite(llama(tokens())).all()
-    with pytest.raises(lens.UnsupportedModelError, match=named):
+    with pytest.raises(lens.errors.UnsupportedModelError, match=named):
         lens.expose_neuron_heads(llama)
 
 
@@ -143,7 +143,7 @@ def test_a_change_after_exposing_is_refused_as_one_before(llama, change, tmp_pat
 def test_a_part_that_peft_copies_and_saves_is_refused(llama):
     lens.expose_neuron_heads(llama)
     get_peft_model(llama.original_model, lora("q_proj", modules_to_save=["down_proj"]))
-    with pytest.raises(lens.UnsupportedCallError, match="modules_to_save"):
+    with pytest.raises(lens.errors.UnsupportedCallError, match="modules_to_save"):
         llama(tokens())
     with pytest.raises(REFUSED, match="ModulesToSaveWrapper"):
         RUNS["sweep"](llama)
@@ -222,7 +222,9 @@ def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama, fi
         torch.testing.assert_close(llama(tokens()), expected)
     assert not torch.allclose(llama(tokens()), expected)
     for name in ("top_compositions", "copying_scores"):
-        with pytest.raises(lens.InputError, match=r"W_O is not the matrix .* attn\.o applies"):
+        with pytest.raises(
+            lens.errors.InputError, match=r"W_O is not the matrix .* attn\.o applies"
+        ):
             RUNS[name](llama)
 
 
@@ -268,7 +270,7 @@ def test_torch_hooks_belong_on_the_module_in_a_part(family, part, head, kind):
     handles = attach(outer, kind, A, seen)
     for edited in (p.ablated(bridge, [head]), p.steered(bridge, {head: 4.0})):
         with pytest.raises(
-            lens.UnsupportedModelError,
+            lens.errors.UnsupportedModelError,
             match=rf"blocks\.1\.{part} has a hook.*blocks\.1\.{part}\.original_component",
         ):
             edited.__enter__()
@@ -285,7 +287,7 @@ def test_torch_hooks_belong_on_the_module_in_a_part(family, part, head, kind):
     assert all(not x[..., z].any() and x.any() for x in seen[-1:])
     assert not torch.allclose(bridge(tokens()), expected)
     for name in ("sweep", "attribution", "top_compositions", "copying_scores"):
-        with pytest.raises(lens.InputError, match="hooks are attached"):
+        with pytest.raises(lens.errors.InputError, match="hooks are attached"):
             RUNS[name](bridge)
     for handle in handles:
         handle.remove()
@@ -316,13 +318,13 @@ def test_an_mlp_that_was_replaced_is_named_and_can_be_undone(build_both):
         lambda: RUNS["sweep"](model),
         lambda: p.ablated(model, "L1N3").__enter__(),
     ):
-        with pytest.raises(lens.InputError, match=r"blocks\.1\.mlp was replaced.*undo\(\)"):
+        with pytest.raises(lens.errors.InputError, match=r"blocks\.1\.mlp was replaced.*undo\(\)"):
             run()
     exposed.undo()
     assert torch.isfinite(model(tokens())).all()
     assert not [name for name in model.hook_dict if "neuron" in name]
     if isinstance(model, TransformerBridge):  # the MLP was put into the model that it wraps
-        with pytest.raises(lens.UnsupportedModelError, match=r"blocks\.1\.mlp: got a "):
+        with pytest.raises(lens.errors.UnsupportedModelError, match=r"blocks\.1\.mlp: got a "):
             lens.expose_neuron_heads(model)
         return
     lens.expose_neuron_heads(model)
@@ -345,16 +347,16 @@ def test_weights_of_a_hooked_transformer_that_are_replaced_are_read():
     for one, another in zip(*map(_scores, (model, twin)), strict=True):
         assert torch.equal(one, another)
     parametrize.register_parametrization(model.blocks[1].mlp, "W_out", nn.Tanh())
-    with pytest.raises(lens.InputError, match="its mlp is a Parametrized"):
+    with pytest.raises(lens.errors.InputError, match="its mlp is a Parametrized"):
         RUNS["sweep"](model)
     handle = twin.blocks[1].mlp.register_forward_hook(lambda module, args, output: output / 2)
     for name in ("sweep", "top_compositions"):
-        with pytest.raises(lens.InputError, match=r"hooks are attached.*blocks\.1\.mlp"):
+        with pytest.raises(lens.errors.InputError, match=r"hooks are attached.*blocks\.1\.mlp"):
             RUNS[name](twin)
     handle.remove()
     converted = lens.convert(build("gelu"))
     converted.blocks[3].attn = Adapted(converted.blocks[3].attn, 26, 26)
-    with pytest.raises(lens.InputError, match=r"blocks\.3\.attn was replaced"):
+    with pytest.raises(lens.errors.InputError, match=r"blocks\.3\.attn was replaced"):
         RUNS["top_compositions"](converted)
 
 

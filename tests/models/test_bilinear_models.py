@@ -13,10 +13,6 @@ from models import CORE, FAMILIES, build
 from attn_only_lens import (
     Bilinear,
     HeadName,
-    InputError,
-    UnknownHeadError,
-    UnsupportedCallError,
-    UnsupportedModelError,
     calibrate,
     circuits,
     convert,
@@ -27,6 +23,12 @@ from attn_only_lens import (
     patching,
     save,
     verify,
+)
+from attn_only_lens.errors import (
+    InputError,
+    UnknownHeadError,
+    UnsupportedCallError,
+    UnsupportedModelError,
 )
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 

@@ -22,15 +22,8 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer
 
-from attn_only_lens import (
-    Bilinear,
-    CheckpointError,
-    calibrate,
-    expose_neuron_heads,
-    load,
-    neuron_pattern,
-    save,
-)
+from attn_only_lens import Bilinear, calibrate, expose_neuron_heads, load, neuron_pattern, save
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import refuse
 

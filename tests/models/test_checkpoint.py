@@ -13,8 +13,9 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
-from attn_only_lens import CheckpointError, convert, expose_neuron_heads, grow, load, save
+from attn_only_lens import convert, expose_neuron_heads, grow, load, save
 from attn_only_lens import expansion as ex
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST, hooked, save_load
 from attn_only_lens.models.source_folder import load_source

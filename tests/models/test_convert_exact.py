@@ -6,7 +6,8 @@ from common import POS, relative, tokens
 from models import CORE, FAMILIES, STRUCTURES, build
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from attn_only_lens import GATES, convert, verify
+from attn_only_lens import convert, verify
+from attn_only_lens.gates import GATES
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 HALF = [torch.bfloat16, torch.float16]

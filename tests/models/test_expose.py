@@ -10,9 +10,6 @@ from models import CORE, FAMILIES, build
 
 from attn_only_lens import (
     Bilinear,
-    UnknownHeadError,
-    UnsupportedCallError,
-    UnsupportedModelError,
     calibrate,
     convert,
     dense_pattern,
@@ -20,6 +17,7 @@ from attn_only_lens import (
     neuron_gate,
     neuron_pattern,
 )
+from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 

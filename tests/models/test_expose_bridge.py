@@ -12,14 +12,9 @@ from bridges import EVERY, FAMILIES, NEURON, boot, inputs, original
 from common import BATCH, D_MLP, mlp_hook, relative, tokens
 from exposed_states import EXACT, drop, same, state
 
-from attn_only_lens import (
-    Bilinear,
-    Calibration,
-    UnsupportedCallError,
-    expose_neuron_heads,
-    neuron_gate,
-    neuron_pattern,
-)
+from attn_only_lens import Bilinear, expose_neuron_heads, neuron_gate, neuron_pattern
+from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.models import Calibration
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

@@ -10,7 +10,8 @@ from exposed_states import EXACT, drop, same, state
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import Bilinear, UnsupportedModelError, calibrate, expose_neuron_heads
+from attn_only_lens import Bilinear, calibrate, expose_neuron_heads
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.in_place import exposed_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,12 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import (
-    Bilinear,
-    UnsupportedCallError,
-    UnsupportedModelError,
-    expose_neuron_heads,
-)
+from attn_only_lens import Bilinear, expose_neuron_heads
+from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.models.in_place import exposed
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -28,10 +28,6 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import (
     Bilinear,
-    Calibration,
-    UnknownHeadError,
-    UnsupportedCallError,
-    UnsupportedModelError,
     calibrate,
     convert,
     dense_pattern,
@@ -40,7 +36,9 @@ from attn_only_lens import (
     neuron_pattern,
     verify,
 )
+from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.bilinear import BilinearHeads
+from attn_only_lens.models import Calibration
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 
 from attn_only_lens import (
     Bilinear,
-    CheckpointError,
-    UnsupportedModelError,
     calibrate,
     convert,
     dense_pattern,
@@ -23,6 +21,7 @@ from attn_only_lens import (
     verify,
 )
 from attn_only_lens.cli import app
+from attn_only_lens.errors import CheckpointError, UnsupportedModelError
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.tl import HookedTransformer

@@ -19,17 +19,9 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 from typer.testing import CliRunner
 
-from attn_only_lens import (
-    CheckpointError,
-    UnsupportedModelError,
-    convert,
-    expose_neuron_heads,
-    load,
-    pretrained,
-    save,
-    tl,
-)
+from attn_only_lens import convert, expose_neuron_heads, load, pretrained, save, tl
 from attn_only_lens.cli import app
+from attn_only_lens.errors import CheckpointError, UnsupportedModelError
 from attn_only_lens.models.load import is_hooked
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 

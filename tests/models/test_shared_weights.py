@@ -60,9 +60,9 @@ def test_folded_norms_part_a_model_from_its_source(source, make, way, tmp_path):
     assert close(log_probs(source), before)
     assert torch.equal(log_probs(alone), before)
     for use in USES.values():
-        with pytest.raises(lens.InputError, match=FOLDED):
+        with pytest.raises(lens.errors.InputError, match=FOLDED):
             use(model)
-    with pytest.raises(lens.CheckpointError, match=FOLDED):
+    with pytest.raises(lens.errors.CheckpointError, match=FOLDED):
         lens.save(model, tmp_path / "saved")
     assert close(log_probs(make(source)), before)
     # Control: what is refused.
@@ -118,14 +118,14 @@ def test_a_copy_is_not_processed_while_its_source_lives():
     source = build("gelu", d_vocab_out=41)
     exposed = lens.expose_neuron_heads(source, copy=True)
     converted, before = lens.convert(source), log_probs(source)
-    with pytest.raises(lens.InputError, match="another model shares its weights"):
+    with pytest.raises(lens.errors.InputError, match="another model shares its weights"):
         exposed.model.process_weights_()
     assert torch.equal(log_probs(source), before)
     # Without neuron-heads it is TransformerLens' own, and the others notice.
     exposed.undo()
     exposed.model.process_weights_()
     assert close(log_probs(exposed.model), before)
-    with pytest.raises(lens.InputError, match=FOLDED):
+    with pytest.raises(lens.errors.InputError, match=FOLDED):
         converted(tokens())
     # Exposed in place there is one model, whose neuron-heads go with it.
     alone = build("gelu", d_vocab_out=41)

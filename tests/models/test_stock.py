@@ -14,16 +14,9 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from attn_only_lens import (
-    GATES,
-    Bilinear,
-    BilinearGate,
-    UnsupportedModelError,
-    calibrate,
-    convert,
-    pretrained,
-    to_stock,
-)
+from attn_only_lens import Bilinear, calibrate, convert, pretrained, to_stock
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.gates import GATES, BilinearGate
 from attn_only_lens.models.to_stock import mixture, neuron_heads, stock_bytes, write_heads
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE

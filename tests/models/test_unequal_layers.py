@@ -11,24 +11,17 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
 from uneven import GROUPS, NEURONS, UNEVEN, VALUES, has, uneven
 
-from attn_only_lens import (
+from attn_only_lens import HeadName, circuits, convert, load, save, to_stock, verify, viz
+from attn_only_lens import patching as p
+from attn_only_lens.engine.model_weights import fingerprint
+from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.errors import (
     CheckpointError,
-    HeadName,
     InputError,
     UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
-    circuits,
-    convert,
-    load,
-    save,
-    to_stock,
-    verify,
-    viz,
 )
-from attn_only_lens import patching as p
-from attn_only_lens.engine.model_weights import fingerprint
-from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 

@@ -7,7 +7,8 @@ import torch
 from common import tokens
 from models import build
 
-from attn_only_lens import UnsupportedCallError, UnsupportedModelError, convert, verify
+from attn_only_lens import convert, verify
+from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 
 
 @pytest.fixture

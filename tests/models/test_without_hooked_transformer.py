@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from attn_only_lens import (
     AttnOnlyLensError,
-    CheckpointError,
     expose_neuron_heads,
     load,
     pretrained,
@@ -20,6 +19,7 @@ from attn_only_lens import (
     verify,
 )
 from attn_only_lens.cli import app
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import write_manifest
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.pretrained.modular_addition import load_bridge

@@ -11,16 +11,9 @@ from bridges import boot
 from common import D_VOCAB, needs_hooked_transformer
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import (
-    Bilinear,
-    HeadName,
-    InputError,
-    convert,
-    expose_neuron_heads,
-    neuron_gate,
-    neurons,
-)
+from attn_only_lens import Bilinear, HeadName, convert, expose_neuron_heads, neuron_gate, neurons
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import statistics
 from attn_only_lens.neurons import summary as so_far
 

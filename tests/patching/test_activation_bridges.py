@@ -12,11 +12,12 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import Bilinear, InputError, UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import Bilinear, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

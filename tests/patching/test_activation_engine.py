@@ -9,11 +9,12 @@ import torch
 from common import of_a_library, tokens
 from models import build
 
-from attn_only_lens import InputError, convert, expose_neuron_heads
+from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.recording import record_pair
 from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.errors import InputError
 from attn_only_lens.patching import site_groups
 from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.storage.chunks import ChunkStore

@@ -8,8 +8,9 @@ from common import of_a_library, tokens
 from models import build
 from patched_runs import cached, heads_of, hook_point, logit_diff, mask_at, patched_logits
 
-from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 
 BATCH, POS = 3, 11
 SITES = ["L0N36", "L1N5", "L2N3", "L0H1", "L2H0"]

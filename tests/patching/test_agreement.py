@@ -6,8 +6,8 @@ import pytest
 import scipy.stats
 from random_sweeps import sweep, values
 
-from attn_only_lens import InputError
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 
 EXACT = 1e-12  # means over 65 numbers
 

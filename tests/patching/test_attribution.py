@@ -10,8 +10,9 @@ from common import tokens
 from models import CORE, build
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_only_lens import Bilinear, InputError, UnsupportedModelError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`

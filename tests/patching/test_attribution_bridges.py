@@ -10,8 +10,9 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import UnsupportedModelError
 
 estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`
 

@@ -7,11 +7,12 @@ import pytest
 from common import of_a_library, tokens
 from models import build
 
-from attn_only_lens import UnsupportedModelError, convert, expose_neuron_heads
+from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.patching._attribution import integrated_gradients
 
 estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`

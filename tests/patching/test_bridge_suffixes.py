@@ -8,7 +8,7 @@ from common import of_a_library
 from patched_runs import cached, logit_diff, mask_at, patched_logits
 from transformers.cache_utils import DynamicCache
 
-from attn_only_lens import UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import recording
 from attn_only_lens.engine.edits import attention_edit
@@ -17,6 +17,7 @@ from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.replay import bridge as bridge_replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
+from attn_only_lens.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 BATCH, POS, FIRST = 2, 11, 4

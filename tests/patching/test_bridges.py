@@ -6,11 +6,12 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import InputError, expose_neuron_heads
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.model_weights import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
 SIZES = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": 37, "d_vocab": 41}

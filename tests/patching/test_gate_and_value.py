@@ -7,8 +7,9 @@ from common import tokens
 from models import build
 from patched_runs import cached, hook_point, logit_diff, mask_at, patched_logits
 
-from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 
 POS = 11
 METRIC = p.logit_diff(correct=7, wrong=8)

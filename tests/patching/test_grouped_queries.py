@@ -17,8 +17,9 @@ from common import needs_hooked_transformer
 from patched_runs import cached, logit_diff, patched_logits
 from transformers.models.llama import modeling_llama
 
-from attn_only_lens import UnsupportedModelError, expose_neuron_heads
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

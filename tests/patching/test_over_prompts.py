@@ -10,8 +10,8 @@ import torch
 from common import tokens
 from patched_runs import cached, logit_diff, mask_at, patched_logits
 
-from attn_only_lens import InputError
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 LENGTHS, SITES = (7, 3, 5), ["L0H1", "L0N29", "L1N3"]

@@ -8,9 +8,10 @@ from common import needs_hooked_transformer, tokens
 from patch_oracle import CORRECT, WRONG, difference, seen
 from path_oracle import PathOracle
 
-from attn_only_lens import Bilinear, HeadName, InputError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, HeadName, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.readers import Readers
+from attn_only_lens.errors import InputError
 from attn_only_lens.patching import _path_patch
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 

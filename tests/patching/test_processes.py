@@ -14,11 +14,12 @@ import torch
 import transformers
 from common import tokens
 
-from attn_only_lens import InputError, expose_neuron_heads
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.replay import Replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.hooked import HookedReplay
+from attn_only_lens.errors import InputError
 from attn_only_lens.patching import job, site_groups
 from attn_only_lens.patching.job import _share, is_first
 from attn_only_lens.storage.chunks import ChunkStore

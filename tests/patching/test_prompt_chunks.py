@@ -12,8 +12,9 @@ import torch
 from allocations import Allocated
 from common import needs_hooked_transformer, tokens
 
-from attn_only_lens import InputError, expose_neuron_heads
+from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 from attn_only_lens.patching import prompt_chunks
 from attn_only_lens.storage.chunks import ChunkStore
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import InputError
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)

@@ -10,8 +10,9 @@ import transformers
 from bridges import bridged
 from common import needs_hooked_transformer
 
-from attn_only_lens import HeadName, InputError, convert, expose_neuron_heads
+from attn_only_lens import HeadName, convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 from attn_only_lens.patching import repairs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

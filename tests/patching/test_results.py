@@ -9,8 +9,8 @@ import pytest
 from random_sweeps import POSITIONS, RUN, SITES, TOKENS, sweep, values
 from sealed_files import rewrite
 
-from attn_only_lens import CheckpointError, InputError
 from attn_only_lens import patching as p
+from attn_only_lens.errors import CheckpointError, InputError
 
 COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from models import build
 
-from attn_only_lens import Bilinear, CheckpointError, InputError, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens.engine.model_weights import _description, fingerprint
+from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 SETTINGS = {"model": "abc", "metric": "kl", "sites": ["L0N1", "L0N2"], "prompts": [[1, 2], [1, 3]]}

@@ -9,10 +9,11 @@ import torch
 from patched_runs import cached, hook_point, logit_diff, mask_at, patched_logits
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens import UnsupportedModelError, circuits, expose_neuron_heads
+from attn_only_lens import circuits, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.replay.bridge import BridgeReplay
+from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.in_place import InPlace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own

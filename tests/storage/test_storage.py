@@ -21,12 +21,13 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 
 from analyses.tools.growth_training import Training
-from attn_only_lens import AttnOnlyLensError, CheckpointError, load, pretrained, save
+from attn_only_lens import AttnOnlyLensError, load, pretrained, save
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph, from_json, to_json
 from attn_only_lens.comparison import Comparison
 from attn_only_lens.comparison.results import _FRAMES
+from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source

@@ -17,8 +17,9 @@ from tiny_tokenizer import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
-from attn_only_lens import InputError, tasks
 from attn_only_lens import patching as p
+from attn_only_lens import tasks
+from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 N = 23

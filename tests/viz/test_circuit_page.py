@@ -13,7 +13,8 @@ from drawn_circuit import EVIL, META, circuit, details
 from matplotlib.image import imread
 from page_of_circuit import click, ids, read_back, show_all, slide, switch
 
-from attn_only_lens import InputError, viz
+from attn_only_lens import viz
+from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import Example
 from attn_only_lens.viz.circuit_data import EXTRAS
 

@@ -10,10 +10,11 @@ from browser import needs_browser
 from common import needs_hooked_transformer, tokens
 from page_of_circuit import click, ids, read_back, show_all, switch
 
-from attn_only_lens import Bilinear, InputError, convert, expose_neuron_heads, viz
+from attn_only_lens import Bilinear, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
 POS, METRIC = 5, p.logit_diff(7, 11)

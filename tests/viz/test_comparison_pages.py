@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 from browser import needs_browser
 
-from attn_only_lens import Comparison, InputError, viz
+from attn_only_lens import viz
+from attn_only_lens.comparison import Comparison
+from attn_only_lens.errors import InputError
 
 
 def comparison_of_two(null=True, evil="m"):

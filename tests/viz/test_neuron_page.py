@@ -9,9 +9,10 @@ from bridges import boot
 from browser import needs_browser
 from common import D_VOCAB
 
-from attn_only_lens import InputError, circuits, expose_neuron_heads, neurons, viz
+from attn_only_lens import circuits, expose_neuron_heads, neurons, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.weights._composition import strongest_partners
+from attn_only_lens.errors import InputError
 from attn_only_lens.viz import neurons as pages
 
 NAMES = ["L0N3", "L1N0", "L1N29"]

@@ -14,8 +14,6 @@ from common import BATCH, POS, mlp_hook, needs_hooked_transformer, tokens
 
 from attn_only_lens import (
     Bilinear,
-    InputError,
-    UnsupportedCallError,
     calibrate,
     convert,
     dense_pattern,
@@ -25,6 +23,7 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnsupportedCallError
 
 TEXTS = ["<bos>", "</script>", "<b>x</b>", "\n", ' "q"', "&amp;", " the", " the", "日", "'", "</"]
 SHOWN = ["<bos>", "</script>", "<b>x</b>", "↵", '·"q"', "&amp;", "·the", "·the", "日", "'", "</"]

@@ -7,7 +7,8 @@ import pytest
 from browser import needs_browser
 from page_of_circuit import click, read_back
 
-from attn_only_lens import InputError, circuits, expose_neuron_heads, pretrained, tasks, viz
+from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks, viz
+from attn_only_lens.errors import InputError
 
 N = 8
 

@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from attn_only_lens import InputError, viz
+from attn_only_lens import viz
+from attn_only_lens.errors import InputError
 
 MATRIX = pd.DataFrame(
     [[0.95, 0.1, -0.3], [0.2, 1.4, 0.0]], ["a <b>", "c"], ["x", "y", "z"], dtype=float

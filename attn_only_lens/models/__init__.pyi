@@ -1,0 +1,8 @@
+"""The classes of results, and where they are defined."""
+
+from .expose import ExposedNeurons
+from .gate_option import Calibration
+from .two_blocks import HeadStack
+from .verify import Verification
+
+__all__ = ["Calibration", "ExposedNeurons", "HeadStack", "Verification"]
