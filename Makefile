@@ -17,7 +17,7 @@ WHERE_TORCH_IS := 'import pathlib, torch; print(pathlib.Path(torch.__file__).par
 LOOK_THERE_TOO := 'import pathlib, sys, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "torch.pth").write_text(sys.argv[1] + "\n")'
 PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS) --durations=25
+	$(<D)/bin/python -m pytest -p xdist.plugin -n $(WORKERS) --dist worksteal --durations=25
 # The arithmetic of another processor, on this one: sums in another order, other last digits. No
 # test may depend on them.
 ANOTHER_MACHINE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
