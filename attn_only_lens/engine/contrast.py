@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_only_lens.axes import SELF, Logits, Residual, Tokens
+from attn_only_lens.axes import BIAS, SELF, Logits, Residual, Tokens
 from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
 from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
@@ -47,19 +47,21 @@ from attn_only_lens.engine.recording import (
 from attn_only_lens.engine.secants import (
     Both,
     FunctionRules,
-    centred_at,
+    at_mean,
     gate_derivative,
     mean,
     norm_change,
     slope,
 )
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # the tolerance in float64, after many layers
+_SMALL = 2**18  # numbers of a layer below which the slopes of layers are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 
@@ -301,32 +303,44 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
     """Return hooks that replace z and v by the means of the runs, with gradients by the rules."""
     host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
 
-    def at_mean(value: Tensor, hook: Any, name: str) -> Tensor:
-        return centred_at(mean(runs.heads[name]), value)
+    def average(value: Tensor, hook: Any, name: str) -> Tensor:
+        return at_mean(value, runs.heads[name])
 
-    for layer in range(host.n_layers):
+    for layer, gate in _gate_slopes(host, runs):
         names = [host.hook_name(layer, "neuron", point) for point in "vz"]
         names.append(host.hook_name(layer, "attention", "z"))
-        hooks += [(name, partial(at_mean, name=name)) for name in names]
-        hooks += _gate_hooks(host, layer, runs)
+        hooks += [(name, partial(average, name=name)) for name in names]
+        hooks += _gate_hooks(host, layer, gate, runs)
     return hooks
 
 
-def _gate_hooks(host: Any, layer: int, runs: BothRuns) -> Hooks:
+def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
+    """Yield layers and the slopes of their gates; small layers with the same gate together."""
+    sides, groups = dict[int, Both](), dict[Any, list[int]]()
+    for layer, heads in enumerate(host.neurons):
+        q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
+        x, y = sides[layer] = q.squeeze(-1), pattern[..., SELF].transpose(1, 2)
+        gate = heads.gate if isinstance(heads.gate, Gate) and x.numel() < _SMALL else layer
+        groups.setdefault((gate, x.shape, x.dtype, x.device), []).append(layer)
+    for layers in groups.values():
+        x, y = (torch.stack(side, 1) for side in zip(*[sides[i] for i in layers], strict=True))
+        derivative = partial(gate_derivative, host.neurons[layers[0]])
+        yield from zip(layers, slope(*y.chunk(2), *x.chunk(2), derivative).unbind(1), strict=True)
+
+
+def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
     """Return hooks that give the patterns of neuron-heads the slopes between the runs."""
-    heads, queries = host.neurons[layer], list[Tensor]()
+    queries = list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 
     def keep_query(value: Tensor, hook: Any) -> None:
         queries.append(value.squeeze(-1))
 
     def pattern(value: Tensor, hook: Any) -> Tensor:
-        y_1, y_0 = runs.heads[name][..., SELF].transpose(1, 2).chunk(2)
-        x_1, x_0 = runs.heads[query_name].squeeze(-1).chunk(2)
-        gate = slope(y_1, y_0, x_1, x_0, partial(gate_derivative, heads))
-        query = queries.pop()
-        moved = (gate * (query - query.detach())).transpose(1, 2)
-        return mean(runs.heads[name]) + torch.stack([moved, -moved], dim=-1)
+        def back(gradient: Tensor) -> Tensor:
+            return gate * (gradient[..., SELF] - gradient[..., BIAS]).transpose(1, 2)
+
+        return at_mean(queries.pop(), runs.heads[name], back)
 
     return [(query_name, keep_query), (name, pattern)]
 
@@ -395,8 +409,11 @@ class _Steps:
         r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # a stream of zeros
         middle = norm.centred(mean(x))
 
+        def back(gradient: Tensor) -> Tensor:
+            moved: Tensor = norm.centred(norm_change(middle, r_1, r_0, norm.gain(gradient)))
+            return moved
+
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            change = norm_change(middle, r_1, r_0, norm.centred(input_stream(args, kwargs)))
-            return centred_at(mean(y), norm.gain(change))
+            return at_mean(input_stream(args, kwargs), y, back)
 
         return hook

@@ -171,14 +171,18 @@ def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor]
     shapes = {x.keys.shape[::2] for x in layers if x.is_initialized and x.keys is not None}
     if len(layers) < len(cache.layers) or shapes != {tokens.shape}:
         return ()
-    return tuple((layer.keys, layer.values) for layer in layers)
+    return tuple((layer.keys.detach(), layer.values.detach()) for layer in layers)
 
 
 def record_again(model: Any, recording: Recording) -> Recording:
     """Repeat a run, and record the same activations."""
-    layers, names = recording.neurons, recording.hooked
-    gates = any(layer.gates for layer in layers.values())
-    return record(model, recording.tokens, recording.mask, layers=layers, names=names, gates=gates)
+    return record(
+        *(model, recording.tokens, recording.mask),
+        layers=recording.neurons,
+        names=recording.hooked,
+        gates=any(layer.gates for layer in recording.neurons.values()),
+        keep_key_values=bool(recording.key_values),
+    )
 
 
 def record_pair(
@@ -204,6 +208,7 @@ def record_pair(
         "layers": layers,
         "names": [*hook_names.values(), *z, *names],
         "gates": gates or part != "z",
+        "keep_key_values": True,
     }
 
     def record_side(side: Side) -> Recording:
@@ -229,7 +234,7 @@ def _record_both(
         return None
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    both = record(model, tokens, mask, **options, keep_key_values=True)
+    both = record(model, tokens, mask, **options)
     if any(len(value) != 2 * n for value in both.hooked.values()):
         return None
     clean, corrupted = both[:n], both[n:]

@@ -15,6 +15,7 @@ Source of the first two rules: DeepLIFT, "summation to delta" (Shrikumar et al.,
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from attn_only_lens.axes import SELF
 Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
+_Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def slope(
@@ -87,33 +89,50 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
     """Return the change of x r for a change of x; x is the mean, centred if the norm centres."""
-    slope = -((r_1 * r_0).square()) / (r_1 + r_0)
+    r = (r_1 + r_0) / 2
     along = (x * change).mean(-1, keepdim=True)
-    return (r_1 + r_0) / 2 * change + 2 * slope * along * x
+    return r * change - (r_1 * r_0).square() / r * along * x
 
 
 def mean(both: Tensor) -> Tensor:
     """Return the mean of the two runs."""
-    clean, corrupted = both.chunk(2)
-    return (clean + corrupted) / 2
+    return both.unflatten(0, (2, -1)).mean(0)
 
 
-def centred_at(middle: Tensor, moved: Tensor) -> Tensor:
-    """Return a tensor with the value of `middle` and the gradient of `moved`."""
-    return middle + (moved - moved.detach()).to(middle)
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
+        ctx.back, ctx.dtype = back, x.dtype
+        return value()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]).to(ctx.dtype), None, None
+
+
+def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
+    """Return a new value for a function of x; `back` is its rule, from the gradient of the output.
+
+    Rules are symmetric linear maps, except `log_softmax`: they are their own transposes.
+    """
+    y: Tensor = _Replaced.apply(x, value, back)
+    return y
+
+
+def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) -> Tensor:
+    """Return the mean of the two outputs of a function of x, with the gradient of its rule."""
+    return replaced(x, partial(mean, both), back)
 
 
 def _softmax(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
     scores, weights = seen
     L, w = softmax_slopes(*scores.log_softmax(-1).chunk(2))
-    change = torch.where(L > 0, x - x.detach(), torch.zeros_like(x))
-    return centred_at(mean(weights), softmax_change(L, w, change))
+    return at_mean(x, weights, partial(softmax_change, L, w))
 
 
 def _log_softmax(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
     _, w = softmax_slopes(*seen[1].chunk(2))
-    change = torch.where(w > 0, x - x.detach(), torch.zeros_like(x))
-    return centred_at(mean(seen[1]), x - (w * change).sum(-1, keepdim=True))
+    return at_mean(x, seen[1], lambda gradient: gradient - w * gradient.sum(-1, keepdim=True))
 
 
 def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
@@ -123,7 +142,7 @@ def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Ten
             return torch.autograd.grad(func(leaf).sum(), leaf)[0]
 
     (x_1, x_0), (y_1, y_0) = (side.chunk(2) for side in seen)
-    return centred_at(mean(seen[1]), slope(y_1, y_0, x_1, x_0, derivative) * x)
+    return at_mean(x, seen[1], partial(torch.mul, slope(y_1, y_0, x_1, x_0, derivative)))
 
 
 _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
@@ -180,8 +199,8 @@ class FunctionRules(TorchFunctionMode):
             if _RULES[func] is _softmax:  # a row of padding may have no key
                 recorded = recorded.nan_to_num(0.0)
                 if x.requires_grad:
-                    change = softmax_change(recorded, recorded, x - x.detach())
-                    self.softmax.append(centred_at(recorded, change))
+                    rule = partial(softmax_change, recorded, recorded)
+                    self.softmax.append(replaced(x, recorded.clone, rule))
                     y = self.softmax[-1]
             self.seen.append((x.detach().clone(), recorded))
             return y

@@ -204,13 +204,13 @@ def decompose(
     host = host_of(model)
     norms, last = _norms(model)
     layers = range(host.n_layers)
-    z_names = [host.hook_name(layer, "attention", "z") for layer in layers]
+    z_names = *names, *(host.hook_name(layer, "attention", "z") for layer in layers)
     every_norm = [last, *(norm for n in norms for norm in (*n.attention, *n.neuron))]
     modules = {norm.module for norm in every_norm if norm.module is not None}
     modules |= {host.attention(layer) for layer in layers}
     modules |= {model.unembed, *(heads.module for heads in host.neurons)}
     with _record_modules(modules) as traffic:
-        recording = record(model, tokens, mask, layers=layers, names=[*z_names, *names])
+        recording = record(model, tokens, mask, layers=layers, names=z_names, keep_key_values=True)
     _require_finite(recording)
     sublayers = tuple(
         _sublayer(host, recording, traffic, around, layer, kind)

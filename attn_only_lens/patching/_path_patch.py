@@ -579,7 +579,7 @@ class _PathRunner:
     ) -> None:
         """Run the paths whose change, at some positions of a block, can affect the metric."""
         replay = self.replay
-        effective = changed & replay.effective_positions(block).to(changed.device)[:, positions]
+        effective = replay.effective(changed, block, positions)
         moving, first = effective.flatten(1).any(1), 0
         if moving.any():
             first = replay.start(block, int(positions[changed[moving].any(dim=0).any(dim=0)][0]))

@@ -186,22 +186,15 @@ class PatchRunner:
         self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
         """Return the first position that each row changes; -1 where it cannot affect the metric."""
-        edited = group.everywhere.to(changed.device)
-        read = self.replay.effective_positions(block).to(changed.device)
-        columns = group.columns
-        if columns is not None:
-            columns = columns.to(changed.device)
-            sets = torch.arange(len(columns), device=changed.device)
-            felt = (changed[:, :, columns] & (edited & read)[sets, :, columns].T).any(dim=1)
-            first = columns[:, None].where(felt.T, -1)
-        else:
-            firsts = []
-            for position_set in edited:
-                moved = changed & position_set
-                earliest = moved.any(dim=1).int().argmax(dim=1)
-                firsts.append(earliest.where((moved & read).flatten(1).any(dim=1), -1))
-            first = torch.stack(firsts)
-        return first.cpu()[group.place, group.head]
+        felt = self.replay.effective(changed, block)
+        if group.columns is not None:
+            columns = torch.tensor([position.column for position in group.positions], device="cpu")
+            return columns[group.place].where(group.sums(felt).any(dim=1).cpu(), -1)
+        firsts = []
+        for position_set in group.everywhere.to(changed.device):
+            earliest = (changed & position_set).any(dim=1).int().argmax(dim=1)
+            firsts.append(earliest.where((felt & position_set).flatten(1).any(dim=1), -1))
+        return torch.stack(firsts).cpu()[group.place, group.head]
 
     def _passes(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]

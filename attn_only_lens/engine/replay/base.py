@@ -285,14 +285,18 @@ class Replay(ABC):
         """The number of logits that are computed for one variant."""
         return self.metric.select(self.recording.logits).numel()
 
-    def effective_positions(self, block: int) -> Bool[Tensor, "batch pos"]:
-        """Return where a change of the stream that enters a block can affect the metric."""
-        tokens, positions = self.recording.tokens, self.metric.positions
-        if positions is None or block < self.n_blocks:
-            return torch.ones_like(tokens, dtype=torch.bool)
+    def effective(
+        self,
+        changed: Bool[Tensor, "*any batch pos"],
+        block: int,
+        positions: slice | Int[Tensor, "pos"] = slice(None),
+    ) -> Bool[Tensor, "*any batch pos"]:
+        """Return which changes of the stream that enters a block can affect the metric."""
+        if self.metric.positions is None or block < self.n_blocks:
+            return changed
         # After the last block, tokens do not affect each other.
-        columns = torch.arange(self.n_pos, device=tokens.device)
-        return columns == positions.to(tokens.device)[:, None]
+        columns = torch.arange(self.n_pos, device=changed.device)[positions]
+        return changed & (columns == self.metric.positions.to(changed.device)[:, None])
 
     def adds_mlp_output(self, block: int, mlp: nn.Module) -> bool:
         """Test whether a block adds the output of its MLP to the stream unchanged."""

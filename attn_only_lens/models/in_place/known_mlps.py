@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.devices import keep_random_state, normal_numbers
+from attn_only_lens.devices import keep_random_state, normal_numbers, read_all
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
@@ -99,10 +99,12 @@ def non_finite_weights(model: Any) -> list[str]:
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
     }
-    # One look at all sums, since each look waits for the device. Large finite entries may have an
-    # infinite sum, so the entries decide.
-    sums = [parameter.sum().float() for parameter in named.values()]
-    if not sums or torch.stack([x.to(sums[0].device) for x in sums]).isfinite().all():
+    # One look at all norms, since each look waits for the device. Large finite entries may have an
+    # infinite norm, so the entries decide.
+    devices = {parameter.device for parameter in named.values()}
+    by_device = ([x for x in named.values() if x.device == device] for device in devices)
+    norms = [norm for parameters in by_device for norm in torch._foreach_norm(parameters)]
+    if all(map(math.isfinite, read_all(norms))):
         return []
     counts = {name: int((~parameter.isfinite()).sum()) for name, parameter in named.items()}
     wrong = [
