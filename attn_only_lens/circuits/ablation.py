@@ -226,7 +226,7 @@ class AblatedModel:
             pair = pair.of_prompts(some, cut=False)
             roles = tuple(role.of_prompts(some, self.n_pos) for role in roles)
         runs = record_pair(model, pair, metric, groups, "z")
-        self.sites, self._sites = sites, sites.groupby("name", observed=True)
+        self.sites = sites
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
         source = runs.corrupted
         if ablation == "positional_mean":
@@ -272,14 +272,6 @@ class AblatedModel:
         """Return the faithfulness of circuits, each the rows of its sites."""
         values = self._mean(self.by_prompt(circuits))
         return (values - self.nothing) / self.span
-
-    def losses(self, names: Sequence[str], on_done: Callable[[int], object]) -> _Floats:
-        """Return how much of the metric is lost when one head is ablated, at all its positions."""
-        self._batching.on_done = on_done
-        rows = self._sites.indices
-        every = np.arange(self.n_sites)
-        left = self.faithfulness([np.delete(every, rows[name]) for name in names])
-        return (1 - left) * self.span
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0

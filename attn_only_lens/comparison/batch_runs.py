@@ -16,11 +16,12 @@ gradient of the batch is multiplied by B.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -71,7 +72,13 @@ class BatchRun:
         else:
             heads = host_of(self.model).neurons[sites.layer]
             z = heads.neuron_outputs(self.neurons[sites.layer].z).unsqueeze(-1)
-        return z[self.real.to(z.device)][:, sites.index.to(z.device)]
+        tokens = z.flatten(0, 1)[self._real_tokens.to(z.device)]
+        return tokens[:, sites.index.to(z.device)]
+
+    @cached_property
+    def _real_tokens(self) -> Int[Tensor, "token"]:
+        """Indices, because a device waits whenever it is indexed with a mask."""
+        return self.real.flatten().nonzero()[:, 0]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
         """The patterns of attention heads."""

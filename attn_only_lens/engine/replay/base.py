@@ -36,6 +36,7 @@ _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # of attention, before its outpu
 # How many copies of the widest activation, of attention scores and of the logits that a loss reads
 # are held at once, from torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
+_LOGITS_AT_ONCE = 2**26  # numbers, with these copies: 170 tokens of a vocabulary of 49,152
 _CALL_FLOPS = 3e10  # `call_flops_on_cpu` for GPUs, an estimate: 90 kernels at 10 µs, 30 Tflop/s
 
 
@@ -180,11 +181,15 @@ class Replay(ABC):
 
     def logits(self, *variants: Variants) -> Float[Tensor, "row position column"]:
         """Return the logits that the metric reads."""
-        if self.joins:
-            return self._faster_logits(Joined(*variants))
-        return torch.cat([self._faster_logits(Joined(single)) for single in variants])
+        return self._faster(self.joined_logits, variants)
 
-    def _faster_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
+    def _faster(self, run: Callable[[Joined], Tensor], variants: Sequence[Variants]) -> Tensor:
+        """Run variants together if the model can."""
+        if self.joins:
+            return self._run_faster(run, Joined(*variants))
+        return torch.cat([self._run_faster(run, Joined(single)) for single in variants])
+
+    def _run_faster(self, run: Callable[[Joined], Tensor], joined: Joined) -> Tensor:
         positions = self.metric.positions
         with ExitStack() as stack:
             stack.enter_context(self._fused.used())
@@ -192,7 +197,7 @@ class Replay(ABC):
             if trims and positions is not None:
                 modules = self.trimmed_modules()
                 stack.enter_context(only_where_read(modules, positions - joined.first))
-            return self.joined_logits(joined)
+            return run(joined)
 
     def _edits_trimmed(self, variants: Variants) -> bool:
         """Return whether an edit expects all tokens in a module that would run on one."""
@@ -209,6 +214,10 @@ class Replay(ABC):
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
         """Return the logits that the metric reads, of variants that run together."""
+
+    @abstractmethod
+    def last_stream(self, joined: Joined) -> Float[Tensor, "row pos d_model"]:
+        """Return the output of the last block, right at the positions that the metric reads."""
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
@@ -230,9 +239,18 @@ class Replay(ABC):
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
-        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`)."""
-        logits = self.logits(*variants)
-        return self.metric.of_prompts(logits.unflatten(0, (-1, self.batch)))
+        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`).
+
+        Many logits are computed in turns: blocks are fastest with more rows than logits allow.
+        """
+        at_once = max(1, _LOGITS_AT_ONCE // (_LOGITS * self.logits_per_variant)) * self.batch
+        if sum(len(some.stream) for some in variants) <= at_once:
+            logits = self.logits(*variants)
+            return self.metric.of_prompts(logits.unflatten(0, (-1, self.batch)))
+        stream, first = self._faster(self.last_stream, variants), variants[0].first
+        return torch.cat(
+            [self.values(Variants(self.n_blocks, first, rows)) for rows in stream.split(at_once)]
+        )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
         """Return the recorded stream that entered a block, for n variants."""
@@ -274,11 +292,11 @@ class Replay(ABC):
         return 5 * d_model + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_per_variant(self, first: int) -> int:
-        """Estimate the largest number of floats that one variant holds at once."""
+        """Estimate the largest number of floats that one variant holds at once, besides logits."""
         tokens = self.batch * (self.n_pos - first)
         # One block at a time has a copy of the recorded keys and values for each variant.
         cached = self.cached_numbers_per_token * self.batch * self.n_pos if first else 0
-        return tokens * self.numbers_per_token + cached + _LOGITS * self.logits_per_variant
+        return tokens * self.numbers_per_token + cached
 
     @property
     def logits_per_variant(self) -> int:

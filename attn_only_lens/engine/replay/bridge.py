@@ -189,17 +189,26 @@ class BridgeReplay(Replay):
                 return True
         return False
 
+    def last_stream(self, joined: Joined) -> Residual:
+        """Return the output of the last block, right at the positions that the metric reads."""
+        last = self.n_blocks - 1
+        x = self._output(joined, last) if joined.block <= last else None
+        return joined.stream(self.n_blocks, x)
+
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the first block, from `first` on."""
+        return self._output(Joined(variants), variants.block)
+
+    def _output(self, joined: Joined, index: int) -> Residual:
+        """Return the output of a block, without running later ones."""
         outputs: list[Residual] = []
 
         def stop(module: nn.Module, args: Any, output: Any) -> None:
             outputs.append(output_stream(output))
             raise StopForward
 
-        block = self.model.blocks[variants.block]
-        with suppress(StopForward), block.register_forward_hook(stop):
-            self._run(Joined(variants))
+        with suppress(StopForward), self.model.blocks[index].register_forward_hook(stop):
+            self._run(joined)
         return outputs[0]
 
     def _run(self, joined: Joined) -> Float[Tensor, "row pos d_vocab"]:

@@ -83,7 +83,11 @@ class HookedReplay(Replay):
 
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
         """Return the logits that the metric reads, of variants that run together."""
-        return self._read_logits(self._run(joined, self.n_blocks), joined.first)
+        return self._read_logits(self.last_stream(joined), joined.first)
+
+    def last_stream(self, joined: Joined) -> Residual:
+        """Return the output of the last block, right at the positions that the metric reads."""
+        return self._run(joined, self.n_blocks)
 
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
         if self.metric.positions is not None:
