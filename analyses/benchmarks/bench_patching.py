@@ -140,9 +140,9 @@ def sample(sites: pd.DataFrame, number: int) -> pd.DataFrame:
     return sites.iloc[:: max(1, len(sites) // number)].reset_index(drop=True)
 
 
-def bridge_of(device: str, *, smoke: bool) -> TransformerBridge:
+def bridge_of(device: str, *, smoke: bool, **changes: int) -> TransformerBridge:
     """The same shape as `model_of` has, as a bridge."""
-    sizes = TINY if smoke else GPT2_SMALL
+    sizes = (TINY if smoke else GPT2_SMALL) | changes
     names = {"n_layer": "n_layers", "n_embd": "d_model", "n_head": "n_heads", "n_inner": "d_mlp"}
     names |= {"vocab_size": "d_vocab", "n_positions": "n_ctx"}
     config = transformers.GPT2Config(

@@ -7,14 +7,13 @@
 AtP by plain hooks is what one writes who needs the estimates alone: a forward pass that keeps the
 MLPs' activations, another with a graph from the first block on, a backward pass to the activations,
 and (clean - corrupted) · gradient. No check, no name, no scale but the span. Ours makes a `Sweep`.
-Each call's seconds are the medians of rounds in turns, of the wall and of the processor. Heads are
-exposed before the clock starts.
+All calls run on one thread. Each call's seconds are the medians of rounds in turns, of the wall and
+of the processor. Heads are exposed before the clock starts.
 
 A large result has 32 layers of 14,336 neurons at 28 positions, as of a model of 8 billion
 parameters, and random values. `frame` is what pandas needs, and what the other lines do without.
 """
 
-import os
 import statistics
 import tempfile
 import time
@@ -30,7 +29,7 @@ import typer
 from torch import Tensor
 
 from analyses.benchmarks import bench_patching
-from analyses.tools.benching import leave, machine, page_name, table, wait
+from analyses.tools.benching import conditions, leave, page_name, table, wait
 from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
@@ -174,7 +173,7 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
 
 def report(folder: str, smoke: bool, device: str) -> str:
     """Both tables, as the text of a page."""
-    load_then = os.getloadavg()[0]
+    about = conditions(device)
     if folder:
         source, shape = load(folder).to(device), f"`{Path(folder).name}`"
     else:
@@ -188,8 +187,8 @@ def report(folder: str, smoke: bool, device: str) -> str:
         large = large_result(sizes, Path(kept))
     return f"""# Attribution against plain hooks, and large results
 
-Machine: {machine(device)}; {load_then:.1f} other processes ran when it began.
-Made by `python -m analyses.benchmarks.bench_results`.
+{about}
+Made by `python -m analyses.benchmarks.bench_results{f" --model {folder}" if folder else ""}`.
 
 ## Attribution of every neuron at every position, `budget=0`
 
@@ -212,6 +211,7 @@ def main(
 ) -> None:
     """Measure, print, and write `bench_results.md`."""
     started = time.perf_counter()
+    torch.set_num_threads(1)
     text = report(model, smoke, device)
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "model": Path(model).name}
