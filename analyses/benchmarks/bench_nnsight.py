@@ -140,7 +140,10 @@ def measure(rounds: int, device: str, *, smoke: bool) -> pd.DataFrame:
 
 
 def main(
-    out: Out = Path("out/bench"), device: Device = "cpu", rounds: Rounds = 5, smoke: Smoke = False
+    out: Out = Path("out/bench"),
+    device: Device = "cpu",
+    rounds: Rounds = 4,
+    smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_nnsight.md` and its record."""
     started = time.perf_counter()
