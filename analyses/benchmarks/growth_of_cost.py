@@ -18,7 +18,7 @@ loads libraries by a small call on a tiny model. Then it runs the call once, whi
 tests of the model, and reports its peak memory above the exposed model (above the model, for
 `expose`). If that took less than 10 s, it runs the call twice more; the time is the shortest of
 these two, with tests remembered. Times are processor time. An axis ends before a measurement that
-would take longer than `--limit` seconds.
+would take longer than `--limit` seconds; `--add` with a larger limit adds those that are missing.
 
 A slope is the exponent k in cost = c nᵏ, by least squares on logarithms, over all sizes; the last
 slope is that of the two largest sizes, where fixed costs matter least. Costs of 10⁷ sites are
@@ -59,11 +59,19 @@ AXES = {
     "prompts": (1, 10, 100, 1000),
     "sites": (100, 1000, 10_000, 100_000),
 }
-SMOKE = {"tokens": (8, 16), "layers": (2, 3), "prompts": (1, 3), "sites": (5, 10)}
+SMOKE = {"layers": (2, 3), "sites": (8, 16)}
 FAR = 10**7
 """Sites whose cost is arithmetic."""
 REPEATED = 10.0
 """A call that takes fewer seconds is repeated."""
+PRELOADED = [
+    "analyses.benchmarks.bench_patching",
+    "attn_only_lens.circuits._attribution_graph",
+    "attn_only_lens.circuits._search",
+    "attn_only_lens.neurons._top_examples",
+    "attn_only_lens.patching._path_patch",
+]
+"""Modules that the processes of measurements share, so that they are imported once."""
 QUIET: dict[str, Any] = {"progress": False}
 
 
@@ -188,7 +196,8 @@ def measure(point: Point, device: str, smoke: bool) -> dict[str, Any]:
         model.requires_grad_(False)
         return model if CALLS[point.call] is None else expose_neuron_heads(model).model
 
-    run(exposed(), Point(point.call, tokens=8, sites=5), device)  # loads libraries
+    if not smoke:
+        run(exposed(), Point(point.call, tokens=8, sites=5), device)  # loads libraries
     model = exposed(n_layers=point.layers, n_ctx=512, **({} if smoke else SHAPE))
     reset_peak(device)
     before, _ = held_and_peak(device)
@@ -197,7 +206,7 @@ def measure(point: Point, device: str, smoke: bool) -> dict[str, Any]:
     first = seconds(device) - start
     _, peak = held_and_peak(device)
     times = []
-    for _ in range(2 if first < REPEATED else 0):
+    for _ in range(2 if first < REPEATED and not smoke else 0):
         start = seconds(device)
         run(model, point, device)
         times.append(seconds(device) - start)
@@ -218,21 +227,23 @@ def points(call: str, axis: str, sizes: tuple[int, ...]) -> Iterator[Point]:
         yield replace(base, **{axis: size})
 
 
-def measured(device: str, limit: float, *, smoke: bool) -> pd.DataFrame:
-    """A row for every measurement, each made in a process of its own."""
+def measured(device: str, limit: float, kept: pd.DataFrame, *, smoke: bool) -> pd.DataFrame:
+    """A row for every measurement: of the kept table, or made now in a process of its own."""
+    known = {(row["call"], row["axis"], row["size"]): row for row in kept.to_dict("records")}
     rows: list[dict[str, Any]] = []
     context = get_context("forkserver")
-    context.set_forkserver_preload([__spec__.name])  # imports are made once
+    context.set_forkserver_preload(PRELOADED)
     with context.Pool(1, maxtasksperchild=1) as pool:
         for call in CALLS:
             for axis, sizes in (SMOKE if smoke else AXES).items():
                 last: tuple[int, float] | None = None
                 for point in points(call, axis, sizes):
                     size = getattr(point, axis)
+                    row = known.get((call, axis, size))
                     expected = last[1] * size / last[0] if last else 0.0
-                    if expected > limit or not possible(point, smoke):
+                    if row is None and (expected > limit or not possible(point, smoke)):
                         break
-                    row = pool.apply(measure, (point, device, smoke))
+                    row = row or pool.apply(measure, (point, device, smoke))
                     rows.append({"call": call, "axis": axis, "size": size} | row)
                     last = size, row["seconds"]
                     typer.echo(f"{call}, {size} {axis}: {row['seconds']:.3g} s")
@@ -251,6 +262,8 @@ def possible(point: Point, smoke: bool) -> bool:
 
 def slope(sizes: pd.Series, costs: pd.Series) -> float:
     """The exponent of a power law, by least squares on logarithms."""
+    known = costs.notna()
+    sizes, costs = sizes[known], costs[known]
     if len(sizes) < 2 or (costs <= 0).any():
         return math.nan
     return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
@@ -264,17 +277,21 @@ def slopes(rows: pd.DataFrame) -> pd.DataFrame:
         row["sizes"] = f"{some['size'].iloc[0]:,} to {some['size'].iloc[-1]:,}"
         for name, column in (("time", "seconds"), ("memory", "peak MiB")):
             row[f"{name}: slope"] = slope(some["size"], some[column])
-            row[f"{name}: last slope"] = slope(some["size"][-2:], some[column][-2:])
+            largest = some.dropna(subset=column)[-2:]
+            row[f"{name}: last slope"] = slope(largest["size"], largest[column])
         fits.append(row)
     return pd.DataFrame(fits)
 
 
 def at_far(sizes: pd.Series, costs: pd.Series) -> float:
     """The cost of FAR sites: the larger of the line and the power law through the last two."""
-    (x, size), (y, cost) = sizes[-2:], costs[-2:]
+    sizes, costs = sizes[costs.notna()][-2:], costs.dropna()[-2:]
+    if len(costs) < 2:
+        return math.nan
+    (x, size), (y, cost) = sizes, costs
     line = cost + (cost - y) / (size - x) * (FAR - size)
-    power = cost * (FAR / size) ** slope(sizes[-2:], costs[-2:])
-    return float(max(line, power, cost))
+    power = cost * (FAR / size) ** slope(sizes, costs)
+    return float(np.nanmax([line, power, cost]))
 
 
 def far(rows: pd.DataFrame) -> pd.DataFrame:
@@ -305,8 +322,7 @@ def costs(rows: pd.DataFrame, axis: str, column: str) -> str:
 
 def figure(rows: pd.DataFrame) -> Figure:
     """Time above and memory below, a panel for every axis."""
-    axes = list(dict.fromkeys(rows["axis"]))
-    axes = [axis for axis in AXES if axis in axes]
+    axes = [axis for axis in AXES if axis in set(rows["axis"])]
     picture = Figure(figsize=(3.2 * len(axes), 5.6), layout="constrained")
     panels = picture.subplots(2, len(axes), sharey="row", squeeze=False)
     for column, axis in enumerate(axes):
@@ -324,7 +340,7 @@ def figure(rows: pd.DataFrame) -> Figure:
 def page(rows: pd.DataFrame, about: str, limit: float) -> str:
     """The text."""
     parts = [about]
-    for axis in AXES:
+    for axis in (axis for axis in AXES if axis in set(rows["axis"])):
         parts.append(f"## {axis.capitalize()}")
         parts.append(f"Processor seconds:\n\n{costs(rows, axis, 'seconds')}")
         parts.append(f"Peak memory above the model, MiB:\n\n{costs(rows, axis, 'peak MiB')}")
@@ -349,13 +365,15 @@ def main(
     out: Out = Path("out/bench"),
     device: Device = "cpu",
     limit: Annotated[float, typer.Option(help="the longest measurement, in seconds")] = 45,
+    add: Annotated[bool, typer.Option(help="keep the measurements of the table in --out")] = False,
     smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `growth_of_cost.md`, its table, its figure and its record."""
     started = time.perf_counter()
     torch.set_num_threads(1)
     about = conditions(device)
-    rows = measured(device, limit, smoke=smoke)
+    kept = pd.read_csv(out / "growth_of_cost.csv") if add else pd.DataFrame()
+    rows = measured(device, limit, kept, smoke=smoke)
     shape = "a tiny model (--smoke)" if smoke else "d_model 224, 7 heads, d_mlp 896"
     text = page(
         rows,
@@ -372,7 +390,7 @@ Made by `python -m analyses.benchmarks.growth_of_cost`.""",
         limit,
     )
     typer.echo(text)
-    settings = {"device": device, "smoke": smoke, "limit": limit}
+    settings = {"device": device, "smoke": smoke, "limit": limit, "kept": len(kept)}
     keep(__file__, out, text, rows, figure(rows), started=started, **settings)
 
 
