@@ -149,7 +149,7 @@ def limits() -> str:
             longest = [shape.longest(memory, number, traced=traced) for traced in (False, True)]
             line += [f"{pos:,}" if pos else "does not fit" for pos in longest]
         lines.append([*line, amount(shape.statistics)])
-    return markdown([*header, "statistics of all neurons"], lines)
+    return markdown([*header, "statistics that are kept"], lines)
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,7 @@ def figure(rows: pd.DataFrame) -> Figure:
     return picture
 
 
-def page(rows: pd.DataFrame, about: str, limit: float) -> str:
+def page(rows: pd.DataFrame, about: str) -> str:
     """The text."""
     parts = [about]
     for axis in (axis for axis in AXES if axis in set(rows["axis"])):
@@ -347,8 +347,8 @@ def page(rows: pd.DataFrame, about: str, limit: float) -> str:
     parts.append(f"""## Slopes
 
 The exponent k in cost = c nᵏ: over all sizes, and between the two largest. An axis ends before a
-measurement that would take more than {limit:g} s. A slope of memory is not defined if a call takes
-no memory above the model.
+measurement that was expected to take too long. A slope is nan if it has fewer than two costs, or if
+a call takes no memory above the model.
 
 {table(slopes(rows))}
 
@@ -375,6 +375,13 @@ def main(
     kept = pd.read_csv(out / "growth_of_cost.csv") if add else pd.DataFrame()
     rows = measured(device, limit, kept, smoke=smoke)
     shape = "a tiny model (--smoke)" if smoke else "d_model 224, 7 heads, d_mlp 896"
+    earlier = ""
+    if add:
+        earlier = (
+            f"{len(kept)} of these measurements are of earlier runs on this machine, "
+            "some of them cut off: the time and the peak of a row may be of two processes with "
+            "the same call, and empty cells were not measured.\n"
+        )
     text = page(
         rows,
         f"""# How cost grows
@@ -386,8 +393,7 @@ every head at every position, `neuron_statistics` every neuron. Each measurement
 its own, after a small call that loads libraries. Times are those of a repeated call, which
 remembers its tests of the model, except if the first takes more than {REPEATED:g} s;
 [growth_of_cost.csv](growth_of_cost.csv) has both. {about}
-Made by `python -m analyses.benchmarks.growth_of_cost`.""",
-        limit,
+{earlier}Made by `python -m analyses.benchmarks.growth_of_cost{" --add" if add else ""}`.""",
     )
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "limit": limit, "kept": len(kept)}
