@@ -172,7 +172,9 @@ def test_what_a_large_model_costs():
     names |= {"d_head": "head_dim", "d_vocab": "vocab_size"}
 
     def built(shape):
-        config = transformers.LlamaConfig(**{names[k]: v for k, v in vars(shape).items()})
+        config = transformers.LlamaConfig(
+            **{names[k]: v for k, v in vars(shape).items() if k in names}
+        )
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager"
