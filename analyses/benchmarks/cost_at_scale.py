@@ -206,8 +206,8 @@ def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
     held = [amount(weights), amount(shape.recordings(pos))]
     return (
         f"{markdown(header, lines)}\n\n"
-        f"{held[0]} of weights and {held[1]} of recordings leave room for "
-        f"{shape.at_once(pos, first):,} patches at once on each device."
+        f"Next to {held[0]} of weights and {held[1]} of recordings, each device has room for "
+        f"{shape.at_once(pos, first):,} patches at once."
     )
 
 
