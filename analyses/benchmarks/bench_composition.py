@@ -11,7 +11,7 @@ after a small call (which loads libraries). Its bound, in bytes, as in `circuits
     b (16 d_model + 8 b + 64 min(k, b))                a block, b at least d_model here
 
 The bound of the time: the multiplications and additions of all products of factors, at the speed of
-this machine's matrix product.
+this machine's matrix product. Times are processor time on one thread.
 
     python -m analyses.benchmarks.bench_composition --out analyses/results
 """
@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
+import torch
 import typer
 
 from analyses.benchmarks.bench_peak_memory import held_and_peak, model_of, reset_peak
-from analyses.tools.benching import MIB, leave, machine, page_name, speeds, table, wait
+from analyses.tools.benching import MIB, conditions, leave, page_name, seconds, speeds, table
 from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import circuits, expose_neuron_heads
 
@@ -62,10 +63,9 @@ def measure(kind: str, block: int, device: str, smoke: bool) -> dict[str, Any]:
     circuits.top_compositions(model, 1, kind, ["embed", "L0H0", "L0N0"], ["L1H0", "L1N0"])
     reset_peak(device)
     before, _ = held_and_peak(device)
-    wait(device)
-    start = time.perf_counter()
+    start = seconds(device)
     frame = circuits.top_compositions(model, K, kind, block=block)
-    took = time.perf_counter() - start
+    took = seconds(device) - start
     _, peak = held_and_peak(device)
     return {
         "kind": kind,
@@ -81,7 +81,7 @@ def measure(kind: str, block: int, device: str, smoke: bool) -> dict[str, Any]:
 
 def report(smoke: bool, device: str) -> str:
     """The table, as the text of a page."""
-    rows = []
+    about, rows = conditions(device), []
     for kind, block in [("v", 7)] if smoke else CALLS:
         command = [sys.executable, "-m", __spec__.name]
         command += ["--device", device, "--one", f"{kind} {block}"]
@@ -92,9 +92,10 @@ def report(smoke: bool, device: str) -> str:
     shape = "a tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
     return f"""# What composition scores cost
 
-`circuits.top_compositions`, the {K} largest of all pairs; {shape}, float32. Machine:
-{machine(device)}. Made by `python -m analyses.benchmarks.bench_composition{flag}`.
-Memory is above that of the loaded model; the bounds are in the script. Times are this machine's.
+`circuits.top_compositions`, the {K} largest of all pairs; {shape}, float32.
+{about}
+Made by `python -m analyses.benchmarks.bench_composition{flag}`.
+Memory is above that of the loaded model; the bounds are in the script.
 
 {table(pd.DataFrame(rows))}
 """
@@ -108,6 +109,7 @@ def main(
 ) -> None:
     """Measure, print, and write `bench_composition.md`."""
     started = time.perf_counter()
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     if one:
         kind, block = one.split()

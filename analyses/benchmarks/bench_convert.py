@@ -1,9 +1,8 @@
 """What conversion costs: a converted model against its source, side by side in one run.
 
-The model has GPT-2 small's shape and random weights. Times are medians over rounds in which source
-and converted model take turns, so that what else the machine does falls on both; a figure to
-compare across machines is a ratio, never a time. Peak memory is measured in a process of its own
-for each figure.
+The model has GPT-2 small's shape and random weights. Times are processor time on one thread,
+medians over rounds in which source and converted model take turns. Compare machines by ratios. Peak
+memory is measured in a process of its own for each figure.
 
 Bounds. A forward pass cannot be faster than its floating-point operations at the speed of this
 machine's matrix product, measured here. Caching cannot add less than the bytes it keeps, written
@@ -32,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.benchmarks.bench_peak_memory import OPERATIONS, model_of
-from analyses.tools.benching import MIB, leave, machine, medians, page_name, speeds, table
+from analyses.tools.benching import MIB, conditions, leave, medians, page_name, speeds, table
 from analyses.tools.options import Device, Out, Rounds, Smoke
 from attn_only_lens import Bilinear, convert
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
@@ -234,6 +233,7 @@ def naive(source: HookedTransformer, pos: int, rounds: int, device: str) -> pd.D
 
 def report(smoke: bool, device: str, rounds: int) -> str:
     """All tables, as the text of a page."""
+    about = conditions(device)
     lengths, naive_pos = ([7], 7) if smoke else ([128, 512], 128)
     source = model_of(device, smoke=smoke)
     flops, bandwidth = speeds(device, smoke)
@@ -247,10 +247,9 @@ def report(smoke: bool, device: str, rounds: int) -> str:
 
     return f"""# What conversion costs
 
-{shape}, float32, batch 1, {rounds} rounds. Machine: {machine(device)};
-matrix product {flops / 1e9:.0f} GFLOP/s, copy {bandwidth / 1e9:.1f} GB/s.
-Made by `python -m analyses.benchmarks.bench_convert{" --smoke" if smoke else ""}`. Ratios compare;
-times are this machine's.
+{shape}, float32, batch 1, {rounds} rounds. {about}
+Matrix product {flops / 1e9:.0f} GFLOP/s, copy {bandwidth / 1e9:.1f} GB/s.
+Made by `python -m analyses.benchmarks.bench_convert{" --smoke" if smoke else ""}`.
 
 ## Time
 
@@ -286,6 +285,7 @@ def main(
 ) -> None:
     """Measure, print, and write `bench_convert.md`."""
     started = time.perf_counter()
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, 2 if smoke else rounds)
     typer.echo(text)

@@ -140,9 +140,9 @@ def sample(sites: pd.DataFrame, number: int) -> pd.DataFrame:
     return sites.iloc[:: max(1, len(sites) // number)].reset_index(drop=True)
 
 
-def bridge_of(device: str, *, smoke: bool) -> TransformerBridge:
-    """The same shape as `model_of` has, as a bridge."""
-    sizes = TINY if smoke else GPT2_SMALL
+def gpt2_of(*, smoke: bool, **changes: int) -> transformers.GPT2LMHeadModel:
+    """The same shape as `model_of` has, as a model of transformers."""
+    sizes = (TINY if smoke else GPT2_SMALL) | changes
     names = {"n_layer": "n_layers", "n_embd": "d_model", "n_head": "n_heads", "n_inner": "d_mlp"}
     names |= {"vocab_size": "d_vocab", "n_positions": "n_ctx"}
     config = transformers.GPT2Config(
@@ -151,8 +151,13 @@ def bridge_of(device: str, *, smoke: bool) -> TransformerBridge:
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
-    return build_bridge_from_module(model.to(device).eval(), "GPT2LMHeadModel", hf_config=config)
+    return transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval()
+
+
+def bridge_of(device: str, *, smoke: bool, **changes: int) -> TransformerBridge:
+    """The same model, as a bridge."""
+    model = gpt2_of(smoke=smoke, **changes).to(device)
+    return build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
 
 
 def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:

@@ -5,7 +5,8 @@ the prompts have 15 tokens and differ from one in the middle on, where the sende
 path is one forward pass of TransformerLens with a hook that moves the receiver's query, or its
 pre-activation, by what the sender wrote more, over the norm's scale in the run, times a column of
 weights; a path to the logits moves the normalized stream. All of that is computed beforehand, and
-not timed. The slow side runs a sample of the paths; its values are compared with ours.
+not timed. The slow side runs a sample of the paths; its values are compared with ours. Times are
+processor time on one thread.
 
 Flops of a path from position t of layer k to layer l, as the module `_path_patch.py` has them, with
 S tokens from t on (T = 1):
@@ -18,10 +19,11 @@ S tokens from t on (T = 1):
     python -m analyses.benchmarks.bench_paths --out analyses/results
 """
 
-import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +33,7 @@ import typer
 from torch import Tensor
 
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
-from analyses.tools.benching import leave, machine, page_name, speeds, table
+from analyses.tools.benching import conditions, leave, page_name, seconds, speeds, table
 from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -45,7 +47,7 @@ class ByHand:
     """Paths with TransformerLens' hooks on a bridge of GPT-2, one forward pass each."""
 
     def __init__(self, model: Any, clean: Tensor, corrupted: Tensor) -> None:
-        self.model, self.tokens = model, corrupted
+        self.model, self.tokens, self.device = model, corrupted, str(corrupted.device)
         with torch.no_grad():
             self.runs = [model.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
         bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
@@ -94,13 +96,13 @@ class ByHand:
     @torch.no_grad()
     def patch(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[float], float]:
         """The values of paths, and the seconds of their forward passes."""
-        edits, values, seconds = [self.edit(*pair) for pair in pairs], [], 0.0
+        edits, values, took = [self.edit(*pair) for pair in pairs], [], 0.0
         for edit in edits:
-            start = time.perf_counter()
+            start = seconds(self.device)
             logits = self.model.run_with_hooks(self.tokens, fwd_hooks=[edit])
             values.append(float(self.value(logits)))
-            seconds += time.perf_counter() - start
-        return values, seconds
+            took += seconds(self.device) - start
+        return values, took
 
 
 def flops(cfg: Any, layer: int | None, kind: str) -> float:
@@ -114,83 +116,99 @@ def flops(cfg: Any, layer: int | None, kind: str) -> float:
     return float(2 * d_model + (POS - AT) * blocks * per_token)
 
 
+@dataclass(frozen=True)
+class Case:
+    """Paths of one kind.
+
+    Attributes:
+        title: in words.
+        senders: of the first layer.
+        receivers: of the last layer, or "logits".
+        part: what the receivers read.
+        layer: the last layer; None for the logits.
+    """
+
+    title: str
+    senders: Any
+    receivers: Any
+    part: str
+    layer: int | None
+
+
+def cases(cfg: Any, first: int, last: int, few: int) -> Iterator[Case]:
+    """Five kinds of paths from one layer to another, or to the logits."""
+    indices = range(0, cfg.d_mlp, max(1, cfg.d_mlp // few))[:few]
+    neurons, to_neurons = ([f"L{layer}N{i}" for i in indices] for layer in (first, last))
+    yield Case("neurons to neurons", neurons, to_neurons, "z", last)
+    yield Case("heads to neurons", p.heads(first), to_neurons, "z", last)
+    yield Case("neurons to heads, by q", neurons, p.heads(last), "q", last)
+    yield Case("heads to heads, by q", p.heads(first), p.heads(last), "q", last)
+    yield Case("neurons to the logits", p.neuron_heads(first), "logits", "z", None)
+
+
+def measure(
+    case: Case, patch: Callable[..., p.Paths], by_hand: ByHand, n_by_hand: int, speed: float
+) -> dict[str, Any]:
+    """Time all paths of a case, and a sample of them by hand; compare their values."""
+    start = seconds(by_hand.device)
+    paths = patch(senders=case.senders, receivers=case.receivers, part=case.part)
+    ours = seconds(by_hand.device) - start
+    sampled = paths.frame.iloc[:: max(1, len(paths.frame) // n_by_hand)][:n_by_hand]
+    pairs = list(zip(sampled["sender"], sampled["receiver"], strict=True))
+    values, took = by_hand.patch(pairs)
+    worst = max(abs(a - b) for a, b in zip(values, sampled["value"], strict=True))
+    kind = "neuron" if "to neurons" in case.title else "attention"
+    counted = flops(by_hand.model.cfg, case.layer, kind)
+    rate = len(paths.frame) / ours
+    return {
+        "paths": case.title,
+        "number": len(paths.frame),
+        "seconds": ours,
+        "by hand paths/s": len(pairs) / took,
+        "ours paths/s": rate,
+        "ratio": rate * took / len(pairs),
+        "bound paths/s": speed / counted,
+        "Mflop a path": counted / 1e6,
+        "largest difference": worst / (abs(paths.clean_value) + abs(paths.corrupted_value)),
+    }
+
+
 def report(smoke: bool, device: str, few: int, n_by_hand: int) -> str:
     """All tables, as the text of a page."""
-    load = os.getloadavg()[0]
+    about = conditions(device)
     source = bridge_of(device, smoke=smoke)
     source.requires_grad_(False)
     cfg, (speed, _) = source.cfg, speeds(device, smoke)
     first, last = (0, 1) if smoke else (4, 8)
     clean, corrupted = prompts(Task("paths", "each", POS, AT), cfg.d_vocab, device)
     by_hand = ByHand(source, clean, corrupted)
-    neurons = [list(range(0, cfg.d_mlp, max(1, cfg.d_mlp // few)))[:few]] * 2
-    from_neurons, to_neurons = (
-        [f"L{layer}N{i}" for i in indices]
-        for layer, indices in zip((first, last), neurons, strict=True)
-    )
-    cases: dict[str, tuple[Any, Any, str, int | None]] = {
-        "neurons to neurons": (from_neurons, to_neurons, "z", last),
-        "heads to neurons": (p.heads(first), to_neurons, "z", last),
-        "neurons to heads, by q": (from_neurons, p.heads(last), "q", last),
-        "heads to heads, by q": (p.heads(first), p.heads(last), "q", last),
-        "neurons to the logits": (p.neuron_heads(first), "logits", "z", None),
-    }
-    rows = []
     with expose_neuron_heads(source, copy=True) as model:
-        options: dict[str, Any] = {"positions": AT, "progress": False}
-        for title, (senders, receivers, part, layer) in cases.items():
-            start = time.perf_counter()
-            paths = p.path_patch(
-                *(model, clean, corrupted, METRIC),
-                **options | {"senders": senders, "receivers": receivers, "part": part},
-            )
-            ours = time.perf_counter() - start
-            sampled = paths.frame.iloc[:: max(1, len(paths.frame) // theirs)][:theirs]
-            pairs = list(zip(sampled["sender"], sampled["receiver"], strict=True))
-            values, seconds = by_hand.patch(pairs)
-            worst = max(abs(a - b) for a, b in zip(values, sampled["value"], strict=True))
-            kind = "neuron" if "to neurons" in title else "attention"
-            counted = flops(cfg, layer, kind)
-            rate = len(paths.frame) / ours
-            rows.append(
-                {
-                    "paths": title,
-                    "number": len(paths.frame),
-                    "seconds": ours,
-                    "by hand paths/s": len(pairs) / seconds,
-                    "ours paths/s": rate,
-                    "ratio": rate * seconds / len(pairs),
-                    "bound paths/s": speed / counted,
-                    "Mflop a path": counted / 1e6,
-                    "largest difference": worst
-                    / (abs(paths.clean_value) + abs(paths.corrupted_value)),
-                }
-            )
-        start = time.perf_counter()
-        top = p.path_patch(
-            *(model, clean, corrupted, METRIC),
-            **options | {"senders": p.neuron_heads(first), "receivers": p.neuron_heads(last)},
-            part="z",
-            top=100,
-        )
-        took = time.perf_counter() - start
+        patch = partial(p.path_patch, model, clean, corrupted, METRIC, positions=AT, progress=False)
+        rows = [
+            measure(case, patch, by_hand, n_by_hand, speed) for case in cases(cfg, first, last, few)
+        ]
+        start = seconds(device)
+        neurons = {"senders": p.neuron_heads(first), "receivers": p.neuron_heads(last)}
+        top = patch(**neurons, part="z", top=100)
+        took = seconds(device) - start
     shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
-    called = f"--few {few} --theirs {n_by_hand}{' --smoke' if smoke else ''}"
+    called = f"--few {few} --by-hand {n_by_hand}{' --smoke' if smoke else ''}"
     errors = (top.frame["estimate"] - top.frame["score"]).abs() / top.effect.abs()
     return f"""# What a path costs
 
 {shape}, float32, {POS} tokens, from layer {first} to layer {last}, written at token {AT}; a logit
-difference at the last token; {n_by_hand} paths of each kind by hand. Machine: {machine(device)};
-matrix product {speed / 1e9:.0f} GFLOP/s; {load:.1f} other processes ran when it began.
+difference at the last token; {n_by_hand} paths of each kind by hand. {about}
+Matrix product {speed / 1e9:.0f} GFLOP/s.
 Made by `python -m analyses.benchmarks.bench_paths {called}`.
 
 {table(pd.DataFrame(rows))}
 
-Seconds are those of a whole call, with what it does once: both runs taken apart, the tests of the
-model. `top=100` of all {top.n_paths:,} paths from neurons of layer {first} to neurons of layer
-{last} took {took:.3g} seconds: {top.n_paths / took:,.0f} paths a second, all of them estimated and
-100 patched. Of those 100, the estimate of the effect is off by {100 * errors.median():.2g} % in the
-median, by {100 * errors.max():.2g} % at most.
+Seconds are those of a whole call, with the work that it does once: taking both runs apart, and
+tests of the model. The package remembers tests that a model has passed, so the first row pays for
+them. `top=100` of all {top.n_paths:,} paths from neurons of layer {first} to neurons of layer
+{last} took {took:.3g} seconds: {top.n_paths / took:,.0f} paths a second. All of them were estimated
+and 100 patched. Of those 100, the estimate of the effect is off by {100 * errors.median():.2g} % in
+the median, by {100 * errors.max():.2g} % at most.
 """
 
 
@@ -198,15 +216,16 @@ def main(
     out: Out = Path("out/bench"),
     device: Device = "cpu",
     few: Annotated[int, typer.Option(help="neurons of a layer, as senders or receivers")] = 96,
-    theirs: Annotated[int, typer.Option(help="paths of each kind by hand")] = 24,
+    by_hand: Annotated[int, typer.Option(help="paths of each kind by hand")] = 24,
     smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_paths.md`."""
     started = time.perf_counter()
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
-    text = report(smoke, device, *((5, 3) if smoke else (few, theirs)))
+    text = report(smoke, device, *((5, 3) if smoke else (few, by_hand)))
     typer.echo(text)
-    settings = {"device": device, "smoke": smoke, "few": few, "theirs": theirs}
+    settings = {"device": device, "smoke": smoke, "few": few, "by_hand": by_hand}
     leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)
 
 

@@ -7,19 +7,18 @@
 AtP by plain hooks is what one writes who needs the estimates alone: a forward pass that keeps the
 MLPs' activations, another with a graph from the first block on, a backward pass to the activations,
 and (clean - corrupted) · gradient. No check, no name, no scale but the span. Ours makes a `Sweep`.
-Each call's seconds are the medians of rounds in turns, of the wall and of the processor. Heads are
-exposed before the clock starts.
+All calls run on one thread. Each call's seconds are the medians of rounds in turns, of the wall and
+of the processor. Heads are exposed before the clock starts. "The first" attribution of a model
+includes tests that the later ones need not repeat.
 
 A large result has 32 layers of 14,336 neurons at 28 positions, as of a model of 8 billion
 parameters, and random values. `frame` is what pandas needs, and what the other lines do without.
 """
 
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +29,7 @@ import typer
 from torch import Tensor
 
 from analyses.benchmarks import bench_patching
-from analyses.tools.benching import leave, machine, page_name, table, wait
+from analyses.tools.benching import conditions, leave, page_name, table, wait
 from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
@@ -47,26 +46,21 @@ RUN: dict[str, Any] = {
 }
 
 
-def turns(
-    calls: dict[str, Callable[[], Any]],
-    rounds: int,
-    device: str,
-    within: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-) -> pd.DataFrame:
-    """Median seconds of the wall and of the processor, the calls taking turns after a first.
+def timed(call: Callable[[], Any], device: str) -> tuple[Any, tuple[float, float]]:
+    """What a call returns, and its seconds of the wall and of the processor."""
+    wait(device)
+    start = time.perf_counter(), time.process_time()
+    result = call()
+    wait(device)
+    return result, (time.perf_counter() - start[0], time.process_time() - start[1])
 
-    `within` gives what a call is made in, by its name; to enter it takes no time.
-    """
+
+def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> pd.DataFrame:
+    """Median seconds of the wall and of the processor, the calls in turns after a first round."""
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for count in range(rounds + 1):
         for name, call in calls.items():
-            with within(name):
-                wait(device)
-                start = time.perf_counter(), time.process_time()
-                kept = call()
-                wait(device)
-                seconds = time.perf_counter() - start[0], time.process_time() - start[1]
-                del kept
+            seconds = timed(call, device)[1]
             if count or not rounds:
                 took[name].append(seconds)
     wall, processor = (
@@ -113,28 +107,27 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
         clean = torch.arange(n_pos, device=device).remainder(source.cfg.d_vocab)[None] + 1
         corrupted = clean.clone()
         corrupted[:, n_pos // 3 : -1] += 7
+        exposed = expose_neuron_heads(source, copy=True).model  # shares weights; nothing is tested
 
         def forward(tokens: Tensor = clean) -> Tensor:
             with torch.no_grad():
                 return source(tokens)  # type: ignore[no-any-return]
 
-        def exposed(name: str) -> AbstractContextManager[Any]:
-            return expose_neuron_heads(source) if name == "attribution" else nullcontext()
-
         how: dict[str, Any] = {"sites": p.neuron_heads(), "budget": 0, "progress": False}
-        ours = partial(p.attribution, source, clean, corrupted, METRIC, **how)
+        ours = partial(p.attribution, exposed, clean, corrupted, METRIC, **how)
         plain = partial(plain_hooks, source, clean, corrupted)
         calls = {"forward pass": forward, "AtP by plain hooks": plain, "attribution": ours}
         expected = plain().flatten().double().cpu()
-        with exposed("attribution"):
-            effects = torch.tensor(ours().effect.tolist(), dtype=torch.float64)
+        sweep, first = timed(ours, device)
+        effects = torch.tensor(sweep.effect.tolist(), dtype=torch.float64)
         apart = (effects - expected).abs().max() / expected.abs().max()
-        took = turns(calls, rounds, device, exposed)
+        took = turns(calls, rounds, device)
+        took.loc[len(took)] = ["attribution, the first", *first]
         for clock in ("wall", "processor"):
             seconds = took[f"{clock} s"]
             took[f"in forward passes ({clock})"] = seconds / seconds[0]
         took.insert(0, "tokens", n_pos)
-        took["largest difference"] = ["", "", f"{float(apart):.1e}"]
+        took["largest difference"] = ["", "", f"{float(apart):.1e}", ""]
         frames.append(took)
     return pd.concat(frames)
 
@@ -174,7 +167,7 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
 
 def report(folder: str, smoke: bool, device: str) -> str:
     """Both tables, as the text of a page."""
-    load_then = os.getloadavg()[0]
+    about = conditions(device)
     if folder:
         source, shape = load(folder).to(device), f"`{Path(folder).name}`"
     else:
@@ -188,13 +181,13 @@ def report(folder: str, smoke: bool, device: str) -> str:
         large = large_result(sizes, Path(kept))
     return f"""# Attribution against plain hooks, and large results
 
-Machine: {machine(device)}; {load_then:.1f} other processes ran when it began.
-Made by `python -m analyses.benchmarks.bench_results`.
+{about}
+Made by `python -m analyses.benchmarks.bench_results{f" --model {folder}" if folder else ""}`.
 
 ## Attribution of every neuron at every position, `budget=0`
 
 {shape}, a bridge, float32. The gradient costs a forward pass by flops, so AtP costs
-three.
+three. The first attribution of a model includes its tests.
 
 {table(costs)}
 
@@ -212,6 +205,7 @@ def main(
 ) -> None:
     """Measure, print, and write `bench_results.md`."""
     started = time.perf_counter()
+    torch.set_num_threads(1)
     text = report(model, smoke, device)
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "model": Path(model).name}

@@ -6,9 +6,9 @@ those of `attention_only_models.py`: the MLP, and heads in narrow form, with the
 MLP or as many as it has neurons; then the dense form that the paper describes, where every token
 scores every other and the bias token, and all but two are thrown away.
 
-Calls take turns in one run: ratios compare, times are this machine's. The bound is the flops of
-matrix products at the speed of this machine's, measured here; the optimizer's step, which is the
-same for equal parameters, is left out.
+Calls take turns in one run, on one thread; times are processor time. Compare ratios. The bound is
+the flops of matrix products at the speed of this machine's, measured here; the optimizer's step,
+which is the same for equal parameters, is left out.
 
     python -m analyses.benchmarks.bench_training_step --out analyses/results
 """
@@ -29,7 +29,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from analyses.benchmarks.bench_convert import forward_flops
 from analyses.benchmarks.bench_peak_memory import model_of
 from analyses.studies import attention_only_models as models
-from analyses.tools.benching import leave, machine, medians, page_name, speeds, table
+from analyses.tools.benching import conditions, leave, medians, page_name, speeds, table
 from analyses.tools.options import Device, Out, Rounds, Smoke
 from attn_only_lens import convert, expose_neuron_heads
 
@@ -163,7 +163,7 @@ def layers(device: str, smoke: bool, pos: int, rounds: int, speed: float) -> pd.
 
 def report(smoke: bool, device: str, rounds: int) -> str:
     """All tables, as the text of a page."""
-    pos = 7 if smoke else 128
+    about, pos = conditions(device), 7 if smoke else 128
     speed, _ = speeds(device, smoke)
     models_table = table(wholes(device, smoke, pos, rounds, speed))
     layers_table = table(layers(device, smoke, pos, rounds, speed))
@@ -171,9 +171,9 @@ def report(smoke: bool, device: str, rounds: int) -> str:
     return f"""# What a step of training costs
 
 Forward and backward, float32, one text of {pos} tokens, {rounds} rounds in turns; {shape}.
-Machine: {machine(device)}; matrix product {speed / 1e9:.0f} GFLOP/s.
-Made by `python -m analyses.benchmarks.bench_training_step{" --smoke" if smoke else ""}`. Ratios
-compare; times are this machine's.
+{about}
+Matrix product {speed / 1e9:.0f} GFLOP/s.
+Made by `python -m analyses.benchmarks.bench_training_step{" --smoke" if smoke else ""}`.
 
 ## Whole models of two layers
 
@@ -198,6 +198,7 @@ def main(
 ) -> None:
     """Measure, print, and write `bench_training_step.md`."""
     started = time.perf_counter()
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     text = report(smoke, device, 2 if smoke else rounds)
     typer.echo(text)

@@ -3,11 +3,13 @@
 Of LLaMA 3 8B's shape, in float32, on a pair of prompts that differ from one token on. Flops are
 multiplications and additions of matrix products, as `bench_patching.py` counts them: a patch at
 position t of layer l runs the tokens from t on through the blocks after l. Sites are taken to lie
-evenly over layers and positions. The table is that of `docs/scale.md`:
+evenly over layers and positions. A second table says which prompts fit which memory, by the numbers
+that the package itself counts (`patching/prompt_chunks.py`). Both tables are in `docs/scale.md`:
 
     python -m analyses.benchmarks.cost_at_scale
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +27,7 @@ NUMBER = 4  # bytes
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes; its MLPs are gated, and its unembedding is not its embedding."""
+    """A model's sizes: by default gated MLPs, and an unembedding that is not the embedding."""
 
     n_layers: int = 32
     d_model: int = 4096
@@ -34,12 +36,14 @@ class Shape:
     n_key_value_heads: int = 8
     d_head: int = 128
     d_vocab: int = 128256
+    gated: bool = True
+    tied: bool = False
 
     @property
     def layer(self) -> HeadCounts:
         """The counts of a block."""
         sizes = self.d_model, self.n_heads, self.d_head, self.d_mlp, self.n_key_value_heads
-        return HeadCounts(*sizes, gated=True)
+        return HeadCounts(*sizes, gated=self.gated)
 
     @property
     def block(self) -> int:
@@ -50,7 +54,8 @@ class Shape:
     def parameters(self) -> int:
         """All of them, norms included."""
         norms = (2 * self.n_layers + 1) * self.d_model
-        return self.n_layers * self.block + 2 * self.d_vocab * self.d_model + norms
+        embeddings = (1 if self.tied else 2) * self.d_vocab * self.d_model
+        return self.n_layers * self.block + embeddings + norms
 
     def per_token(self, pos: int) -> int:
         """Flops of a block for one token that attends to so many."""
@@ -81,6 +86,70 @@ class Shape:
         of_token = 5 * self.d_model + 6 * self.d_mlp  # as `Replay.numbers_per_token` has it
         of_keys = 2 * pos * self.n_heads * self.d_head
         return int(left / 2 / NUMBER / ((pos - first) * of_token + of_keys))
+
+    def numbers_per_token(self, pos: int, *, traced: bool, decomposed: bool = False) -> int:
+        """Numbers held at once for a token of a pair, with gradients if traced.
+
+        Decomposed: with the inputs and outputs of sublayers and norms, and values of all heads.
+        """
+        kept = (self.n_layers + 1) * self.d_model
+        kept += self.n_layers * (self.n_heads * max(self.d_head, pos) + self.d_mlp)
+        if decomposed:
+            kept += self.n_layers * (10 * self.d_model + 2 * self.d_mlp)
+        graph = 10 * self.d_model + 8 * self.d_mlp + 4 * self.n_heads * pos
+        return 2 * kept + (6 if traced else 4) * self.d_vocab + traced * self.n_layers * graph
+
+    def longest(self, memory: float, number: int, **how: bool) -> int:
+        """Tokens of the longest pair of prompts that fits; 0 if the weights do not fit.
+
+        Args:
+            memory: bytes.
+            number: the bytes of a number.
+            how: traced, decomposed.
+        """
+        batch = 2048 * (5 * self.d_model + 6 * self.d_mlp)  # tokens of a batch on a CPU
+
+        def too_long(pos: int) -> bool:
+            numbers = self.parameters + batch + pos * self.numbers_per_token(pos, **how)
+            return number * numbers > memory
+
+        return bisect_left(range(1, 10**6), True, key=too_long)
+
+    @property
+    def statistics(self) -> int:
+        """Bytes of `neuron_statistics` of all neurons, with k = 20 examples at both ends.
+
+        An example has 3 integers, a flag, its score, and a window of 19 tokens with 2 numbers each;
+        a neuron has 1,412 integers for histograms.
+        """
+        window, integer = 19, 8
+        example = (3 + window) * integer + 1 + (1 + 2 * window) * NUMBER
+        return self.n_layers * self.d_mlp * (2 * 20 * example + 1412 * integer)
+
+
+MODELS = {
+    "GPT-2 small": (Shape(12, 768, 3072, 12, 12, 64, 50257, gated=False, tied=True), NUMBER),
+    "SmolLM2-135M": (Shape(30, 576, 1536, 9, 3, 64, 49152, tied=True), NUMBER),
+    "LLaMA 3 8B, float32": (Shape(), NUMBER),
+    "LLaMA 3 8B, bfloat16": (Shape(), 2),
+}
+"""Shapes and bytes of a number."""
+MEMORIES = {"24 GiB": 24 * 2**30, "80 GB": 80 * 10**9}
+
+
+def limits() -> str:
+    """The longest pairs of prompts that fit, in Markdown."""
+    header = ["model", "weights"]
+    for memory in MEMORIES:
+        header += [f"sweep, {memory}", f"attribution, {memory}"]
+    lines = []
+    for name, (shape, number) in MODELS.items():
+        line = [name, amount(number * shape.parameters)]
+        for memory in MEMORIES.values():
+            longest = [shape.longest(memory, number, traced=traced) for traced in (False, True)]
+            line += [f"{pos:,}" if pos else "does not fit" for pos in longest]
+        lines.append([*line, amount(shape.statistics)])
+    return markdown([*header, "statistics that are kept"], lines)
 
 
 @dataclass(frozen=True)
@@ -137,8 +206,8 @@ def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
     held = [amount(weights), amount(shape.recordings(pos))]
     return (
         f"{markdown(header, lines)}\n\n"
-        f"{held[0]} of weights and {held[1]} of recordings leave room for "
-        f"{shape.at_once(pos, first):,} patches at once on each device."
+        f"Next to {held[0]} of weights and {held[1]} of recordings, each device has room for "
+        f"{shape.at_once(pos, first):,} patches at once."
     )
 
 
@@ -157,4 +226,4 @@ def duration(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), limits(), sep="\n\n")

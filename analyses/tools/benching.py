@@ -78,16 +78,30 @@ def wait(device: str) -> None:
         torch.get_device_module(device).synchronize()
 
 
+def seconds(device: str) -> float:
+    """A clock: processor time, which other work on the machine does not stretch; on a GPU, time."""
+    wait(device)
+    return time.process_time() if device == "cpu" else time.perf_counter()
+
+
+def conditions(device: str) -> str:
+    """How a benchmark measures, for its page; call it when the benchmark begins."""
+    if device != "cpu":
+        return f"Machine: {machine(device)}."
+    return (
+        f"Machine: {machine(device)}. Other work ran on it (load average "
+        f"{os.getloadavg()[0]:.1f} when this began), so times are processor time. Compare ratios."
+    )
+
+
 def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """Milliseconds a call, the calls taking turns; the first round is not counted."""
+    """Milliseconds a call by `seconds`, the calls in turns; the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for count in range(rounds + 1):
         for name, call in calls.items():
-            wait(device)
-            start = time.perf_counter()
+            start = seconds(device)
             kept = call()
-            wait(device)
-            took = time.perf_counter() - start
+            took = seconds(device) - start
             del kept
             if count:
                 times[name].append(1e3 * took)

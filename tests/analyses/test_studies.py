@@ -14,8 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from analyses.benchmarks import cost_at_scale
+from analyses.benchmarks.bench_patching import bridge_of
 from analyses.studies import figures_on_smollm2
 from analyses.tools import benching, study_files
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.neurons.accumulate import no_counts, no_examples
+from attn_only_lens.patching.prompt_chunks import _numbers_per_prompt
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 
@@ -166,7 +172,9 @@ def test_what_a_large_model_costs():
     names |= {"d_head": "head_dim", "d_vocab": "vocab_size"}
 
     def built(shape):
-        config = transformers.LlamaConfig(**{names[k]: v for k, v in vars(shape).items()})
+        config = transformers.LlamaConfig(
+            **{names[k]: v for k, v in vars(shape).items() if k in names}
+        )
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager"
@@ -180,6 +188,37 @@ def test_what_a_large_model_costs():
     assert counter.get_total_flops() == tiny.forward(13)
     page = (RESULTS.parents[1] / "docs" / "scale.md").read_text("utf-8")
     assert cost_at_scale.table() in page
+    assert cost_at_scale.limits() in page
+
+
+def test_what_fits_memory_is_counted_as_the_package_does():
+    with expose_neuron_heads(bridge_of("cpu", smoke=True)) as model:
+        cfg = model.cfg
+        pair = p.prompt_pair(model, torch.arange(7)[None], torch.arange(1, 8)[None])
+        sizes = cfg.n_layers, cfg.d_model, cfg.d_mlp, cfg.n_heads, cfg.n_heads, cfg.d_head
+        shape = cost_at_scale.Shape(*sizes, cfg.d_vocab, gated=False, tied=True)
+        sites = resolve_sites(model, p.all_heads())
+        for part, traced, decomposed in (
+            ("z", False, False),
+            ("z", True, False),
+            ("value", True, True),
+        ):
+            counted = shape.numbers_per_token(7, traced=traced, decomposed=decomposed)
+            numbers = _numbers_per_prompt(model, pair, sites, part, traced, decomposed)
+            assert numbers == 7 * counted
+    # A neuron's examples at both ends, with windows of 12 + 1 + 6 tokens, and its histograms.
+    states = [no_examples(1, 20, 19, torch.zeros(()))] * 2 + [no_counts(1, torch.device("cpu"))]
+    held = sum(tensor.nbytes for state in states for tensor in state.values())
+    assert shape.statistics == cfg.n_layers * cfg.d_mlp * held
+
+
+def test_the_longest_prompts_fill_the_memory():
+    shape = cost_at_scale.Shape(3, 30, 37, 6, 2, 14, 41)
+    pos, how = shape.longest(10**8, 4, traced=True), {"traced": True}
+    rest = shape.parameters + 2048 * (5 * 30 + 6 * 37)
+    used = [4 * (rest + n * shape.numbers_per_token(n, **how)) for n in (pos, pos + 1)]
+    assert used[0] <= 10**8 < used[1]
+    assert shape.longest(4 * shape.parameters, 4, traced=False) == 0
 
 
 def test_every_benchmark_and_study_takes_a_device():

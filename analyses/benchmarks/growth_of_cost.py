@@ -1,0 +1,404 @@
+"""How time and memory of the main calls grow with tokens, layers, prompts and sites.
+
+The model is a bridge of GPT-2's architecture with random weights: d_model 224, 7 heads, d_mlp 896,
+a vocabulary of 5,003 tokens, float32, one thread. From a base of 4 layers, 32 tokens and 1 pair of
+prompts, one size grows at a time. Prompts differ in one token, after an eighth of them.
+
+    expose             `expose_neuron_heads`, of layers only
+    activation_patch   100 neurons, at 4 positions in all
+    attribution        every head at every position, default budget
+    path_patch         100 paths, from neurons of layer 0 to neurons of a layer in the middle
+    attribution_graph  of a difference, with 100 nodes
+    discover           every head at every position
+    neuron_statistics  every neuron
+
+On the axis of sites, "sites" are also paths, nodes of a graph, candidates of `discover`, and
+neurons of the statistics. Each measurement has a process of its own, with a new model. The process
+loads libraries by a small call on a tiny model. Then it runs the call once, which includes all
+tests of the model, and reports its peak memory above the exposed model (above the model, for
+`expose`). If that took less than 10 s, it runs the call twice more; the time is the shortest of
+these two, with tests remembered. Times are processor time. An axis ends before a measurement that
+would take longer than `--limit` seconds; `--add` with a larger limit adds those that are missing.
+
+A slope is the exponent k in cost = c nᵏ, by least squares on logarithms, over all sizes; the last
+slope is that of the two largest sizes, where fixed costs matter least. Costs of 10⁷ sites are
+arithmetic: the line or the power law through the two largest sizes, whichever gives more.
+
+    python -m analyses.benchmarks.growth_of_cost --out analyses/results
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from analyses.benchmarks.bench_patching import METRIC, bridge_of
+from analyses.benchmarks.bench_peak_memory import held_and_peak, reset_peak
+from analyses.tools.benching import MIB, conditions, markdown, seconds, table
+from analyses.tools.options import Device, Out, Smoke
+from analyses.tools.study_files import keep
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens.circuits import attribution_graph, discover
+from attn_only_lens.neurons import neuron_statistics
+from attn_only_lens.patching import activation_patch, attribution, path_patch
+
+SHAPE = {"d_model": 224, "n_heads": 7, "d_mlp": 896, "d_vocab": 5003}
+AXES = {
+    "tokens": (16, 32, 64, 128, 256, 512),
+    "layers": (2, 4, 8, 12),
+    "prompts": (1, 10, 100, 1000),
+    "sites": (100, 1000, 10_000, 100_000),
+}
+SMOKE = {"layers": (2, 3), "sites": (8, 16)}
+FAR = 10**7
+"""Sites whose cost is arithmetic."""
+REPEATED = 10.0
+"""A call that takes fewer seconds is repeated."""
+PRELOADED = [
+    "analyses.benchmarks.bench_patching",
+    "attn_only_lens.circuits._attribution_graph",
+    "attn_only_lens.circuits._search",
+    "attn_only_lens.neurons._top_examples",
+    "attn_only_lens.patching._path_patch",
+]
+"""Modules that the processes of measurements share, so that they are imported once."""
+QUIET: dict[str, Any] = {"progress": False}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        call: one of CALLS.
+        sites: how many sites; None for all.
+    """
+
+    call: str
+    tokens: int = 32
+    layers: int = 4
+    prompts: int = 1
+    sites: int | None = None
+
+    @property
+    def first(self) -> int:
+        """The first token that differs."""
+        return self.tokens // 8
+
+
+def prompts(point: Point, d_vocab: int, device: str) -> tuple[Tensor, Tensor]:
+    """Pairs of random tokens that differ in one token."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randint(d_vocab, (point.prompts, point.tokens), generator=generator)
+    corrupted = clean.clone()
+    corrupted[:, point.first] = (corrupted[:, point.first] + 1) % d_vocab
+    return clean.to(device), corrupted.to(device)
+
+
+def spread(number: int, end: int, start: int = 0) -> list[int]:
+    """So many numbers, in equal steps from start on."""
+    return [start + i * (end - start) // number for i in range(number)]
+
+
+def some_sites(point: Point, cfg: Any) -> dict[str, Any]:
+    """Neurons of all layers, at positions that a patch can change; everything if sites is None."""
+    if point.sites is None:
+        return {}
+    neurons, later = cfg.n_layers * cfg.d_mlp, point.tokens - point.first
+    positions = min(later, max(4, math.ceil(point.sites / neurons)))
+    chosen = spread(min(neurons, round(point.sites / positions)), neurons)
+    names = [f"L{i // cfg.d_mlp}N{i % cfg.d_mlp}" for i in chosen]
+    return {"sites": names, "positions": spread(positions, point.tokens, point.first)}
+
+
+def patch(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+    """Patch neurons at positions."""
+    sites = some_sites(point, model.cfg)
+    return len(activation_patch(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
+
+
+def estimate(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+    """Estimate all heads, or some neurons."""
+    sites = some_sites(point, model.cfg)
+    return len(attribution(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
+
+
+def paths(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+    """Patch paths between two sets of neurons."""
+    cfg, number = model.cfg, math.isqrt(point.sites or 0)
+    senders = [f"L0N{i}" for i in spread(number, cfg.d_mlp)]
+    receivers = [f"L{cfg.n_layers // 2}N{i}" for i in spread(number, cfg.d_mlp)]
+    options: dict[str, Any] = {"part": "z", "positions": point.tokens // 2} | QUIET
+    options |= {"senders": senders, "receivers": receivers}
+    return len(path_patch(model, clean, corrupted, METRIC, **options).frame)
+
+
+def graph(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+    """Make the graph of a difference."""
+    made = attribution_graph(model, clean, METRIC, corrupted=corrupted, top=point.sites)
+    return len(made.nodes)
+
+
+def search(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+    """Find a circuit, among all heads or some neurons."""
+    return discover(model, clean, corrupted, METRIC, **some_sites(point, model.cfg)).n_sites
+
+
+def statistics(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+    """Read the clean prompts as a corpus."""
+    cfg = model.cfg
+    neurons = cfg.n_layers * cfg.d_mlp
+    chosen = spread(point.sites or neurons, neurons)
+    names = [f"L{i // cfg.d_mlp}N{i % cfg.d_mlp}" for i in chosen]
+    neuron_statistics(model, names, list(clean), **QUIET)
+    return len(names)
+
+
+CALLS: dict[str, Callable[[Any, Point, Tensor, Tensor], int] | None] = {
+    "expose": None,
+    "activation_patch": patch,
+    "attribution": estimate,
+    "path_patch": paths,
+    "attribution_graph": graph,
+    "discover": search,
+    "neuron_statistics": statistics,
+}
+"""Each returns its number of sites."""
+COUNTED = {"activation_patch": 100, "path_patch": 100, "attribution_graph": 100}
+"""Sites on the other axes, of calls that do not take all of them."""
+
+
+def run(model: Any, point: Point, device: str) -> int:
+    """Make the call of a point, and return its number of sites."""
+    made = CALLS[point.call]
+    if made is not None:
+        return made(model, point, *prompts(point, model.cfg.d_vocab, device))
+    with expose_neuron_heads(model):
+        return int(model.cfg.n_layers * model.cfg.d_mlp)
+
+
+def measure(point: Point, device: str, smoke: bool) -> dict[str, Any]:
+    """Processor time and peak memory of one call, in this process."""
+    torch.set_num_threads(1)
+
+    def exposed(**sizes: int) -> Any:
+        model = bridge_of(device, smoke=smoke or not sizes, **sizes)
+        model.requires_grad_(False)
+        return model if CALLS[point.call] is None else expose_neuron_heads(model).model
+
+    if not smoke:
+        run(exposed(), Point(point.call, tokens=8, sites=5), device)  # loads libraries
+    model = exposed(n_layers=point.layers, n_ctx=512, **({} if smoke else SHAPE))
+    reset_peak(device)
+    before, _ = held_and_peak(device)
+    start = seconds(device)
+    number = run(model, point, device)
+    first = seconds(device) - start
+    _, peak = held_and_peak(device)
+    times = []
+    for _ in range(2 if first < REPEATED and not smoke else 0):
+        start = seconds(device)
+        run(model, point, device)
+        times.append(seconds(device) - start)
+    return {
+        "counted sites": number,
+        "first, s": first,
+        "seconds": min(times, default=first),
+        "peak MiB": (peak - before) / MIB,
+    }
+
+
+def points(call: str, axis: str, sizes: tuple[int, ...]) -> Iterator[Point]:
+    """The measurements of a call on an axis."""
+    base = Point(call, sites=COUNTED.get(call))
+    if call == "expose" and axis != "layers":
+        return
+    for size in sizes:
+        yield replace(base, **{axis: size})
+
+
+def measured(device: str, limit: float, kept: pd.DataFrame, *, smoke: bool) -> pd.DataFrame:
+    """A row for every measurement: of the kept table, or made now in a process of its own."""
+    known = {(row["call"], row["axis"], row["size"]): row for row in kept.to_dict("records")}
+    rows: list[dict[str, Any]] = []
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        for call in CALLS:
+            for axis, sizes in (SMOKE if smoke else AXES).items():
+                last: tuple[int, float] | None = None
+                for point in points(call, axis, sizes):
+                    size = getattr(point, axis)
+                    row = known.get((call, axis, size))
+                    expected = last[1] * size / last[0] if last else 0.0
+                    if row is None and (expected > limit or not possible(point, smoke)):
+                        break
+                    row = row or pool.apply(measure, (point, device, smoke))
+                    rows.append({"call": call, "axis": axis, "size": size} | row)
+                    last = size, row["seconds"]
+                    typer.echo(f"{call}, {size} {axis}: {row['seconds']:.3g} s")
+    return pd.DataFrame(rows)
+
+
+def possible(point: Point, smoke: bool) -> bool:
+    """Whether the model has so many sites, and the call takes so many."""
+    if smoke or point.sites is None:
+        return True
+    if point.call == "neuron_statistics":
+        return point.sites <= point.layers * SHAPE["d_mlp"]
+    # 10,000 nodes have more edges than `max_edges`.
+    return point.call != "attribution_graph" or point.sites < 10_000
+
+
+def slope(sizes: pd.Series, costs: pd.Series) -> float:
+    """The exponent of a power law, by least squares on logarithms."""
+    known = costs.notna()
+    sizes, costs = sizes[known], costs[known]
+    if len(sizes) < 2 or (costs <= 0).any():
+        return math.nan
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
+def slopes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Exponents of every call on every axis, over all sizes and over the last two."""
+    fits = []
+    for (call, axis), some in rows.groupby(["call", "axis"], sort=False):
+        row: dict[str, Any] = {"call": call, "axis": axis}
+        row["sizes"] = f"{some['size'].iloc[0]:,} to {some['size'].iloc[-1]:,}"
+        for name, column in (("time", "seconds"), ("memory", "peak MiB")):
+            row[f"{name}: slope"] = slope(some["size"], some[column])
+            largest = some.dropna(subset=column)[-2:]
+            row[f"{name}: last slope"] = slope(largest["size"], largest[column])
+        fits.append(row)
+    return pd.DataFrame(fits)
+
+
+def at_far(sizes: pd.Series, costs: pd.Series) -> float:
+    """The cost of FAR sites: the larger of the line and the power law through the last two."""
+    sizes, costs = sizes[costs.notna()][-2:], costs.dropna()[-2:]
+    if len(costs) < 2:
+        return math.nan
+    (x, size), (y, cost) = sizes, costs
+    line = cost + (cost - y) / (size - x) * (FAR - size)
+    power = cost * (FAR / size) ** slope(sizes, costs)
+    return float(np.nanmax([line, power, cost]))
+
+
+def far(rows: pd.DataFrame) -> pd.DataFrame:
+    """Costs of 10⁷ sites by arithmetic, from the two largest measured numbers of sites."""
+    out = []
+    for call, some in rows[rows["axis"] == "sites"].groupby("call", sort=False):
+        largest = some.iloc[-1]
+        out.append(
+            {"call": call, "largest measured": f"{largest['counted sites']:,} sites"}
+            | {"its seconds": largest["seconds"], "its peak MiB": largest["peak MiB"]}
+            | {"10⁷ sites, hours": at_far(some["counted sites"], some["seconds"]) / 3600}
+            | {"10⁷ sites, GiB": at_far(some["counted sites"], some["peak MiB"]) / 1024}
+        )
+    return pd.DataFrame(out)
+
+
+def costs(rows: pd.DataFrame, axis: str, column: str) -> str:
+    """One cost of every call along an axis, in Markdown."""
+    some = rows[rows["axis"] == axis]
+    wide = some.pivot(index="call", columns="size", values=column)
+    lines = [
+        [call, *("" if math.isnan(cost) else f"{cost:.3g}" for cost in wide.loc[call])]
+        for call in CALLS
+        if call in wide.index
+    ]
+    return markdown([axis, *(f"{size:,}" for size in wide.columns)], lines)
+
+
+def figure(rows: pd.DataFrame) -> Figure:
+    """Time above and memory below, a panel for every axis."""
+    axes = [axis for axis in AXES if axis in set(rows["axis"])]
+    picture = Figure(figsize=(3.2 * len(axes), 5.6), layout="constrained")
+    panels = picture.subplots(2, len(axes), sharey="row", squeeze=False)
+    for column, axis in enumerate(axes):
+        for panel, cost in zip(panels[:, column], ("seconds", "peak MiB"), strict=True):
+            for number, call in enumerate(CALLS):
+                some = rows[(rows["axis"] == axis) & (rows["call"] == call)]
+                panel.loglog(some["size"], some[cost], "o-", ms=3, color=f"C{number}", label=call)
+            panel.set_xlabel(axis)
+    panels[0, 0].set_ylabel("processor seconds")
+    panels[1, 0].set_ylabel("peak memory, MiB")
+    panels[0, -1].legend(frameon=False, fontsize=7)
+    return picture
+
+
+def page(rows: pd.DataFrame, about: str) -> str:
+    """The text."""
+    parts = [about]
+    for axis in (axis for axis in AXES if axis in set(rows["axis"])):
+        parts.append(f"## {axis.capitalize()}")
+        parts.append(f"Processor seconds:\n\n{costs(rows, axis, 'seconds')}")
+        parts.append(f"Peak memory above the model, MiB:\n\n{costs(rows, axis, 'peak MiB')}")
+    parts.append(f"""## Slopes
+
+The exponent k in cost = c nᵏ: over all sizes, and between the two largest. An axis ends before a
+measurement that was expected to take too long. A slope is nan if it has fewer than two costs, or if
+a call takes no memory above the model.
+
+{table(slopes(rows))}
+
+## 10⁷ sites, by arithmetic
+
+The last two columns are not measured. They continue the line or the power law through the two
+largest measured costs, whichever gives more.
+
+{table(far(rows))}""")
+    return "\n\n".join(parts) + "\n"
+
+
+def main(
+    out: Out = Path("out/bench"),
+    device: Device = "cpu",
+    limit: Annotated[float, typer.Option(help="the longest measurement, in seconds")] = 45,
+    add: Annotated[bool, typer.Option(help="keep the measurements of the table in --out")] = False,
+    smoke: Smoke = False,
+) -> None:
+    """Measure, print, and write `growth_of_cost.md`, its table, its figure and its record."""
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    about = conditions(device)
+    kept = pd.read_csv(out / "growth_of_cost.csv") if add else pd.DataFrame()
+    rows = measured(device, limit, kept, smoke=smoke)
+    shape = "a tiny model (--smoke)" if smoke else "d_model 224, 7 heads, d_mlp 896"
+    earlier = ""
+    if add:
+        earlier = (
+            f"{len(kept)} of these measurements are of earlier runs on this machine, "
+            "some of them cut off: the time and the peak of a row may be of two processes with "
+            "the same call, and empty cells were not measured.\n"
+        )
+    text = page(
+        rows,
+        f"""# How cost grows
+
+A bridge of GPT-2's architecture with random weights: {shape}, float32. One size grows at a time,
+from 4 layers, 32 tokens and 1 pair of prompts, which differ from the fifth token on. Sweeps patch
+100 neurons at positions, or 100 paths; graphs have 100 nodes; `attribution` and `discover` take
+every head at every position, `neuron_statistics` every neuron. Each measurement has a process of
+its own, after a small call that loads libraries. Times are those of a repeated call, which
+remembers its tests of the model, except if the first takes more than {REPEATED:g} s;
+[growth_of_cost.csv](growth_of_cost.csv) has both. {about}
+{earlier}Made by `python -m analyses.benchmarks.growth_of_cost{" --add" if add else ""}`.""",
+    )
+    typer.echo(text)
+    settings = {"device": device, "smoke": smoke, "limit": limit, "kept": len(kept)}
+    keep(__file__, out, text, rows, figure(rows), started=started, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

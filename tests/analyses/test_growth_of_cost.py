@@ -1,0 +1,84 @@
+"""The benchmark of growing costs: calls of the sizes that it names, and exponents."""
+
+import json
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from analyses.benchmarks import growth_of_cost as bench
+from attn_only_lens import expose_neuron_heads
+
+
+class Here:
+    """A pool of this process; another one takes seconds to start."""
+
+    def __init__(self, *sizes, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    Pool = __init__
+
+    def apply(self, function, args):
+        return function(*args)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    context = Here()
+    context.Pool = Here
+    context.set_forkserver_preload = list
+    monkeypatch.setattr(bench, "get_context", lambda method: context)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_smoke(tmp_path):
+    app = bench.typer.Typer()
+    app.command()(bench.main)
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "growth_of_cost.md").read_text("utf-8")
+    rows = pd.read_csv(tmp_path / "growth_of_cost.csv")
+    assert set(rows["call"]) == set(bench.CALLS)
+    assert (rows["seconds"] > 0).all()
+    sites = rows[rows["axis"] == "sites"].set_index("call")
+    for call in ("activation_patch", "attribution", "discover", "neuron_statistics"):
+        assert sites.loc[call, "counted sites"].tolist() == sites.loc[call, "size"].tolist()
+    for call in bench.CALLS:
+        assert f"| {call} | layers |" in page
+    assert (tmp_path / "growth_of_cost.svg").exists()
+    assert json.loads((tmp_path / "growth_of_cost.run.json").read_text("utf-8"))["settings"][
+        "smoke"
+    ]
+
+
+def test_sites_of_a_sweep_are_those_that_a_patch_can_change():
+    point = bench.Point("activation_patch", tokens=16, sites=40)
+    with expose_neuron_heads(bench.bridge_of("cpu", smoke=True)) as model:
+        sites = bench.some_sites(point, model.cfg)
+        assert len(sites["sites"]) * len(sites["positions"]) == 40
+        assert min(sites["positions"]) == point.first
+        pair = bench.prompts(point, model.cfg.d_vocab, "cpu")
+        scores = bench.activation_patch(model, *pair, bench.METRIC, **sites, **bench.QUIET)
+    frame = scores.to_frame()
+    first_layer = frame["name"].str.startswith("L0N")
+    assert first_layer.sum() == 20
+    assert (frame.loc[first_layer, "value"] != scores.corrupted_value).all()
+
+
+def test_slopes_are_exponents():
+    sizes = pd.Series([10, 100, 1000])
+    assert bench.slope(sizes, 3.0 * sizes**1.5) == pytest.approx(1.5)
+    assert pd.isna(bench.slope(sizes, sizes * 0.0))
+
+
+def test_costs_far_away_continue_the_line_or_the_power_law():
+    sizes = pd.Series([10, 1000, 10_000])
+    assert bench.at_far(sizes, 7.0 + 2.0 * sizes) == pytest.approx(7.0 + 2.0 * bench.FAR)
+    assert bench.at_far(sizes, 0.5 * sizes**2.0) == pytest.approx(0.5 * float(bench.FAR) ** 2)
+    assert bench.at_far(sizes, pd.Series([5.0, 5.0, 4.0])) == 4.0
