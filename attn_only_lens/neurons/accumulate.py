@@ -24,6 +24,10 @@ from attn_only_lens.neurons.corpus import Batch
 
 End = Literal["largest", "smallest"]
 ENDS: tuple[End, ...] = ("largest", "smallest")
+QUADRANTS = ("++", "+-", "-+", "--")
+"""The signs of x W_gate and x W_in in a gated MLP; 0 counts as positive."""
+IN_QUADRANT = 3
+"""Examples of each quadrant."""
 State: TypeAlias = dict[str, Tensor]
 """Tensors by name, each with an axis of neurons, or of attention heads, first."""
 BINS = 64
@@ -49,7 +53,7 @@ def no_examples(
 
 def add_examples(
     state: State,
-    end: End,
+    end: str,
     numbers: dict[str, Float[Tensor, "neuron place"]],
     windows: dict[str, Tensor],
     batch: Batch,
@@ -59,15 +63,16 @@ def add_examples(
 
     Args:
         state: what was found so far.
-        end: which entries to keep.
-        numbers: numbers of each token; entries are ranked by the one named "score".
+        end: one of `ENDS`; the largest entries for any other name.
+        numbers: numbers of each token; entries are ranked by the one named "score", and a score of
+            -∞ is no entry.
         windows: numbers of the tokens in a window: [neuron, place], or, if they depend on the
             entry, [neuron, place, pos].
         batch: the tokens.
         before: the number of tokens in a window before the entry.
     """
     counted = batch.counted
-    sign = 1.0 if end == "largest" else -1.0
+    sign = -1.0 if end == "smallest" else 1.0
     ranked = numbers["score"][:, counted] * sign
     least = torch.where(state["found"], state["score"] * sign, -torch.inf)
     rows = (ranked.amax(dim=1) > least[:, -1]).nonzero()[:, 0]
@@ -77,6 +82,7 @@ def add_examples(
     places = counted[chosen]
     new = _windows(windows, batch, rows, places, before, state["tokens"].shape[-1])
     new |= {name: x[rows].gather(1, places) for name, x in numbers.items()}
+    new["found"] = new["score"].isfinite()
     both = torch.cat([least[rows], ranked[rows].gather(1, chosen)], dim=1)
     # Stable: of equals, those of earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
@@ -86,6 +92,14 @@ def add_examples(
             -1, -1, *joined.shape[2:]
         )
         kept[rows] = joined.gather(1, positions)
+
+
+def quadrants(
+    q: Float[Tensor, "neuron place"], value: Float[Tensor, "neuron place"]
+) -> Int[Tensor, "neuron place"]:
+    """Return the quadrant of each token, by q = x W_gate and the value of a head, q · x W_in."""
+    negative = q < 0
+    return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
 
 
 def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:
@@ -121,7 +135,6 @@ def _windows(
             numbers = x[rows].gather(1, flat.flatten(1)).view_as(flat)
         of_tokens[name] = torch.where(here, numbers, 0.0)
     return {
-        "found": torch.ones_like(places, dtype=torch.bool),
         "text": batch.text[row],
         "at": batch.first[row] + position,
         "position": position - first,
@@ -139,7 +152,7 @@ def no_counts(n: int, device: torch.device) -> State:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.long, device=device)
 
-    state = {"joint": zeros(2 * JOINT, 2 * JOINT), "zeros": zeros()}
+    state = {"joint": zeros(2 * JOINT, 2 * JOINT), "zeros": zeros(), "signs": zeros(4)}
     for name in QUANTITIES:
         state[f"{name}.counts"] = zeros(2, BINS)
         state[f"{name}.exponent"] = zeros() + _LEAST
@@ -174,8 +187,9 @@ def add_counts(
             state["joint"] = wide.flatten(3).flatten(1, 2)
         state[f"{name}.exponent"] = now
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
-        bins[name] = ((size * scale).ceil().long() - 1).clamp(min=0, max=BINS - 1)
-        side = (x < 0).logical_not().long()  # 0 is on the side of what is positive
+        # In place, and of 32 bits: this takes most of the time of a pass over a corpus.
+        bins[name] = size.mul_(scale).ceil_().int().sub_(1).clamp_(min=0, max=BINS - 1)
+        side = (x < 0).logical_not().int()  # 0 is on the side of what is positive
         _count(state[f"{name}.counts"], side * BINS + bins[name])
         bins[name] = side * JOINT + bins[name] // (BINS // JOINT)
     _count(state["joint"], bins["gate"] * 2 * JOINT + bins["value"])
@@ -193,5 +207,5 @@ def _halved(
 
 def _count(counts: Int[Tensor, "neuron *bin"], bins: Int[Tensor, "neuron token"]) -> None:
     n, size = len(counts), counts[0].numel()
-    places = bins + torch.arange(n, device=bins.device)[:, None] * size
+    places = bins + torch.arange(n, dtype=bins.dtype, device=bins.device)[:, None] * size
     counts += torch.bincount(places.flatten(), minlength=n * size).view_as(counts)

@@ -22,8 +22,8 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.neurons.corpus import Batch
 
 OfLayer: TypeAlias = dict[str, Tensor]
-"""Of all tokens row after row: z, gate and value of a layer's neurons [neuron, place]; or the
-`pattern` [head, batch, pos, pos] and `norm` [head, place] of its attention heads. Perhaps also
+"""Of all tokens row after row: z, gate, value and perhaps q of a layer's neurons [neuron, place];
+`pattern` [head, batch, pos, pos] and `norm` [head, place] of its attention heads; and perhaps
 attributions of either."""
 TakeIn: TypeAlias = Callable[[int, OfLayer], None]
 _POINTS: dict[HeadKind, tuple[str, ...]] = {
@@ -88,6 +88,16 @@ def run_by_gradient(
         take_in(number, _of_layer(model, item, seen[number] | {"attribution": attribution}))
 
 
+def shows_q(model: Any, site: LayerSites) -> bool:
+    """Return whether q = x W_gate of neurons is shown: of gated MLPs with one head a neuron."""
+    host = host_of(model)
+    return (
+        site.kind == "neuron"
+        and host.is_gated(site.layer)
+        and host.neurons[site.layer].heads_per_neuron == 1
+    )
+
+
 def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_head"]:
     """Return R of each head, with ‖z W_O‖ = ‖R z‖: the triangle of the QR of W_O transposed."""
     W_O = float32_if_half(host_of(model).attention(site.layer).W_O.detach())
@@ -123,7 +133,7 @@ def _looking(
             if item.kind == "attention":
                 continue
             heads = host_of(model).neurons[item.layer]
-            for point in _POINTS["neuron"]:
+            for point in ("q",) * shows_q(model, item) + _POINTS["neuron"]:
 
                 def look(
                     module: Any, args: Any, value: Tensor, look: Any = of_layer, of: str = point
@@ -165,6 +175,8 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
         "gate": seen["pattern"][..., SELF].transpose(1, 2),
         "value": seen["v"].squeeze(-1),
     }
+    if "q" in seen:
+        of_heads["q"] = seen["q"].squeeze(-1)
     if "attribution" in seen:
         of_heads["attribution"] = seen["attribution"]
     index, per_neuron = sites.index.to(seen["z"].device), heads.heads_per_neuron

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self, TypedDict
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.neurons.accumulate import BINS, ENDS, State
+from attn_only_lens.neurons.accumulate import BINS, ENDS, QUADRANTS, State
 from attn_only_lens.neurons.looks import SIDES
 from attn_only_lens.storage import Document, read_tensors, write_tensors
 from attn_only_lens.storage.atomic import AnyPath, atomic_write
@@ -119,7 +119,10 @@ class _Statistics:
         join their tokens, `frame["tokens"].map("".join)`: lists have no hash. To read such a frame
         from parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
-        ends = [end for end in ENDS if f"{end}.found" in self.examples]
+        return self._frame(ENDS)
+
+    def _frame(self, ends: Sequence[str]) -> pd.DataFrame:
+        ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
             """Return one kind of numbers as [neuron, end, rank, ...]: the order of the rows."""
@@ -171,7 +174,7 @@ class _Statistics:
             CheckpointError: the file cannot be read, has another format, or was changed.
         """
         tensors, said = read_tensors(path, cls._document)
-        examples = {key: x for key, x in tensors.items() if key.startswith(ENDS)}
+        examples = {key: x for key, x in tensors.items() if key.startswith((*ENDS, *QUADRANTS))}
         counts = {key: x for key, x in tensors.items() if key not in examples}
         vocabulary = {int(token): text for token, text in said["vocabulary"].items()}
         names = tuple(said["names"])
@@ -241,6 +244,34 @@ class NeuronStatistics(_Statistics):
         limit = 2.0 ** int(self.counts[f"{quantity}.exponent"][row])
         edges = torch.arange(-BINS, BINS + 1, dtype=torch.float64, device="cpu") * limit / BINS
         return torch.cat([negative.flip(0), positive]), edges
+
+    def quadrants(self) -> pd.DataFrame:
+        """Return the share of tokens at which x W_gate and x W_in of a gated MLP have which signs.
+
+        Columns: `name`, and "++", "+-", "-+", "--", the sign of x W_gate first; 0 counts as
+        positive. Source: GLUScope, arXiv 2602.23826.
+
+        Raises:
+            InputError: the model has no gated MLPs, or several heads for each neuron.
+        """
+        self._require_quadrants()
+        shares = (self.counts["signs"].double() / self.n_tokens).numpy()
+        return pd.DataFrame(shares, columns=list(QUADRANTS)).assign(name=list(self.names))[
+            ["name", *QUADRANTS]
+        ]
+
+    def quadrant_examples(self) -> pd.DataFrame:
+        """Return the places of largest |z| in each quadrant; `end` is the quadrant.
+
+        The other columns are those of `frame`. Errors are those of `quadrants`.
+        """
+        self._require_quadrants()
+        return self._frame(QUADRANTS)
+
+    def _require_quadrants(self) -> None:
+        if "++.found" not in self.examples:
+            reason = "the neurons have no quadrants; expected a gated MLP, with exact gates"
+            raise InputError([reason], _NOT_THERE)
 
 
 class HeadStatistics(_Statistics):

@@ -20,15 +20,17 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.neurons.accumulate import (
     ENDS,
+    IN_QUADRANT,
+    QUADRANTS,
     QUANTITIES,
-    End,
     State,
     add_counts,
     add_examples,
     no_counts,
     no_examples,
+    quadrants,
 )
-from attn_only_lens.neurons.activations import OfLayer, run_by_gradient, run_by_layer
+from attn_only_lens.neurons.activations import OfLayer, run_by_gradient, run_by_layer, shows_q
 from attn_only_lens.neurons.corpus import Batch, Row, chained_digest
 from attn_only_lens.neurons.looks import SIDES, add_looks, no_looks, shares
 from attn_only_lens.neurons.statistics import CorpusStatistics, HeadStatistics, NeuronStatistics
@@ -65,24 +67,28 @@ class Summary:
     def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
         self.n_tokens = self.n_texts = 0
-        self.examples: list[dict[End, State]] = []
+        self.examples: list[dict[str, State]] = []
         self.counts: list[State] = []
         d_vocab = model.cfg.d_vocab
         self.occurrences = torch.zeros(d_vocab, dtype=torch.long, device="cpu")
         for site in sites:
-            host, n, ends = host_of(model), len(site.names), ENDS_OF_OPTION[options.ends]
+            host, n = host_of(model), len(site.names)
+            ends = dict.fromkeys(ENDS_OF_OPTION[options.ends], options.k)
             if site.kind == "neuron":
                 weight = host.neurons[site.layer].W_out
                 like = float32_if_half(weight.detach()[:0, 0])
                 counts = no_counts(n, like.device) if options.histograms else {}
+                if options.histograms and shows_q(model, site):
+                    ends |= dict.fromkeys(QUADRANTS, min(options.k, IN_QUADRANT))
             else:
                 like = float32_if_half(host.attention(site.layer).W_O.detach()[:0, 0, 0])
                 counts = no_looks(n, options.context, d_vocab, like)
-                ends = ends if options.by == "attribution" else ENDS[:1]
+                if options.by != "attribution":
+                    ends = {"largest": options.k}
             width = self._before(site.kind) + 1 + options.after
             kinds = _NUMBERS[site.kind], _WINDOWS[site.kind]
             self.examples.append(
-                {end: no_examples(n, options.k, width, like, *kinds) for end in ends}
+                {end: no_examples(n, k, width, like, *kinds) for end, k in ends.items()}
             )
             self.counts.append(counts)
 
@@ -132,6 +138,8 @@ class Summary:
         here = _on(batch, of_layer[by].device)
         counted = {k: x[:, here.counted] for k, x in of_layer.items() if x.ndim == 2}
         numbers = {"score": of_layer[by]}
+        if "q" in of_layer:
+            quadrant = quadrants(of_layer["q"], of_layer["value"])
         if kind == "neuron":
             windows = {name: of_layer[name] for name in _WINDOWS["neuron"]}
             if self.counts[number]:
@@ -145,6 +153,12 @@ class Summary:
             is_bos = begins.view(here.tokens.shape)[:, :1]
             numbers["bos"] = (pattern[..., 0] * is_bos).flatten(1)
         for end, state in self.examples[number].items():
+            if end in QUADRANTS:
+                inside = quadrant == QUADRANTS.index(end)
+                numbers = {"score": torch.where(inside, of_layer["z"].abs(), -torch.inf)}
+                self.counts[number]["signs"][:, QUADRANTS.index(end)] += inside[
+                    :, here.counted
+                ].sum(1)
             add_examples(state, end, numbers, windows, here, self._before(kind))
         return torch.stack([x.isfinite().all() for x in counted.values()]).all()
 
@@ -189,7 +203,7 @@ class Summary:
             for name, x in tensors.items()
             if name.startswith(f"{kind}.")
         }
-        examples = {name: x for name, x in of_kind.items() if name.startswith(ENDS)}
+        examples = {name: x for name, x in of_kind.items() if name.startswith((*ENDS, *QUADRANTS))}
         counts = {name: x for name, x in of_kind.items() if name not in examples}
         used = [x.unique() for name, x in of_kind.items() if name.endswith(".tokens")]
         ids = torch.cat(used).unique().tolist()

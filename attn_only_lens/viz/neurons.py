@@ -33,7 +33,7 @@ from attn_only_lens.neurons import (
     corpus_statistics,
 )
 from attn_only_lens.neurons._top_examples import By
-from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUANTITIES
+from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUADRANTS, QUANTITIES
 from attn_only_lens.neurons.corpus import Texts
 from attn_only_lens.neurons.looks import SIDES
 from attn_only_lens.viz.page import (
@@ -87,11 +87,12 @@ def neuron_page(
 
     Returns:
         One page. It shows for each neuron: the texts in which z is largest and smallest, with
-        tokens coloured by z; histograms of z, of the gate, and of gate and value together; the
-        tokens that its weights read from the embedding and write to the logits, in standard
-        deviations over the vocabulary; and links to the heads with the largest
-        `circuits.composition` scores. For each attention head: how it splits its attention, by
-        offset and by token; and the tokens at which it writes most, with its pattern there.
+        tokens coloured by z; histograms of z, of the gate, and of gate and value together; in a
+        gated MLP, how often these two have which signs, with examples; the tokens that its weights
+        read from the embedding and write to the logits, in standard deviations over the vocabulary;
+        and links to the heads with the largest `circuits.composition` scores. For each attention
+        head: how it splits its attention, by offset and by token; and the tokens at which it writes
+        most, with its pattern there.
 
     Raises:
         InputError: as in `neurons.top_examples`; or there are more than 3,000 names, or the
@@ -187,7 +188,9 @@ def _data_of_neurons(statistics: NeuronStatistics, ids: list[int]) -> dict[str, 
     windows = {"z": limits, "gate": None}
     return {
         "by": statistics.by,
-        "ends": _examples(statistics, ids, windows),
+        "ends": _examples(statistics, ids, windows, ENDS),
+        "quadrants": _examples(statistics, ids, windows, QUADRANTS),
+        "signs": (counts["signs"] / statistics.n_tokens).double().numpy().round(5).tolist(),
         "limits": short_numbers(limits.tolist(), 4),
         "histograms": {
             name: {
@@ -218,7 +221,7 @@ def _data_of_heads(
     return {
         "names": list(statistics.names),
         "by": statistics.by,
-        "ends": _examples(statistics, ids, {"pattern": None}),
+        "ends": _examples(statistics, ids, {"pattern": None}, ENDS),
         "bos": short_numbers(counts["bos"].tolist(), 4),
         "offsets": _packed(counts["offsets"], "<f4"),
         "tokens": {side: [tokens(side, head) for head in range(n_heads)] for side in SIDES},
@@ -273,7 +276,10 @@ def _limits(statistics: AnyOneKind, window: str) -> Float[Tensor, "neuron"]:
 
 
 def _examples(
-    statistics: AnyOneKind, ids: list[int], windows: dict[str, Tensor | None]
+    statistics: AnyOneKind,
+    ids: list[int],
+    windows: dict[str, Tensor | None],
+    ends: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
     """Pack the examples of each end: [neuron, k] and [neuron, k, window] numbers.
 
@@ -281,20 +287,20 @@ def _examples(
     """
     tokens = torch.tensor(ids, device="cpu")
     kind = "<u2" if len(ids) < 2**16 else "<u4"
-    ends = {}
-    for end in ENDS:
+    packed_ends = {}
+    for end in ends:
         if f"{end}.found" not in statistics.examples:
             continue
         of_end = {
             key.removeprefix(f"{end}."): x
             for key, x in statistics.examples.items()
-            if key.startswith(end)
+            if key.startswith(f"{end}.")
         }
         # The number after the last one means: no token.
         places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
         places[of_end["tokens"] < 0] = len(ids)
         packed = {"score": "<f4", "text": "<i4", "position": "<i2", "bos": "<f4"}
-        ends[end] = {
+        packed_ends[end] = {
             "k": of_end["tokens"].shape[1],
             "width": of_end["tokens"].shape[2],
             "found": of_end["found"].sum(1).tolist(),
@@ -304,8 +310,8 @@ def _examples(
         }
         for name, limits in windows.items():
             scale = 1.0 if limits is None else torch.where(limits == 0, 1.0, limits)[:, None, None]
-            ends[end][name] = _packed(of_end[name] / scale, "<f2")
-    return ends
+            packed_ends[end][name] = _packed(of_end[name] / scale, "<f2")
+    return packed_ends
 
 
 def _log_shares(counts: Tensor) -> Tensor:

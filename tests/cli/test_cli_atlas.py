@@ -44,7 +44,7 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
     assert "37 neurons" in (tmp_path / "narrow" / "index.html").read_text("utf-8")
     for more, reason in (
         (("--layers", "1", "--names", "L1N3"), "got --layers and --names"),
-        (("--names", "L1H9"), "got L1H9"),
+        (("--names", "L1H9"), "got 'L1H9'"),
         (("--k", 5), "belongs to another job"),
         (("--texts", tmp_path / "no.txt"), "there is no file"),
     ):

@@ -53,7 +53,7 @@ def test_partners_are_those_of_composition(model):
 
 
 SHOWN = """
-return [...document.querySelectorAll('.example')].map(row => [
+return [...document.querySelectorAll('.example:not(.quadrant *)')].map(row => [
   row.querySelector('.value').textContent,
   [...row.querySelectorAll('.t')].map(t => t.textContent),
   [...row.querySelectorAll('.tok')].findIndex(t => t.classList.contains('here')),
@@ -89,6 +89,16 @@ def test_looking_around(opened, model, examples):
     assert z == pytest.approx(expected, rel=6e-3)
     assert gate == pytest.approx(of_gate, rel=6e-3)
     assert value == pytest.approx(expected / of_gate, rel=6e-3)
+    # The quadrants: shares, and z of the first example.
+    of_signs = examples.quadrants().set_index("name").loc["L1N29"]
+    titles = page.texts(".quadrant h4")
+    assert titles[1].startswith("Gate input positive, linear input negative: ")
+    got = [float(title.split(": ")[1].split("%")[0]) for title in titles]
+    assert got == pytest.approx((100 * of_signs).tolist(), abs=0.06)
+    inside = examples.quadrant_examples()
+    inside = inside[(inside["name"] == "L1N29") & (inside["end"] == "+-")].iloc[0]
+    first = page.texts(".quadrant:nth-child(2) .value")[0].replace("−", "-")
+    assert float(first) == pytest.approx(inside["values"][inside["position"]], rel=6e-3)
     # A neuron that is connected; a name; a token; an order.
     name = page.texts(".connections a")[0]
     page.js("document.querySelector('.connections a').click()")

@@ -2,7 +2,7 @@
 // Neurons and heads at a glance: a list to search and sort, and the page of the one that is chosen.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const ends = unpackEnds(data.ends);
+  const ends = unpackEnds(data.ends), quadrants = unpackEnds(data.quadrants);
   const [BINS, JOINT] = data.bins;
   const histograms = Object.fromEntries(
     Object.entries(data.histograms ?? {}).map(([name, h]) => [name, { ...h, counts: unpack(h.counts, "u4") }])
@@ -98,8 +98,9 @@
     const order = orders[$("order").value][1];
     const keys = new Map(listed.map((i) => [i, order(i)]));
     listed.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
-    const kinds = [names.length > N && "heads", N && "neurons"].filter(Boolean).join(" and ");
-    $("count").textContent = listed.length === names.length ? `${listed.length.toLocaleString("en")} ${kinds}`
+    const many = (n, kind) => (n ? `${n.toLocaleString("en")} ${kind}` : null);
+    $("count").textContent = listed.length === names.length
+      ? [many(names.length - N, "heads"), many(N, "neurons")].filter(Boolean).join(" and ")
       : `${listed.length.toLocaleString("en")} of ${names.length.toLocaleString("en")}`;
     $("rows").style.height = `${listed.length * ROW}px`;
     $("list").scrollTop = 0;
@@ -237,6 +238,17 @@
     return el("div", { class: "lists" }, ...panels);
   }
 
+  const signed = { "+": "positive", "-": "negative" };
+  function signs(neuron, limits) {
+    if (!quadrants.length) return [];
+    const boxes = quadrants.map((end, i) => el("div", { class: "quadrant" },
+      el("h4", {}, `Gate input ${signed[end.end[0]]}, linear input ${signed[end.end[1]]}: ${short(100 * data.signs[neuron][i])}% of tokens`),
+      ...examplesOf(end, neuron).map((entry) => el("div", { class: "example" },
+        el("span", { class: "value" }, short(entry.z[entry.here])), tokenLine(entry, limits, false)))));
+    return [el("h3", {}, "Signs of the gate's input and of the linear input"), el("div", { class: "quadrants" }, ...boxes),
+      el("p", { class: "note" }, "Gate input: x W_gate. Linear input: x W_in. Of each quadrant, the tokens at which |z| is largest, with z.")];
+  }
+
   const ENDS = { largest: "Largest", smallest: "Smallest" };
   function draw() {
     hideTip();
@@ -259,7 +271,7 @@
     box.checked = strips;
     const found = bins("z", neuron), isZ = data.by === "z";
     const low = isZ && smallest ? score(smallest)(neuron) : found?.low, high = isZ && largest ? score(largest)(neuron) : found?.high;
-    const signs = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
+    const sideColour = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
     const [writers, readers] = data.partners[neuron].length ? data.partners[neuron] : [[], []];
     $("one").replaceChildren(
       heading(`z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`),
@@ -271,8 +283,9 @@
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
-      el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
+      el("div", { class: "panels" }, histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
+      ...signs(neuron, limits),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
         el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
