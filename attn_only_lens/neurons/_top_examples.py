@@ -97,7 +97,7 @@ def top_examples(
         >>> frame[["name", "rank", "text", "at"]].to_numpy().tolist()
         [['L0N7', 1, 0, 2], ['L0N7', 2, 2, 2]]
     """
-    options = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
     options |= {"context": context, "batch_size": batch_size, "histograms": False}
     found = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
     assert found.neurons is not None
@@ -136,7 +136,7 @@ def neuron_statistics(
         >>> int(counts.sum()), statistics.n_tokens
         (6, 6)
     """
-    options = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
     options |= {"context": context, "batch_size": batch_size}
     found = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
     assert found.neurons is not None
@@ -180,7 +180,7 @@ def head_statistics(
         (['token', 'share', 'mean'], 2)
     """
     by = "z" if metric is None else "attribution"
-    options = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
     options |= {"context": context, "batch_size": batch_size}
     found = _look_up(model, names, texts, metric, options, ("attention",), resume, progress)
     assert found.heads is not None
@@ -216,7 +216,7 @@ def corpus_statistics(
         >>> both.neurons.names, both.heads.names
         (('L0N7',), ('L0H2',))
     """
-    options = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
     options |= {"context": context, "batch_size": batch_size}
     return _look_up(model, names, texts, metric, options, HEAD_KINDS, resume, progress)
 

@@ -357,6 +357,13 @@ class CorpusStatistics(NamedTuple):
         """The neurons, then the attention heads."""
         return [name for part in self if part is not None for name in part.names]
 
+    @property
+    def about(self) -> NeuronStatistics | HeadStatistics:
+        """Either of them: both say the same about the model and the corpus."""
+        part = self.neurons or self.heads
+        assert part is not None
+        return part
+
     def of(self, names: Sequence[str]) -> "CorpusStatistics":
         """Return the statistics of some of the neurons and heads.
 

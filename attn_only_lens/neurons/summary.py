@@ -73,7 +73,7 @@ class Summary:
         self.occurrences = torch.zeros(d_vocab, dtype=torch.long, device="cpu")
         for site in sites:
             host, n = host_of(model), len(site.names)
-            ends = dict.fromkeys(ENDS_OF_OPTION[options.ends], options.k)
+            ends: dict[str, int] = {end: options.k for end in ENDS_OF_OPTION[options.ends]}
             if site.kind == "neuron":
                 weight = host.neurons[site.layer].W_out
                 like = float32_if_half(weight.detach()[:0, 0])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -109,7 +109,7 @@ def neuron_page(
     by_default: Sites = neuron_heads()
     known = _known(texts)
     if known is not None:
-        about = known.neurons or known.heads
+        about = known.about
         of, model_name = (Path(str(x)).name for x in (about.model, model.cfg.model_name))
         if of != model_name:
             refuse(f"got statistics of the model {of!r}; expected those of {model_name!r}")
@@ -123,7 +123,7 @@ def neuron_page(
         )
     if known is None:
         known = corpus_statistics(
-            *(model, wanted, texts, k, by, metric),
+            *(model, wanted, cast(Texts, texts), k, by, metric),
             context=context,
             batch_size=batch_size,
             resume=resume,
@@ -176,7 +176,7 @@ def page_of_statistics(
     data["heads"] = _data_of_heads(heads, ids, place) if heads else None
     few = len(statistics.names) <= 3
     many = ", ".join(statistics.names) if few else count_names(statistics.names)
-    about = neurons or heads
+    about = statistics.about
     title = f"{many} of {model_title(about.model)}" if about.model else many
     main = asset("assets/neurons.html")
     scripts = [asset("assets/heads.js")]
@@ -229,7 +229,7 @@ def _data_of_heads(
 
 
 def _about(statistics: CorpusStatistics) -> str:
-    about = statistics.neurons or statistics.heads
+    about = statistics.about
     metric = f" ({about.metric})" if about.metric else ""
     counts = f"{about.n_texts:,} texts, {about.n_tokens:,} tokens"
     by = ", ".join(part.by for part in statistics if part)
@@ -331,7 +331,7 @@ def index_of_layers(statistics: CorpusStatistics, pages: dict[int, str]) -> Page
     names = defaultdict(list)
     for name in statistics.names:
         names[HeadName.parse(name).layer].append(name)
-    model = (statistics.neurons or statistics.heads).model
+    model = statistics.about.model
     title = f"{count_names(statistics.names)} of {model_title(model)}"
     rows = [
         f'<tr><td><a href="{escape(page)}">Layer {layer}</a></td>'
