@@ -1,5 +1,6 @@
-"""`attn-only-lens atlas`: pages about every neuron of a model, to browse."""
+"""`attn-only-lens atlas`: pages about every neuron and attention head of a model, to browse."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
 
@@ -7,14 +8,14 @@ from attn_only_lens.cli.common import OUTPUT, command, option, require_folder, s
 from attn_only_lens.cli.options import ModelOptions, parse_names, parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 
-_NEURONS, _CORPUS = "Neurons", "Corpus"
+_NEURONS, _CORPUS = "Neurons and heads", "Corpus"
 
 
 @command(
     "Look at a model",
     "attn-only-lens atlas small-english --texts corpus.txt --out atlas/",
     "attn-only-lens atlas gpt2 --texts corpus.jsonl --layers 0,3 --k 10 --out atlas/",
-    "attn-only-lens atlas gpt2 --texts corpus.txt --names L5N1234,L7N2 --out two_neurons/",
+    "attn-only-lens atlas gpt2 --texts corpus.txt --names L5N1234,L7H2 --out two/",
 )
 def atlas(
     texts: Annotated[
@@ -24,11 +25,9 @@ def atlas(
     out: Annotated[Path, option("output folder; an interrupted run resumes from it", OUTPUT)],
     model: ModelOptions,
     layers: Annotated[str | None, option("source layers: 0,3; default: all", _NEURONS)] = None,
-    names: Annotated[
-        str | None, option("names of neurons, instead of layers: L5N1234,L7N2", _NEURONS)
-    ] = None,
+    names: Annotated[str | None, option("names, instead of layers: L5N1234,L7H2", _NEURONS)] = None,
     k: Annotated[
-        int, option("number of examples with the largest z, and with the smallest", _NEURONS)
+        int, option("number of examples at each end; of heads, where they write most", _NEURONS)
     ] = 20,
     context: Annotated[
         int | None,
@@ -39,12 +38,13 @@ def atlas(
     ] = None,
     batch_size: Annotated[int, option("pieces in one forward pass", _CORPUS)] = 32,
 ) -> None:
-    """Make pages about neurons: top examples in a corpus, densities, tokens and connections.
+    """Make pages about neurons and attention heads: top examples in a corpus, and much else.
 
-    Up to 3,000 neurons share one page; for more, there is a page for each layer.
+    Neurons: densities, tokens and connections. Heads: where they look. Up to 3,000 share one page;
+    for more, there is a page for each layer.
     """
-    from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
-    from attn_only_lens.neurons import neuron_statistics
+    from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
+    from attn_only_lens.neurons import corpus_statistics
     from attn_only_lens.viz import write_html
     from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
@@ -55,11 +55,14 @@ def atlas(
         raise AttnOnlyLensError(f"--texts: there is no file {texts}")
     loaded = model.with_neuron_heads()
     layer_numbers = None if layers is None else parse_numbers(layers, "--layers")
-    sites: Sites = neuron_heads(layer_numbers) if names is None else parse_names(names)
+    sites: Sites = all_heads(layer_numbers) if names is None else parse_names(names)
     groups = resolve_sites(loaded, sites)
-    neurons = [name for group in groups for name in group.names]
-    statistics = neuron_statistics(
-        *(loaded, neurons, texts, k),
+    of_layers = defaultdict[int, list[str]](list)
+    for group in groups:
+        of_layers[group.layer] += group.names
+    everything = [name for of_layer in of_layers.values() for name in of_layer]
+    statistics = corpus_statistics(
+        *(loaded, everything, texts, k),
         context=context,
         batch_size=batch_size,
         resume=out / "statistics",
@@ -67,13 +70,12 @@ def atlas(
     )
     index = out / "index.html"
     with working("drawing"):
-        if len(neurons) <= MOST_NEURONS:
+        if len(everything) <= MOST_NEURONS:
             write_html(page_of_statistics(loaded, statistics), index)
         else:
-            pages = {group.layer: f"layer-{group.layer:02d}.html" for group in groups}
-            for group in groups:
-                of_layer = statistics.of(list(group.names))
-                page = page_of_statistics(loaded, of_layer, pages)
-                write_html(page, out / pages[group.layer])
+            pages = {layer: f"layer-{layer:02d}.html" for layer in of_layers}
+            for layer, of_layer in of_layers.items():
+                page = page_of_statistics(loaded, statistics.of(of_layer), pages)
+                write_html(page, out / pages[layer])
             write_html(index_of_layers(statistics, pages), index)
     say_page(index)

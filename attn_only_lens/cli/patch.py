@@ -170,7 +170,7 @@ def _print_effects(sweep: "Sweep", top: int) -> None:
     )
     shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
     columns = ["name", "position", "value", *shares]
-    frame = sweep.top(top)[columns]
+    frame = sweep.frame.loc[sweep.top(top).index, columns]
     for name in shares:
         frame[name] = frame[name].map("{:.4f}".format)
     subtitle = f"{sweep.metric}: effects of patching {sweep.part} ({sweep.direction})"

@@ -104,6 +104,10 @@ class Host(ABC):
         """Return the module with the attention heads of a source layer."""
         return self.model.blocks[self.block(layer, "attention")].attn
 
+    def is_gated(self, layer: int) -> bool:
+        """Return whether the MLP of a source layer has a W_gate."""
+        return getattr(self.neurons[layer].module, "W_gate", None) is not None
+
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:
         """Return the gates of each source layer, as JSON."""

@@ -1,12 +1,27 @@
-"""Neurons over a corpus: where each is largest, and how its gate and value are distributed."""
+"""Neurons and attention heads over a corpus: top examples, distributions, and where heads look."""
 
-from attn_only_lens.neurons._top_examples import neuron_statistics, top_examples
-from attn_only_lens.neurons.statistics import Example, NeuronStatistics, examples_of
+from attn_only_lens.neurons._top_examples import (
+    corpus_statistics,
+    head_statistics,
+    neuron_statistics,
+    top_examples,
+)
+from attn_only_lens.neurons.statistics import (
+    CorpusStatistics,
+    Example,
+    HeadStatistics,
+    NeuronStatistics,
+    examples_of,
+)
 
 __all__ = [
+    "CorpusStatistics",
     "Example",
+    "HeadStatistics",
     "NeuronStatistics",
+    "corpus_statistics",
     "examples_of",
+    "head_statistics",
     "neuron_statistics",
     "top_examples",
 ]

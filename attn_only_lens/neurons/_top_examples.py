@@ -1,8 +1,9 @@
-"""One pass over a corpus: top examples and histograms of neurons, in bounded memory.
+"""One pass over a corpus: top examples and statistics of neurons and heads, in bounded memory.
 
 Only the activations of one layer and batch are in memory, next to the results: for each neuron and
 end, k (4 + window) integers and k (1 + 2 window) numbers for the examples; for each neuron,
-1,024 + 3 · 128 + 4 integers for the histograms. Attributions need a backward pass, which holds the
+1,024 + 3 · 128 + 4 integers for the histograms; for each attention head, two numbers for each token
+of the vocabulary. Attributions need a backward pass, which holds the
 activations of all layers.
 """
 
@@ -20,16 +21,17 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import fingerprint
-from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Sites, neuron_heads, resolve_sites
+from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Selection, Sites, resolve_sites
 from attn_only_lens.errors import InputError
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
-from attn_only_lens.neurons.statistics import NeuronStatistics
+from attn_only_lens.neurons.statistics import CorpusStatistics, HeadStatistics, NeuronStatistics
 from attn_only_lens.neurons.summary import ENDS_OF_OPTION, Options, Resumed, Summary
 from attn_only_lens.precision import full_precision
 
 By = Literal["z", "gate", "attribution"]
 Ends = Literal["both", "largest", "smallest"]
-_PROBLEM = "these neurons cannot be looked up in a corpus"
+_PROBLEM = "these neurons and heads cannot be looked up in a corpus"
 
 
 def top_examples(
@@ -95,8 +97,11 @@ def top_examples(
         >>> frame[["name", "rank", "text", "at"]].to_numpy().tolist()
         [['L0N7', 1, 0, 2], ['L0N7', 2, 2, 2]]
     """
-    options = Options(k, by, ends, before, after, context, batch_size, histograms=False)
-    return _look_up(model, names, texts, metric, options, resume, progress).frame()
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options |= {"context": context, "batch_size": batch_size, "histograms": False}
+    found = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
+    assert found.neurons is not None
+    return found.neurons.frame()
 
 
 def neuron_statistics(
@@ -131,8 +136,89 @@ def neuron_statistics(
         >>> int(counts.sum()), statistics.n_tokens
         (6, 6)
     """
-    options = Options(k, by, ends, before, after, context, batch_size, histograms=True)
-    return _look_up(model, names, texts, metric, options, resume, progress)
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options |= {"context": context, "batch_size": batch_size}
+    found = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
+    assert found.neurons is not None
+    return found.neurons
+
+
+def head_statistics(
+    model: Any,
+    names: Sites | None,
+    texts: Texts,
+    k: int = 20,
+    metric: AnyMetric | None = None,
+    *,
+    ends: Ends = "both",
+    before: int = 12,
+    after: int = 6,
+    context: int | None = None,
+    batch_size: int = 32,
+    resume: str | Path | None = None,
+    progress: bool | str = True,
+) -> HeadStatistics:
+    """Return where attention heads look, and the places of a corpus where they write most.
+
+    Arguments and errors are those of `top_examples`, except:
+
+    Args:
+        names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.
+        metric: examples are ranked by attribution to it, at both `ends`; without a metric, by the
+            norm of what a head writes, z W_O, the largest.
+        before: a window shows 4 times as many tokens before the example: heads look far back.
+
+    Returns:
+        The statistics. `save` and `load` keep them; `viz.neuron_page` draws them.
+
+    Example:
+        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> texts = [[3, 4, 113], [5, 7, 113]]
+        >>> statistics = neurons.head_statistics(model, ["L0H2"], texts, k=2, progress=False)
+        >>> statistics.tokens("L0H2").columns.tolist(), len(statistics.frame())
+        (['token', 'share', 'mean'], 2)
+    """
+    by = "z" if metric is None else "attribution"
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options |= {"context": context, "batch_size": batch_size}
+    found = _look_up(model, names, texts, metric, options, ("attention",), resume, progress)
+    assert found.heads is not None
+    return found.heads
+
+
+def corpus_statistics(
+    model: Any,
+    names: Sites | None,
+    texts: Texts,
+    k: int = 20,
+    by: By = "z",
+    metric: AnyMetric | None = None,
+    *,
+    ends: Ends = "both",
+    before: int = 12,
+    after: int = 6,
+    context: int | None = None,
+    batch_size: int = 32,
+    resume: str | Path | None = None,
+    progress: bool | str = True,
+) -> CorpusStatistics:
+    """Return the statistics of neurons and of attention heads from one pass.
+
+    Arguments and errors are those of `neuron_statistics` and `head_statistics`; None for all
+    neurons and heads. `by` is for neurons: heads are ranked by attribution if neurons are.
+
+    Example:
+        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> names, texts = ["L0N7", "L0H2"], [[3, 4, 113], [5, 7, 113]]
+        >>> both = neurons.corpus_statistics(model, names, texts, k=2, progress=False)
+        >>> both.neurons.names, both.heads.names
+        (('L0N7',), ('L0H2',))
+    """
+    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
+    options |= {"context": context, "batch_size": batch_size}
+    return _look_up(model, names, texts, metric, options, HEAD_KINDS, resume, progress)
 
 
 @warned_once()
@@ -142,14 +228,16 @@ def _look_up(
     names: Sites | None,
     texts: Texts,
     metric: AnyMetric | None,
-    options: Options,
+    asked: dict[str, Any],
+    kinds: tuple[HeadKind, ...],
     resume: str | Path | None,
     progress: bool | str,
-) -> NeuronStatistics:
+) -> CorpusStatistics:
     # Check
-    sites = resolve_sites(model, neuron_heads() if names is None else names)
-    context = min(128, model.cfg.n_ctx) if options.context is None else options.context
-    reasons = _site_reasons(sites) + reasons_not_to_run(model)
+    sites = resolve_sites(model, Selection(kinds) if names is None else names)
+    context = min(128, model.cfg.n_ctx) if asked["context"] is None else asked["context"]
+    options = Options(**asked | {"context": context})
+    reasons = _site_reasons(sites, kinds) + reasons_not_to_run(model)
     reasons += _option_reasons(options, metric)
     if not is_count(context, 2, model.cfg.n_ctx):
         reasons.append(f"got {context=}; expected 2 to {model.cfg.n_ctx}, the model's context")
@@ -159,9 +247,10 @@ def _look_up(
     summary = Summary(model, sites, options)
     rows, resumed = corpus_rows(model, texts, context), None
     if resume is not None:
-        settings = asdict(options) | {"context": context, "n_neurons": len(summary.names)}
+        of_summary = summary.names(*HEAD_KINDS)
+        settings = asdict(options) | {"n_names": len(of_summary)}
         del settings["batch_size"]
-        settings["names"] = hashlib.sha256(" ".join(summary.names).encode()).hexdigest()
+        settings["names"] = hashlib.sha256(" ".join(of_summary).encode()).hexdigest()
         settings["model"] = fingerprint(model)
         settings["metric"] = None if metric is None else metric.identity()
         resumed = Resumed(resume, settings, summary)
@@ -200,11 +289,15 @@ def _option_reasons(options: Options, metric: AnyMetric | None) -> list[str]:
     return reasons
 
 
-def _site_reasons(sites: Sequence[LayerSites]) -> list[str]:
+def _site_reasons(sites: Sequence[LayerSites], kinds: tuple[HeadKind, ...]) -> list[str]:
     reasons = []
     for site in sites:
-        if site.kind == "attention":
-            reasons.append(f"got {site.names[0]}, an attention head; expected neurons")
+        if site.kind not in kinds:
+            got, wanted = "an attention head", "neurons: `head_statistics` takes attention heads"
+            if site.kind == "neuron":
+                got, wanted = "a neuron", "attention heads: `neuron_statistics` takes neurons"
+            reasons.append(f"got {site.names[0]}, {got}; expected {wanted}")
+            continue
         for name, member in zip(site.names, site.member.tolist(), strict=True):
             if member != ALL_MEMBERS:
                 more = "one of several heads of a neuron; expected the neuron, without the dot"

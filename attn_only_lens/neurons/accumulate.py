@@ -1,4 +1,4 @@
-"""Largest entries and histograms of many neurons at once, from one batch after another.
+"""Largest entries and histograms of many neurons or heads, from one batch after another.
 
 Both are exact, and do not depend on how a corpus is cut into batches:
 
@@ -12,6 +12,7 @@ first. When the range doubles, two bins become one, (2i, 2i + 2], which is what 
 from the beginning.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,8 +24,12 @@ from attn_only_lens.neurons.corpus import Batch
 
 End = Literal["largest", "smallest"]
 ENDS: tuple[End, ...] = ("largest", "smallest")
+QUADRANTS = ("++", "+-", "-+", "--")
+"""The signs of x W_gate and x W_in in a gated MLP; 0 counts as positive."""
+IN_QUADRANT = 3
+"""Examples of each quadrant."""
 State: TypeAlias = dict[str, Tensor]
-"""Tensors by name, each with an axis of neurons first."""
+"""Tensors by name, each with an axis of neurons, or of attention heads, first."""
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
@@ -34,35 +39,50 @@ _LEAST = -40  # of exponents: what is smaller is in the first bin
 # The largest entries
 
 
-def no_examples(n: int, k: int, width: int, like: Tensor) -> State:
+def no_examples(
+    n: int, k: int, width: int, like: Tensor, numbers: Sequence[str], windows: Sequence[str]
+) -> State:
     """Return the state of `add_examples` before the first batch, of one end."""
     whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
-    numbers = {"score": (k,), "z": (k, width), "gate": (k, width)}
     state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
-    state |= {name: like.new_zeros(n, *shape) for name, shape in numbers.items()}
+    state |= {name: like.new_zeros(n, k) for name in numbers}
+    state |= {name: like.new_zeros(n, k, width) for name in windows}
     state["found"] = like.new_zeros(n, k, dtype=torch.bool)
     return state
 
 
 def add_examples(
     state: State,
-    end: End,
-    score: Float[Tensor, "neuron place"],
-    z: Float[Tensor, "neuron place"],
-    gate: Float[Tensor, "neuron place"],
+    end: str,
+    numbers: dict[str, Float[Tensor, "neuron place"]],
+    windows: dict[str, Tensor],
     batch: Batch,
     before: int,
 ) -> None:
-    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron."""
+    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron.
+
+    Args:
+        state: what was found so far.
+        end: one of `ENDS`; the largest entries for any other name.
+        numbers: numbers of each token; entries are ranked by the one named "score", and a score of
+            -∞ is no entry.
+        windows: numbers of the tokens in a window: [neuron, place], or, if they depend on the
+            entry, [neuron, place, pos].
+        batch: the tokens.
+        before: the number of tokens in a window before the entry.
+    """
     counted = batch.counted
-    sign = 1.0 if end == "largest" else -1.0
-    ranked = score[:, counted] * sign
+    sign = -1.0 if end == "smallest" else 1.0
+    ranked = numbers["score"][:, counted] * sign
     least = torch.where(state["found"], state["score"] * sign, -torch.inf)
     rows = (ranked.amax(dim=1) > least[:, -1]).nonzero()[:, 0]
     if not len(rows):
         return
     chosen = _first_of_largest(ranked[rows], state["score"].shape[1])
-    new = _windows(score, z, gate, batch, rows, counted[chosen], before, state["z"].shape[-1])
+    places = counted[chosen]
+    new = _windows(windows, batch, rows, places, before, state["tokens"].shape[-1])
+    new |= {name: x[rows].gather(1, places) for name, x in numbers.items()}
+    new["found"] = new["score"].isfinite()
     both = torch.cat([least[rows], ranked[rows].gather(1, chosen)], dim=1)
     # Stable: of equals, those of earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
@@ -72,6 +92,14 @@ def add_examples(
             -1, -1, *joined.shape[2:]
         )
         kept[rows] = joined.gather(1, positions)
+
+
+def quadrants(
+    q: Float[Tensor, "neuron place"], value: Float[Tensor, "neuron place"]
+) -> Int[Tensor, "neuron place"]:
+    """Return the quadrant of each token, by q = x W_gate and the value of a head, q · x W_in."""
+    negative = q < 0
+    return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
 
 
 def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:
@@ -84,9 +112,7 @@ def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row
 
 
 def _windows(
-    score: Tensor,
-    z: Tensor,
-    gate: Tensor,
+    windows: dict[str, Tensor],
     batch: Batch,
     rows: Int[Tensor, "row"],
     places: Int[Tensor, "row k"],
@@ -101,13 +127,14 @@ def _windows(
     flat = row[..., None] * n_pos + within.clamp(max=n_pos - 1)
     here: Bool[Tensor, "row k window"] = within < length
     tokens = torch.where(here, batch.tokens.flatten()[flat], -1)
-    of_tokens = {
-        name: torch.where(here, x[rows].gather(1, flat.flatten(1)).view_as(flat), 0.0)
-        for name, x in (("z", z), ("gate", gate))
-    }
+    of_tokens = {}
+    for name, x in windows.items():
+        if x.ndim == 3:
+            numbers = x[rows[:, None], places].gather(2, within.clamp(max=n_pos - 1))
+        else:
+            numbers = x[rows].gather(1, flat.flatten(1)).view_as(flat)
+        of_tokens[name] = torch.where(here, numbers, 0.0)
     return {
-        "found": torch.ones_like(places, dtype=torch.bool),
-        "score": score[rows].gather(1, places),
         "text": batch.text[row],
         "at": batch.first[row] + position,
         "position": position - first,
@@ -125,7 +152,7 @@ def no_counts(n: int, device: torch.device) -> State:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.long, device=device)
 
-    state = {"joint": zeros(2 * JOINT, 2 * JOINT), "zeros": zeros()}
+    state = {"joint": zeros(2 * JOINT, 2 * JOINT), "zeros": zeros(), "signs": zeros(4)}
     for name in QUANTITIES:
         state[f"{name}.counts"] = zeros(2, BINS)
         state[f"{name}.exponent"] = zeros() + _LEAST
@@ -160,8 +187,9 @@ def add_counts(
             state["joint"] = wide.flatten(3).flatten(1, 2)
         state[f"{name}.exponent"] = now
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
-        bins[name] = ((size * scale).ceil().long() - 1).clamp(min=0, max=BINS - 1)
-        side = (x < 0).logical_not().long()  # 0 is on the side of what is positive
+        # In place, and of 32 bits: this takes most of the time of a pass over a corpus.
+        bins[name] = size.mul_(scale).ceil_().int().sub_(1).clamp_(min=0, max=BINS - 1)
+        side = (x < 0).logical_not().int()  # 0 is on the side of what is positive
         _count(state[f"{name}.counts"], side * BINS + bins[name])
         bins[name] = side * JOINT + bins[name] // (BINS // JOINT)
     _count(state["joint"], bins["gate"] * 2 * JOINT + bins["value"])
@@ -179,5 +207,5 @@ def _halved(
 
 def _count(counts: Int[Tensor, "neuron *bin"], bins: Int[Tensor, "neuron token"]) -> None:
     n, size = len(counts), counts[0].numel()
-    places = bins + torch.arange(n, device=bins.device)[:, None] * size
+    places = bins + torch.arange(n, dtype=bins.dtype, device=bins.device)[:, None] * size
     counts += torch.bincount(places.flatten(), minlength=n * size).view_as(counts)

@@ -1,7 +1,8 @@
-"""What neurons are at the tokens of a batch: run a model, and look at its neuron-heads."""
+"""Run a model on a batch, and look at what its neurons and attention heads are at each token."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,12 +18,18 @@ from attn_only_lens.engine.recording import require_seen, run, run_blocks
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.neurons.corpus import Batch
 
-OfNeurons: TypeAlias = dict[str, Float[Tensor, "neuron place"]]
-"""z, gate, value and perhaps attribution of a layer's neurons, of all tokens row after row."""
-TakeIn: TypeAlias = Callable[[int, OfNeurons], None]
-_POINTS = ("v", "pattern", "z")
+OfLayer: TypeAlias = dict[str, Tensor]
+"""Of all tokens row after row: z, gate, value and perhaps q of a layer's neurons [neuron, place];
+`pattern` [head, batch, pos, pos] and `norm` [head, place] of its attention heads; and perhaps
+attributions of either."""
+TakeIn: TypeAlias = Callable[[int, OfLayer], None]
+_POINTS: dict[HeadKind, tuple[str, ...]] = {
+    "neuron": ("v", "pattern", "z"),
+    "attention": ("pattern", "z"),
+}
 _PROBLEM = "these neurons cannot be attributed in a corpus"
 
 
@@ -36,15 +43,17 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
         def keep(point: str, value: Tensor) -> None:
             seen[point] = value
             if point == "z":  # the last
-                ran.add(str(sites[number].layer))
-                take_in(number, _of_neurons(model, sites[number], seen))
+                ran.add(str(number))
+                take_in(number, _of_layer(model, sites[number], seen))
                 seen.clear()
 
         return keep
 
-    with torch.no_grad(), _looking(model, sites, [look(i) for i in range(len(sites))]):
-        run_blocks(model, batch.tokens, batch.mask)
-    require_seen({str(site.layer): f"neurons of layer {site.layer}" for site in sites}, ran)
+    keep = [look(i) for i in range(len(sites))]
+    with torch.no_grad(), _looking(model, sites, keep):
+        run_blocks(model, batch.tokens, batch.mask, _attention_hooks(model, sites, keep))
+    expected = {str(i): f"{site.kind} of layer {site.layer}" for i, site in enumerate(sites)}
+    require_seen(expected, ran)
 
 
 def run_by_gradient(
@@ -52,14 +61,16 @@ def run_by_gradient(
 ) -> None:
     """Run a model and the gradient of a metric, and give all layers' activations to `take_in`."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
-    nodes = [host_of(model).hook_name(site.layer, "neuron", "z") for site in sites]
+    nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
     # As some among many: texts of one token have no loss, though no other text is in their batch.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
-    with torch.enable_grad(), _looking(model, sites, [x.__setitem__ for x in seen]):
+    keep = [x.__setitem__ for x in seen]
+    hooks = [*_attention_hooks(model, sites, keep), *tape.hooks]
+    with torch.enable_grad(), _looking(model, sites, keep):
         with start_graph(model):
-            logits = run(model, batch.tokens, batch.mask, tape.hooks)
+            logits = run(model, batch.tokens, batch.mask, hooks)
         bound = bind(metric, model, pair, logits.detach())
         values = bound.of_prompts(bound.select(logits)[None])[0]
         if len(values) != len(batch.tokens):
@@ -73,9 +84,43 @@ def run_by_gradient(
         # Each is a function of its own text alone: the gradient of their sum has those of all.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
-        z = seen[number]["z"]
-        seen[number]["attribution"] = gradients[node].detach() * z
-        take_in(number, _of_neurons(model, item, seen[number]))
+        attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)
+        take_in(number, _of_layer(model, item, seen[number] | {"attribution": attribution}))
+
+
+def shows_q(model: Any, site: LayerSites) -> bool:
+    """Return whether q = x W_gate of neurons is shown: of gated MLPs with one head a neuron."""
+    host = host_of(model)
+    return (
+        site.kind == "neuron"
+        and host.is_gated(site.layer)
+        and host.neurons[site.layer].heads_per_neuron == 1
+    )
+
+
+def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_head"]:
+    """Return R of each head, with ‖z W_O‖ = ‖R z‖: the triangle of the QR of W_O transposed."""
+    W_O = float32_if_half(host_of(model).attention(site.layer).W_O.detach())
+    return torch.linalg.qr(W_O[site.index.to(W_O.device)].transpose(1, 2), mode="r").R
+
+
+def _attention_hooks(
+    model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
+) -> list[tuple[str, Callable[..., None]]]:
+    """Return hooks that show the patterns and outputs of attention heads."""
+
+    def look(value: Tensor, hook: Any, show: Callable[[str, Tensor], None], point: str) -> None:
+        show(point, value.detach().clone())
+
+    return [
+        (
+            host_of(model).hook_name(site.layer, "attention", point),
+            partial(look, show=show, point=point),
+        )
+        for site, show in zip(sites, keep, strict=True)
+        if site.kind == "attention"
+        for point in _POINTS["attention"]
+    ]
 
 
 @contextmanager
@@ -85,8 +130,10 @@ def _looking(
     """Show the values, patterns and outputs of each layer's neuron-heads as they are computed."""
     with ExitStack() as stack:
         for item, of_layer in zip(sites, keep, strict=True):
+            if item.kind == "attention":
+                continue
             heads = host_of(model).neurons[item.layer]
-            for point in _POINTS:
+            for point in ("q",) * shows_q(model, item) + _POINTS["neuron"]:
 
                 def look(
                     module: Any, args: Any, value: Tensor, look: Any = of_layer, of: str = point
@@ -98,7 +145,29 @@ def _looking(
         yield
 
 
-def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfNeurons:
+def _of_layer(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
+    return (_of_heads if sites.kind == "attention" else _of_neurons)(model, sites, seen)
+
+
+def _of_heads(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
+    """Return patterns, norms of z W_O, and attributions of attention heads."""
+    z, pattern = float32_if_half(seen["z"]), float32_if_half(seen["pattern"])
+    n_heads = host_of(model).n_heads[sites.layer]
+    if z.ndim != 4 or pattern.ndim != 4 or not z.shape[2] == pattern.shape[1] == n_heads:
+        shapes = f"z {list(z.shape)} and pattern {list(pattern.shape)}"
+        reason = f"layer {sites.layer} shows {shapes}; expected an axis of {n_heads} heads"
+        raise InputError([reason], "these heads cannot be looked up in a corpus")
+    index = sites.index.to(z.device)
+    R = write_factors(model, sites)
+    written = torch.einsum("bphd,hed->hbpe", z[:, :, index], R.to(z))
+    values = {"pattern": pattern[:, index].transpose(0, 1), "norm": written.norm(dim=-1).flatten(1)}
+    if "attribution" in seen:
+        attribution = float32_if_half(seen["attribution"])
+        values["attribution"] = attribution[:, :, index].movedim(2, 0).flatten(1)
+    return values
+
+
+def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
     """Return z, gate and value of neurons, and attributions, of all tokens row after row."""
     heads = host_of(model).neurons[sites.layer]
     of_heads = {
@@ -106,8 +175,10 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfNeu
         "gate": seen["pattern"][..., SELF].transpose(1, 2),
         "value": seen["v"].squeeze(-1),
     }
+    if "q" in seen:
+        of_heads["q"] = seen["q"].squeeze(-1)
     if "attribution" in seen:
-        of_heads["attribution"] = seen["attribution"].squeeze(-1)
+        of_heads["attribution"] = seen["attribution"]
     index, per_neuron = sites.index.to(seen["z"].device), heads.heads_per_neuron
     values = {}
     for name, x in of_heads.items():

@@ -1,4 +1,4 @@
-"""Top examples and histograms of neurons over a corpus, and their file."""
+"""Statistics of neurons and attention heads over a corpus, and their files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,17 +6,18 @@ from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from typing_extensions import TypedDict
+from typing_extensions import Self, TypedDict
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.neurons.accumulate import BINS, ENDS, State
+from attn_only_lens.neurons.accumulate import BINS, ENDS, QUADRANTS, State
+from attn_only_lens.neurons.looks import SIDES
 from attn_only_lens.storage import Document, read_tensors, write_tensors
 from attn_only_lens.storage.atomic import AnyPath, atomic_write
 
@@ -33,9 +34,6 @@ class _Fields(TypedDict):
     n_tokens: int
     vocabulary: dict[str, str]
     tensors: str
-
-
-_DOCUMENT = Document("attn_only_lens.NeuronStatistics", 1, _Fields)
 
 
 @dataclass(frozen=True)
@@ -93,20 +91,12 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
 
 
 @dataclass(frozen=True, eq=False)
-class NeuronStatistics:
-    """Neurons over a corpus: their top examples, and how z, gate and value are distributed.
+class _Statistics:
+    """Top examples and counts; each tensor has an axis of names first."""
 
-    Attributes:
-        names: the neurons.
-        model: the name of the model.
-        by: what examples are ranked by, "z", "gate" or "attribution".
-        metric: the name of the metric of attributions; empty if there is none.
-        n_texts: number of texts in the corpus.
-        n_tokens: number of tokens that were counted: all except BOS.
-        vocabulary: the text of each token in the examples.
-        examples: tensors by end and name, "largest.score" and so on (`accumulate.py`).
-        counts: histograms by quantity and name, "gate.counts" and so on.
-    """
+    _document: ClassVar[Document]
+    _windows: ClassVar[dict[str, str]]
+    _numbers: ClassVar[tuple[str, ...]] = ()
 
     names: tuple[str, ...]
     model: str
@@ -118,37 +108,21 @@ class NeuronStatistics:
     examples: State
     counts: State
 
-    def histogram(
-        self, name: str, quantity: str
-    ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
-        """Return the counts of a quantity of a neuron in 128 bins, and the edges of the bins.
-
-        A bin includes its edge that is further from 0; 0 is in the first positive bin.
-
-        Args:
-            name: the neuron.
-            quantity: "z", "gate" or "value".
-
-        Raises:
-            InputError: there is no such neuron or quantity.
-        """
-        row = self._row(name)
-        if f"{quantity}.counts" not in self.counts:
-            raise InputError([f"got {quantity!r}; expected 'z', 'gate' or 'value'"], _NOT_THERE)
-        negative, positive = self.counts[f"{quantity}.counts"][row]
-        limit = 2.0 ** int(self.counts[f"{quantity}.exponent"][row])
-        edges = torch.arange(-BINS, BINS + 1, dtype=torch.float64, device="cpu") * limit / BINS
-        return torch.cat([negative.flip(0), positive]), edges
-
     def frame(self) -> pd.DataFrame:
-        """Return the examples, as `top_examples` does.
+        """Return the examples: rows by name, end and rank.
 
-        If pyarrow is installed, `tokens`, `values` and `gates` are columns of arrow lists. Without
-        it, they are Python lists, which take about ten times as long and four times the memory. To
-        group by windows, join their tokens, `frame["tokens"].map("".join)`: lists have no hash. To
-        read such a frame from parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        The columns are those of `top_examples`; for attention heads `weights`, the attention to
+        each token of the window, and `bos`, to BOS, instead of `values` and `gates`.
+
+        If pyarrow is installed, windows are columns of arrow lists. Without it, they are Python
+        lists, which take about ten times as long and four times the memory. To group by windows,
+        join their tokens, `frame["tokens"].map("".join)`: lists have no hash. To read such a frame
+        from parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
-        ends = [end for end in ENDS if f"{end}.found" in self.examples]
+        return self._frame(ENDS)
+
+    def _frame(self, ends: Sequence[str]) -> pd.DataFrame:
+        ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
             """Return one kind of numbers as [neuron, end, rank, ...]: the order of the rows."""
@@ -172,9 +146,12 @@ class NeuronStatistics:
                 "text": stacked("text")[found],
                 "at": stacked("at")[found],
                 "tokens": _lists(index_of_id[tokens[real]], offsets, texts),
-                "values": _lists(stacked("z")[real], offsets),
-                "gates": _lists(stacked("gate")[real], offsets),
+                **{
+                    column: _lists(stacked(name)[real], offsets)
+                    for column, name in self._windows.items()
+                },
                 "position": stacked("position")[found],
+                **{name: stacked(name)[found] for name in self._numbers},
             }
         )
 
@@ -186,29 +163,29 @@ class NeuronStatistics:
         """
         fields = {key: vars(self)[key] for key in _Fields.__annotations__ if key != "tensors"}
         with atomic_write(path) as new:
-            write_tensors(new, self.examples | self.counts, _DOCUMENT, **fields)
+            write_tensors(new, self.examples | self.counts, self._document, **fields)
         return Path(path)
 
     @classmethod
-    def load(cls, path: AnyPath) -> "NeuronStatistics":
+    def load(cls, path: AnyPath) -> Self:
         """Read a file that `save` wrote.
 
         Raises:
             CheckpointError: the file cannot be read, has another format, or was changed.
         """
-        tensors, said = read_tensors(path, _DOCUMENT)
-        examples = {key: x for key, x in tensors.items() if key.startswith(ENDS)}
+        tensors, said = read_tensors(path, cls._document)
+        examples = {key: x for key, x in tensors.items() if key.startswith((*ENDS, *QUADRANTS))}
         counts = {key: x for key, x in tensors.items() if key not in examples}
         vocabulary = {int(token): text for token, text in said["vocabulary"].items()}
         names = tuple(said["names"])
         numbers = {key: said[key] for key in ("model", "by", "metric", "n_texts", "n_tokens")}
         return cls(names, vocabulary=vocabulary, examples=examples, counts=counts, **numbers)
 
-    def of(self, names: list[str]) -> "NeuronStatistics":
-        """Return the statistics of some of the neurons.
+    def of(self, names: list[str]) -> Self:
+        """Return the statistics of some of the names.
 
         Raises:
-            InputError: the statistics do not have one of the neurons.
+            InputError: the statistics do not have one of the names.
         """
         rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
@@ -223,9 +200,184 @@ class NeuronStatistics:
     def _row(self, name: str) -> int:
         if name not in self._rows:
             raise InputError(
-                [f"got {name!r}; expected one of their {len(self.names)} neurons"], _NOT_THERE
+                [f"got {name!r}; expected one of their {len(self.names)} names"], _NOT_THERE
             )
         return self._rows[name]
+
+
+class NeuronStatistics(_Statistics):
+    """Neurons over a corpus: their top examples, and how z, gate and value are distributed.
+
+    Attributes:
+        names: the neurons.
+        model: the name of the model.
+        by: what examples are ranked by, "z", "gate" or "attribution".
+        metric: the name of the metric of attributions; empty if there is none.
+        n_texts: number of texts in the corpus.
+        n_tokens: number of tokens that were counted: all except BOS.
+        vocabulary: the text of each token in the examples.
+        examples: tensors by end and name, "largest.score" and so on (`accumulate.py`).
+        counts: histograms by quantity and name, "gate.counts" and so on.
+    """
+
+    _document = Document("attn_only_lens.NeuronStatistics", 1, _Fields)
+    _windows: ClassVar[dict[str, str]] = {"values": "z", "gates": "gate"}
+
+    def histogram(
+        self, name: str, quantity: str
+    ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
+        """Return the counts of a quantity of a neuron in 128 bins, and the edges of the bins.
+
+        A bin includes its edge that is further from 0; 0 is in the first positive bin.
+
+        Args:
+            name: the neuron.
+            quantity: "z", "gate" or "value".
+
+        Raises:
+            InputError: there is no such neuron or quantity.
+        """
+        row = self._row(name)
+        if f"{quantity}.counts" not in self.counts:
+            raise InputError([f"got {quantity!r}; expected 'z', 'gate' or 'value'"], _NOT_THERE)
+        negative, positive = self.counts[f"{quantity}.counts"][row]
+        limit = 2.0 ** int(self.counts[f"{quantity}.exponent"][row])
+        edges = torch.arange(-BINS, BINS + 1, dtype=torch.float64, device="cpu") * limit / BINS
+        return torch.cat([negative.flip(0), positive]), edges
+
+    def quadrants(self) -> pd.DataFrame:
+        """Return the share of tokens at which x W_gate and x W_in of a gated MLP have which signs.
+
+        Columns: `name`, and "++", "+-", "-+", "--", the sign of x W_gate first; 0 counts as
+        positive. Source: GLUScope, arXiv 2602.23826.
+
+        Raises:
+            InputError: the model has no gated MLPs, or several heads for each neuron.
+        """
+        self._require_quadrants()
+        shares = (self.counts["signs"].double() / self.n_tokens).numpy()
+        return pd.DataFrame(shares, columns=list(QUADRANTS)).assign(name=list(self.names))[
+            ["name", *QUADRANTS]
+        ]
+
+    def quadrant_examples(self) -> pd.DataFrame:
+        """Return the places of largest |z| in each quadrant; `end` is the quadrant.
+
+        The other columns are those of `frame`. Errors are those of `quadrants`.
+        """
+        self._require_quadrants()
+        return self._frame(QUADRANTS)
+
+    def _require_quadrants(self) -> None:
+        if "++.found" not in self.examples:
+            reason = "the neurons have no quadrants; expected a gated MLP, with exact gates"
+            raise InputError([reason], _NOT_THERE)
+
+
+class HeadStatistics(_Statistics):
+    """Attention heads over a corpus: where they look, and their top examples.
+
+    Attributes:
+        names: the heads.
+        model: the name of the model.
+        by: what examples are ranked by: "norm", of what the head writes, z W_O; or "attribution".
+        metric: the name of the metric of attributions; empty if there is none.
+        n_texts: number of texts in the corpus.
+        n_tokens: number of tokens that were counted: all except BOS.
+        vocabulary: the text of each token in the examples and lists.
+        examples: tensors by end and name, "largest.score" and so on (`accumulate.py`).
+        counts: shares of attention, "bos", "offsets", and of tokens (`looks.py`).
+    """
+
+    _document = Document("attn_only_lens.HeadStatistics", 1, _Fields)
+    _windows: ClassVar[dict[str, str]] = {"weights": "pattern"}
+    _numbers = ("bos",)
+
+    def looks(self) -> pd.DataFrame:
+        """Return a row for each head: its mean attention to BOS, to the token itself, and others.
+
+        Columns: `name`; `bos`; `itself`; `previous`, the token before, if it is not BOS; `other`.
+        """
+        bos, offsets = self.counts["bos"].numpy(), self.counts["offsets"].numpy()
+        middle = offsets.shape[1] // 2
+        itself, previous = offsets[:, middle], offsets[:, middle + 1]
+        return pd.DataFrame(
+            {
+                "name": list(self.names),
+                "bos": bos,
+                "itself": itself,
+                "previous": previous,
+                "other": offsets.sum(axis=1) - itself - previous,
+            }
+        )
+
+    def offsets(self, name: str) -> "pd.Series[float]":
+        """Return a head's mean attention by offset: how many tokens back, 0 for the token itself.
+
+        Attention to BOS is left out: with the share of BOS, the sum is 1.
+
+        Raises:
+            InputError: there is no such head.
+        """
+        numbers = self.counts["offsets"][self._row(name)].numpy()
+        index = np.arange(len(numbers)) - len(numbers) // 2
+        return pd.Series(numbers, pd.Index(index, name="offset"), name=name)
+
+    def tokens(
+        self, name: str, side: Literal["attended", "attending"] = "attended"
+    ) -> pd.DataFrame:
+        """Return the tokens that a head attends to most, or those that attend most.
+
+        Attention to BOS and to the token itself does not count.
+
+        Returns:
+            Up to 20 rows: `token`; `share`, of all such attention of the head; `mean`, the
+            attention that one occurrence of the token receives, or gives.
+
+        Raises:
+            InputError: there is no such head or side.
+        """
+        row = self._row(name)
+        if side not in SIDES:
+            raise InputError([f"got {side!r}; expected 'attended' or 'attending'"], _NOT_THERE)
+        ids, share, mean = (self.counts[f"{side}{end}"][row] for end in (".tokens", "", ".mean"))
+        texts = [self.vocabulary[token] for token in ids.tolist() if token >= 0]
+        n = len(texts)
+        return pd.DataFrame({"token": texts, "share": share[:n], "mean": mean[:n]})
+
+
+class CorpusStatistics(NamedTuple):
+    """The neurons and the attention heads of one pass over a corpus; None if there are none."""
+
+    neurons: NeuronStatistics | None
+    heads: HeadStatistics | None
+
+    @property
+    def names(self) -> list[str]:
+        """The neurons, then the attention heads."""
+        return [name for part in self if part is not None for name in part.names]
+
+    @property
+    def about(self) -> NeuronStatistics | HeadStatistics:
+        """Either of them: both say the same about the model and the corpus."""
+        part = self.neurons or self.heads
+        assert part is not None
+        return part
+
+    def of(self, names: Sequence[str]) -> "CorpusStatistics":
+        """Return the statistics of some of the neurons and heads.
+
+        Raises:
+            InputError: the statistics do not have one of them.
+        """
+        known = set(self.names)
+        missing = [name for name in names if name not in known]
+        expected = f"expected one of their {len(known)} names"
+        InputError.raise_if([f"got {name!r}; {expected}" for name in missing[:1]], _NOT_THERE)
+        wanted = set(names)
+        parts = [part and part.of([n for n in part.names if n in wanted]) for part in self]
+        neurons, heads = (part if part and part.names else None for part in parts)
+        return CorpusStatistics(neurons, heads)  # type: ignore[arg-type]
 
 
 def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from attn_only_lens.devices import float32_if_half
@@ -16,25 +17,33 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.neurons.accumulate import (
     ENDS,
+    IN_QUADRANT,
+    QUADRANTS,
     QUANTITIES,
-    End,
     State,
     add_counts,
     add_examples,
     no_counts,
     no_examples,
+    quadrants,
 )
-from attn_only_lens.neurons.activations import OfNeurons, run_by_gradient, run_by_layer
+from attn_only_lens.neurons.activations import OfLayer, run_by_gradient, run_by_layer, shows_q
 from attn_only_lens.neurons.corpus import Batch, Row, chained_digest
-from attn_only_lens.neurons.statistics import NeuronStatistics
+from attn_only_lens.neurons.looks import SIDES, add_looks, no_looks, shares
+from attn_only_lens.neurons.statistics import CorpusStatistics, HeadStatistics, NeuronStatistics
 from attn_only_lens.storage.chunks import ChunkStore
 
 _PROBLEM = "this corpus cannot be used"
 _SECONDS = 30.0
 _KEY = "so-far"
 ENDS_OF_OPTION = {"both": ENDS, "largest": ENDS[:1], "smallest": ENDS[1:]}
+_NUMBERS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("score",), "attention": ("score", "bos")}
+_WINDOWS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("z", "gate"), "attention": ("pattern",)}
+HEAD_WINDOW = 4
+"""Attention heads look further back: windows have this many times `before` tokens."""
 _COUNTS = ("n_rows", "n_texts", "n_tokens")
 
 
@@ -47,9 +56,9 @@ class Options:
     ends: str
     before: int
     after: int
-    context: int | None
+    context: int
     batch_size: int
-    histograms: bool
+    histograms: bool = True
 
 
 class Summary:
@@ -58,42 +67,54 @@ class Summary:
     def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
         self.n_tokens = self.n_texts = 0
-        self.examples: list[dict[End, State]] = []
+        self.examples: list[dict[str, State]] = []
         self.counts: list[State] = []
-        width = options.before + 1 + options.after
+        d_vocab = model.cfg.d_vocab
+        self.occurrences = torch.zeros(d_vocab, dtype=torch.long, device="cpu")
         for site in sites:
-            W_out = host_of(model).neurons[site.layer].W_out
-            like, n = float32_if_half(W_out.detach()[:0, 0]), len(site.names)
-            ends = ENDS_OF_OPTION[options.ends]
-            self.examples.append({end: no_examples(n, options.k, width, like) for end in ends})
-            self.counts.append(no_counts(n, like.device) if options.histograms else {})
+            host, n = host_of(model), len(site.names)
+            ends: dict[str, int] = {end: options.k for end in ENDS_OF_OPTION[options.ends]}
+            if site.kind == "neuron":
+                weight = host.neurons[site.layer].W_out
+                like = float32_if_half(weight.detach()[:0, 0])
+                counts = no_counts(n, like.device) if options.histograms else {}
+                if options.histograms and shows_q(model, site):
+                    ends |= dict.fromkeys(QUADRANTS, min(options.k, IN_QUADRANT))
+            else:
+                like = float32_if_half(host.attention(site.layer).W_O.detach()[:0, 0, 0])
+                counts = no_looks(n, options.context, d_vocab, like)
+                if options.by != "attribution":
+                    ends = {"largest": options.k}
+            width = self._before(site.kind) + 1 + options.after
+            kinds = _NUMBERS[site.kind], _WINDOWS[site.kind]
+            self.examples.append(
+                {end: no_examples(n, k, width, like, *kinds) for end, k in ends.items()}
+            )
+            self.counts.append(counts)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The neurons, in the order of the results."""
-        return tuple(name for site in self.sites for name in site.names)
+    def _before(self, kind: HeadKind) -> int:
+        return self.options.before * (HEAD_WINDOW if kind == "attention" else 1)
+
+    def names(self, *kinds: HeadKind) -> tuple[str, ...]:
+        """The heads of some kinds, in the order of the results."""
+        return tuple(name for site in self.sites if site.kind in kinds for name in site.names)
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
         """The states of all layers, by the prefix of their names."""
-        for end in self.examples[0]:
-            yield f"{end}.", [example[end] for example in self.examples]
-        yield "", self.counts
+        for kind in HEAD_KINDS:
+            numbers = [i for i, site in enumerate(self.sites) if site.kind == kind]
+            for end in self.examples[numbers[0]] if numbers else ():
+                yield f"{kind}.{end}.", [self.examples[i][end] for i in numbers]
+            if numbers:
+                yield f"{kind}.", [self.counts[i] for i in numbers]
 
     def add(self, batch: Batch, metric: Metric | None) -> None:
-        """Run the model on a batch, and add the activations of its neurons."""
+        """Run the model on a batch, and add the activations of its heads."""
         finite: list[Tensor] = []
-        by, before = self.options.by, self.options.before
 
-        def take_in(number: int, of_layer: OfNeurons) -> None:
-            z, gate = of_layer["z"], of_layer["gate"]
-            here = _on(batch, z.device)
-            counted = {name: x[:, here.counted] for name, x in of_layer.items()}
-            finite.append(torch.stack([x.isfinite().all() for x in counted.values()]).all())
-            for end, state in self.examples[number].items():
-                add_examples(state, end, of_layer[by], z, gate, here, before)
-            if self.counts[number]:
-                add_counts(self.counts[number], *(counted[name] for name in QUANTITIES))
+        def take_in(number: int, of_layer: OfLayer) -> None:
+            finite.append(self._add_layer(number, of_layer, batch))
 
         if metric is None:
             run_by_layer(self.model, self.sites, batch, take_in)
@@ -105,18 +126,54 @@ class Summary:
                 [f"activations are not finite in one of the texts {texts[0]} to {texts[-1]}"],
                 _PROBLEM,
             )
+        counted = batch.tokens.flatten()[batch.counted].cpu()
+        self.occurrences += torch.bincount(counted, minlength=len(self.occurrences))
         self.n_tokens += len(batch.counted)
 
+    def _add_layer(self, number: int, of_layer: OfLayer, batch: Batch) -> Bool[Tensor, ""]:
+        """Add the activations of a layer; return whether they are finite."""
+        kind, by = self.sites[number].kind, self.options.by
+        if kind == "attention":
+            by = "attribution" if by == "attribution" else "norm"
+        here = _on(batch, of_layer[by].device)
+        counted = {k: x[:, here.counted] for k, x in of_layer.items() if x.ndim == 2}
+        numbers = {"score": of_layer[by]}
+        if "q" in of_layer:
+            quadrant = quadrants(of_layer["q"], of_layer["value"])
+        if kind == "neuron":
+            windows = {name: of_layer[name] for name in _WINDOWS["neuron"]}
+            if self.counts[number]:
+                add_counts(self.counts[number], *(counted[name] for name in QUANTITIES))
+        else:
+            pattern = of_layer["pattern"]
+            add_looks(self.counts[number], pattern, here)
+            windows = {"pattern": pattern.flatten(1, 2)}
+            begins = torch.ones_like(here.tokens, dtype=torch.bool).flatten()
+            begins[here.counted] = False
+            is_bos = begins.view(here.tokens.shape)[:, :1]
+            numbers["bos"] = (pattern[..., 0] * is_bos).flatten(1)
+        for end, state in self.examples[number].items():
+            if end in QUADRANTS:
+                inside = quadrant == QUADRANTS.index(end)
+                numbers = {"score": torch.where(inside, of_layer["z"].abs(), -torch.inf)}
+                self.counts[number]["signs"][:, QUADRANTS.index(end)] += inside[
+                    :, here.counted
+                ].sum(1)
+            add_examples(state, end, numbers, windows, here, self._before(kind))
+        return torch.stack([x.isfinite().all() for x in counted.values()]).all()
+
     def tensors(self) -> State:
-        """All states, neurons of all layers together, on the CPU."""
-        return {
+        """All states, heads of all layers together, on the CPU."""
+        joined = {
             f"{prefix}{name}": torch.cat([state[name].cpu() for state in states])
             for prefix, states in self.states
             for name in states[0]
         }
+        return joined | {"occurrences": self.occurrences}
 
     def restore(self, tensors: State) -> None:
         """Set the states to the ones that `tensors` returned."""
+        self.occurrences = tensors["occurrences"]
         for prefix, states in self.states:
             for name in states[0]:
                 whole, first = tensors[f"{prefix}{name}"], 0
@@ -125,16 +182,34 @@ class Summary:
                     state[name] = whole[first : first + n].to(state[name])
                     first += n
 
-    def result(self, metric: str) -> NeuronStatistics:
+    def result(self, metric: str) -> CorpusStatistics:
         """Return the statistics, with the texts of tokens."""
-        tensors = self.tensors()
-        examples = {name: x for name, x in tensors.items() if name.startswith(ENDS)}
-        counts = {name: x for name, x in tensors.items() if name not in examples}
-        used = [x.unique() for name, x in examples.items() if name.endswith(".tokens")]
+        tensors, by = self.tensors(), self.options.by
+        neurons = heads = None
+        if self.names("neuron"):
+            neurons = NeuronStatistics(*self._about("neuron", by, metric, tensors))
+        if self.names("attention"):
+            by = "attribution" if by == "attribution" else "norm"
+            sums = {name: tensors.pop(f"attention.{name}") for name in ("bos", "offsets", *SIDES)}
+            looks = shares(sums, self.occurrences)
+            tensors |= {f"attention.{name}": x for name, x in looks.items()}
+            heads = HeadStatistics(*self._about("attention", by, metric, tensors))
+        return CorpusStatistics(neurons, heads)
+
+    def _about(self, kind: HeadKind, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
+        """Return the fields of the statistics of one kind."""
+        of_kind = {
+            name.removeprefix(f"{kind}."): x
+            for name, x in tensors.items()
+            if name.startswith(f"{kind}.")
+        }
+        examples = {name: x for name, x in of_kind.items() if name.startswith((*ENDS, *QUADRANTS))}
+        counts = {name: x for name, x in of_kind.items() if name not in examples}
+        used = [x.unique() for name, x in of_kind.items() if name.endswith(".tokens")]
         ids = torch.cat(used).unique().tolist()
         vocabulary = {token: token_text(self.model, token) for token in ids if token >= 0}
-        about = str(self.model.cfg.model_name), self.options.by, metric, self.n_texts, self.n_tokens
-        return NeuronStatistics(self.names, *about, vocabulary, examples, counts)
+        about = str(self.model.cfg.model_name), by, metric, self.n_texts, self.n_tokens
+        return self.names(kind), *about, vocabulary, examples, counts
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:

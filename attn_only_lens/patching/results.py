@@ -41,6 +41,16 @@ PARTS = ("by_pattern", "by_value")
 
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
+# The columns of `top`, which fit into 80 characters: these, and the first group of details that
+# the frame has.
+_ALWAYS_ON_TOP = ("name", "sender", "receiver", "position", "token", "part", "score", "exact")
+_DETAILS: tuple[tuple[str, ...], ...] = (
+    ("score_standard_error",),
+    ("value", "prompt"),
+    ("estimate",),
+    PARTS,
+    ("value",),
+)
 _SAME_RUN = 0.01  # of the metric's span: more than rounding in any dtype
 _PROBLEM = "these are not results of patching"
 _Column: TypeAlias = "pd.Series[Any]"
@@ -99,6 +109,12 @@ class PromptTokens:
             texts[clean] += count
         most = ", ".join(_cut(shown(text)) for text, _ in texts.most_common(_SHOWN_TOKENS))
         return most + ", …" * (len(texts) > _SHOWN_TOKENS)
+
+    def clean_text(self, position: int | str, prompts: Iterable[int]) -> str:
+        """Return the clean token at a position; an empty text if prompts differ there."""
+        pairs = [self._pair(position, prompt) for prompt in prompts]
+        texts = {pair and pair[0] for pair in pairs}
+        return (texts.pop() or "") if len(texts) == 1 else ""
 
     def _pair(self, position: int | str, prompt: int) -> tuple[str, str] | None:
         """Return the clean and the corrupted token at a position of a prompt, if it has one."""
@@ -306,11 +322,25 @@ class ScoredFrame:
     def top(self, k: int = 20) -> pd.DataFrame:
         """Return the k rows of largest |effect|, the largest first; ties keep their order.
 
-        With `per_prompt`, the row of each prompt is ranked by itself.
+        With `per_prompt`, the row of each prompt is ranked by itself. The columns fit into a line
+        of 80 characters; `frame` has all of them. `token` is the clean prompt's token at the
+        position; it is empty where prompts have different tokens.
         """
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
-        return self.frame.iloc[self.effect.abs().nlargest(k).index]
+        rows = self.frame.iloc[self.effect.abs().nlargest(k).index]
+        if self.tokens is not None:
+            token = self.tokens.clean_text
+            texts = [token(position, prompts) for position, prompts in self._positions_of(rows)]
+            rows = rows.assign(token=texts) if any(texts) else rows
+        details = next(group for group in _DETAILS if set(group) <= set(rows))
+        return rows[[name for name in (*_ALWAYS_ON_TOP, *details) if name in rows]]
+
+    def _positions_of(self, rows: pd.DataFrame) -> list[tuple[int | str, Iterable[int]]]:
+        """Return the position of each row, and the prompts whose metric it holds."""
+        every = range(self.n_prompts)
+        prompts = [[i] for i in rows["prompt"]] if "prompt" in rows else [every] * len(rows)
+        return list(zip(rows["position"], prompts, strict=True))
 
     def save(self, path: str | Path) -> None:
         """Write to a .parquet file, or to a .csv file with a .csv.json next to it."""
@@ -350,9 +380,8 @@ class ScoredFrame:
         """Return the first rows as text, with the tokens at their positions."""
         top = self.top(_SHOWN_ROWS)
         if self.tokens is not None:
-            prompts = [[i] for i in top["prompt"]] if "prompt" in top else [None] * len(top)
-            pairs = zip(top["position"], prompts, strict=True)
-            texts = [self.tokens.text(position, prompt) for position, prompt in pairs]
+            texts = [self.tokens.text(*pair) for pair in self._positions_of(top)]
+            top = top.drop(columns="token", errors="ignore")
             top.insert(list(top.columns).index("position") + 1, "token", texts)
         return as_text(top, index=False) if len(top) else "no rows"
 

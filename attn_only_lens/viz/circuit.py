@@ -17,6 +17,7 @@ from attn_only_lens.viz.circuit_data import NODE_COLUMNS, OPTIONAL, NodeDetails,
 from attn_only_lens.viz.circuit_picture import FEWEST, MOST, circuit_picture, first_view
 from attn_only_lens.viz.coordinates import rows_of
 from attn_only_lens.viz.page import (
+    HEAD_PLURALS,
     Page,
     asset,
     document,
@@ -32,6 +33,8 @@ _SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
 _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
 _CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # of a box, in pixels
 _LONGEST = 28  # characters of a label
+MOST_UNFOLDED = 300
+"""Nodes of a page that are not folded into groups at first."""
 
 
 def circuit_page(
@@ -62,6 +65,8 @@ def circuit_page(
         details: by id, or by name for all positions of a node; fields of an id take precedence.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
+            If there are more than 300 nodes and no groups, the heads, and the neurons, of each
+            layer are a group, which readers can unfold or ungroup.
 
     Returns:
         The page, with numbers to five significant figures, and its first view as `picture`.
@@ -89,6 +94,7 @@ def circuit_page(
     """
     details, state = {} if details is None else details, {} if state is None else state
     refuse(*circuit_reasons(nodes, edges, meta, details, state))
+    state = _with_groups(state, nodes)
     data = _drawing(nodes.reset_index(drop=True), edges, meta) | {
         "details": {key: _plain(item) for key, item in details.items()},
         **{"state": state, "exact": meta.get("exact", "")},
@@ -104,6 +110,21 @@ def circuit_page(
         *map(inline_script, map(asset, _SCRIPTS)),
     ]
     return document(title, "\n".join(body), "".join(map(asset, _STYLES)), picture=picture)
+
+
+def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
+    """Return the state with groups of the heads of each layer, if there are many nodes."""
+    if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
+        return state
+    free = nodes[
+        nodes["kind"].isin(list(HEAD_PLURALS)) & ~nodes["id"].isin(state.get("pinned", []))
+    ]
+    groups = [
+        {"name": f"L{int(layer)} {HEAD_PLURALS[kind]}", "members": ids.tolist(), "folded": True}
+        for (layer, kind), ids in free.groupby(["layer", "kind"], observed=True)["id"]
+        if len(ids) > 1
+    ]
+    return {**state, "groups": groups}
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:

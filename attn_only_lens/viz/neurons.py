@@ -1,18 +1,18 @@
-"""One page for up to a few thousand neurons.
+"""One page for up to a few thousand neurons and attention heads.
 
-The page holds packed arrays, and its script (`assets/neurons.js`) draws one neuron at a time. An
-example of 19 tokens takes 114 bytes: z (as a share of the neuron's largest) and gate are in half
+The page holds packed arrays, and its scripts (`assets/neurons.js`, `heads.js`) draw one at a time.
+An example of 19 tokens takes 114 bytes: z (as a share of the neuron's largest) and gate are in half
 precision; the page divides them for the value. Joint counts of gate and value are on a logarithmic
 scale of 0 to 255. `NeuronStatistics` has exact numbers.
 """
 
 import base64
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -26,10 +26,16 @@ from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.neurons import NeuronStatistics, neuron_statistics
+from attn_only_lens.neurons import (
+    CorpusStatistics,
+    HeadStatistics,
+    NeuronStatistics,
+    corpus_statistics,
+)
 from attn_only_lens.neurons._top_examples import By
-from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUANTITIES
+from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUADRANTS, QUANTITIES
 from attn_only_lens.neurons.corpus import Texts
+from attn_only_lens.neurons.looks import SIDES
 from attn_only_lens.viz.page import (
     Page,
     asset,
@@ -40,8 +46,10 @@ from attn_only_lens.viz.page import (
     with_space,
 )
 
+AnyOneKind: TypeAlias = NeuronStatistics | HeadStatistics
+AnyStatistics: TypeAlias = AnyOneKind | CorpusStatistics
 MOST_NEURONS = 3_000
-"""Neurons on one page; `attn-only-lens atlas` makes a page for each layer."""
+"""Neurons and heads on one page; `attn-only-lens atlas` makes a page for each layer."""
 
 _TOP_TOKENS = 8
 _PARTNERS = 6
@@ -50,7 +58,7 @@ _PARTNERS = 6
 def neuron_page(
     model: Any,
     names: Sites | None,
-    texts: Texts | NeuronStatistics,
+    texts: Texts | AnyStatistics,
     k: int = 20,
     *,
     by: By = "z",
@@ -60,14 +68,15 @@ def neuron_page(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Page:
-    """Draw neurons: their top examples, densities, tokens, and the heads they are connected to.
+    """Draw neurons and attention heads over a corpus: their top examples, and much else.
 
     Args:
         model: converted, or with exposed neuron-heads.
-        names: neurons, such as ["L3N7", "L2N5"], or `patching.neuron_heads(layers)`; None for all,
-            or all of the statistics.
+        names: neurons and attention heads, such as ["L3N7", "L2H5"], or
+            `patching.all_heads(layers)`; None for all neurons, or all names of the statistics.
         texts: a corpus, as `neurons.top_examples` takes it; or statistics from
-            `neurons.neuron_statistics`, for which the options below are not used.
+            `neurons.neuron_statistics`, `head_statistics` or `corpus_statistics`, for which the
+            options below are not used.
         k: number of examples with the largest z, and with the smallest.
         by: what examples are ranked by, as in `neurons.top_examples`.
         metric: the metric of attributions.
@@ -78,13 +87,15 @@ def neuron_page(
 
     Returns:
         One page. It shows for each neuron: the texts in which z is largest and smallest, with
-        tokens coloured by z; histograms of z, of the gate, and of gate and value together; the
-        tokens that its weights read from the embedding and write to the logits, in standard
-        deviations over the vocabulary; and links to the heads with the largest
-        `circuits.composition` scores.
+        tokens coloured by z; histograms of z, of the gate, and of gate and value together; in a
+        gated MLP, how often these two have which signs, with examples; the tokens that its weights
+        read from the embedding and write to the logits, in standard deviations over the vocabulary;
+        and links to the heads with the largest `circuits.composition` scores. For each attention
+        head: how it splits its attention, by offset and by token; and the tokens at which it writes
+        most, with its pattern there.
 
     Raises:
-        InputError: as in `neurons.top_examples`; or there are more than 3,000 neurons, or the
+        InputError: as in `neurons.top_examples`; or there are more than 3,000 names, or the
             statistics are of another model.
 
     Example:
@@ -96,60 +107,62 @@ def neuron_page(
         True
     """
     by_default: Sites = neuron_heads()
-    if isinstance(texts, NeuronStatistics):
-        of, model_name = (Path(str(name)).name for name in (texts.model, model.cfg.model_name))
+    known = _known(texts)
+    if known is not None:
+        about = known.about
+        of, model_name = (Path(str(x)).name for x in (about.model, model.cfg.model_name))
         if of != model_name:
             refuse(f"got statistics of the model {of!r}; expected those of {model_name!r}")
-        by_default = list(texts.names)
+        by_default = known.names
     sites = resolve_sites(model, by_default if names is None else names)
     wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
-            f"got {len(wanted):,} neurons; expected {MOST_NEURONS:,} at most on one page: name "
-            "some, or let `attn-only-lens atlas` make a page of each layer"
+            f"got {count_names(wanted)}; expected {MOST_NEURONS:,} at most on one page: name some, "
+            "or let `attn-only-lens atlas` make a page of each layer"
         )
-    if isinstance(texts, NeuronStatistics):
-        statistics = texts.of(wanted)
-    else:
-        statistics = neuron_statistics(
-            *(model, wanted, texts, k, by, metric),
+    if known is None:
+        known = corpus_statistics(
+            *(model, wanted, cast(Texts, texts), k, by, metric),
             context=context,
             batch_size=batch_size,
             resume=resume,
             progress=progress,
         )
-    return page_of_statistics(model, statistics)
+    return page_of_statistics(model, known.of(wanted))
+
+
+def _known(texts: Texts | AnyStatistics) -> CorpusStatistics | None:
+    """Return statistics as those of both kinds; None for a corpus."""
+    if isinstance(texts, NeuronStatistics):
+        return CorpusStatistics(texts, None)
+    if isinstance(texts, HeadStatistics):
+        return CorpusStatistics(None, texts)
+    return texts if isinstance(texts, CorpusStatistics) else None
+
+
+def count_names(names: Sequence[str]) -> str:
+    """Return the numbers of neurons and attention heads in words."""
+    n_heads = sum("H" in name for name in names)
+    counts = {"heads": n_heads, "neurons": len(names) - n_heads}
+    return " and ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
 
 
 def page_of_statistics(
-    model: Any, statistics: NeuronStatistics, others: dict[int, str] | None = None
+    model: Any, statistics: CorpusStatistics, others: dict[int, str] | None = None
 ) -> Page:
     """Draw statistics."""
-    names = list(statistics.names)
-    lists, partners, notes = _by_weights(model, names)
+    neurons, heads = statistics
+    names = list(neurons.names) if neurons else []
+    lists, partners, notes = _by_weights(model, names) if neurons else ({}, {}, [])
+    vocabulary = {**(heads.vocabulary if heads else {}), **(neurons.vocabulary if neurons else {})}
     listed = {token for tops in lists.values() for top in tops for token, _ in top}
-    ids = sorted(listed.union(statistics.vocabulary))
-    texts = [statistics.vocabulary.get(token) or token_text(model, token) for token in ids]
+    ids = sorted(listed.union(vocabulary))
+    texts = [vocabulary.get(token) or token_text(model, token) for token in ids]
     place = {token: i for i, token in enumerate(ids)}
     data = {
         "names": names,
-        "by": statistics.by,
         "vocabulary": list(map(with_space, texts)),
-        "ends": {
-            end: _examples(statistics, end, ids)
-            for end in ENDS
-            if f"{end}.z" in statistics.examples
-        },
-        "limits": short_numbers(_limits(statistics).tolist(), 4),
-        "histograms": {
-            name: {
-                "counts": _packed(statistics.counts[f"{name}.counts"], "<u4"),
-                "exponent": statistics.counts[f"{name}.exponent"].tolist(),
-            }
-            for name in QUANTITIES
-        },
-        "zeros": statistics.counts["zeros"].tolist(),
-        "joint": _packed(_log_shares(statistics.counts["joint"]), "u1"),
         "bins": [BINS, JOINT],
         "tokens": {
             title: [[[place[token], round(score, 1)] for token, score in top] for top in tops]
@@ -159,16 +172,68 @@ def page_of_statistics(
         "notes": notes,
         "others": others or {},
     }
-    many = f"{len(names):,} neurons" if len(names) > 3 else ", ".join(names)
-    title = f"{many} of {model_title(statistics.model)}" if statistics.model else many
+    data |= _data_of_neurons(neurons, ids) if neurons else {}
+    data["heads"] = _data_of_heads(heads, ids, place) if heads else None
+    few = len(statistics.names) <= 3
+    many = ", ".join(statistics.names) if few else count_names(statistics.names)
+    about = statistics.about
+    title = f"{many} of {model_title(about.model)}" if about.model else many
     main = asset("assets/neurons.html")
-    return page_of_tokens(title, _about(statistics), main, data, "neurons")
+    scripts = [asset("assets/heads.js")]
+    return page_of_tokens(title, _about(statistics), main, data, "neurons", scripts)
 
 
-def _about(statistics: NeuronStatistics) -> str:
-    metric = f" ({statistics.metric})" if statistics.metric else ""
-    counts = f"{statistics.n_texts:,} texts, {statistics.n_tokens:,} tokens"
-    return f"{counts} · examples by {statistics.by}{metric}"
+def _data_of_neurons(statistics: NeuronStatistics, ids: list[int]) -> dict[str, Any]:
+    counts, limits = statistics.counts, _limits(statistics, "z")
+    windows = {"z": limits, "gate": None}
+    return {
+        "by": statistics.by,
+        "ends": _examples(statistics, ids, windows, ENDS),
+        "quadrants": _examples(statistics, ids, windows, QUADRANTS),
+        "signs": (counts["signs"] / statistics.n_tokens).double().numpy().round(5).tolist(),
+        "limits": short_numbers(limits.tolist(), 4),
+        "histograms": {
+            name: {
+                "counts": _packed(counts[f"{name}.counts"], "<u4"),
+                "exponent": counts[f"{name}.exponent"].tolist(),
+            }
+            for name in QUANTITIES
+        },
+        "zeros": counts["zeros"].tolist(),
+        "joint": _packed(_log_shares(counts["joint"]), "u1"),
+    }
+
+
+def _data_of_heads(
+    statistics: HeadStatistics, ids: list[int], place: dict[int, int]
+) -> dict[str, Any]:
+    counts, n_heads = statistics.counts, len(statistics.names)
+
+    def tokens(side: str, head: int) -> list[list[float]]:
+        """Return a head's tokens, their shares, and the attention of one occurrence."""
+        rows = (counts[f"{side}{end}"][head].tolist() for end in (".tokens", "", ".mean"))
+        return [
+            [place[token], *short_numbers(numbers, 3)]
+            for token, *numbers in zip(*rows, strict=True)
+            if token >= 0
+        ]
+
+    return {
+        "names": list(statistics.names),
+        "by": statistics.by,
+        "ends": _examples(statistics, ids, {"pattern": None}, ENDS),
+        "bos": short_numbers(counts["bos"].tolist(), 4),
+        "offsets": _packed(counts["offsets"], "<f4"),
+        "tokens": {side: [tokens(side, head) for head in range(n_heads)] for side in SIDES},
+    }
+
+
+def _about(statistics: CorpusStatistics) -> str:
+    about = statistics.about
+    metric = f" ({about.metric})" if about.metric else ""
+    counts = f"{about.n_texts:,} texts, {about.n_tokens:,} tokens"
+    by = ", ".join(part.by for part in statistics if part)
+    return f"{counts} · examples by {by}{metric}"
 
 
 def _by_weights(
@@ -204,35 +269,49 @@ def _by_weights(
     return tokens, partners, notes
 
 
-def _limits(statistics: NeuronStatistics) -> Float[Tensor, "neuron"]:
-    """Return the largest |z| in each neuron's windows: the strongest colour."""
-    windows = [x for key, x in statistics.examples.items() if key.endswith(".z")]
+def _limits(statistics: AnyOneKind, window: str) -> Float[Tensor, "neuron"]:
+    """Return the largest number, without its sign, in each neuron's windows."""
+    windows = [x for key, x in statistics.examples.items() if key.endswith(f".{window}")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
 
-def _examples(statistics: NeuronStatistics, end: str, ids: list[int]) -> dict[str, Any]:
-    """Pack the examples of one end: [neuron, k] and [neuron, k, window] numbers."""
-    parts = ("found", "score", "text", "position", "tokens", "z", "gate")
-    of_end = {name: statistics.examples[f"{end}.{name}"] for name in parts}
-    limits = _limits(statistics).view(-1, 1, 1)
+def _examples(
+    statistics: AnyOneKind,
+    ids: list[int],
+    windows: dict[str, Tensor | None],
+    ends: Sequence[str],
+) -> dict[str, dict[str, Any]]:
+    """Pack the examples of each end: [neuron, k] and [neuron, k, window] numbers.
+
+    `windows` are the numbers of tokens, and limits to divide those of each neuron by.
+    """
     tokens = torch.tensor(ids, device="cpu")
-    # The number after the last one means: no token.
-    places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
-    places[of_end["tokens"] < 0] = len(ids)
     kind = "<u2" if len(ids) < 2**16 else "<u4"
-    shares = of_end["z"] / torch.where(limits == 0, 1.0, limits)
-    return {
-        "k": of_end["z"].shape[1],
-        "width": of_end["z"].shape[2],
-        "found": of_end["found"].sum(1).tolist(),
-        "score": _packed(of_end["score"], "<f4"),
-        "text": _packed(of_end["text"], "<i4"),
-        "position": _packed(of_end["position"], "<i2"),
-        "wide": kind == "<u4",
-        "tokens": _packed(places, kind),
-        "z": _packed(shares, "<f2"),
-        "gate": _packed(of_end["gate"], "<f2"),
-    }
+    packed_ends = {}
+    for end in ends:
+        if f"{end}.found" not in statistics.examples:
+            continue
+        of_end = {
+            key.removeprefix(f"{end}."): x
+            for key, x in statistics.examples.items()
+            if key.startswith(f"{end}.")
+        }
+        # The number after the last one means: no token.
+        places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
+        places[of_end["tokens"] < 0] = len(ids)
+        packed = {"score": "<f4", "text": "<i4", "position": "<i2", "bos": "<f4"}
+        packed_ends[end] = {
+            "k": of_end["tokens"].shape[1],
+            "width": of_end["tokens"].shape[2],
+            "found": of_end["found"].sum(1).tolist(),
+            "wide": kind == "<u4",
+            "tokens": _packed(places, kind),
+            **{name: _packed(of_end[name], of) for name, of in packed.items() if name in of_end},
+        }
+        for name, limits in windows.items():
+            scale = 1.0 if limits is None else torch.where(limits == 0, 1.0, limits)[:, None, None]
+            packed_ends[end][name] = _packed(of_end[name] / scale, "<f2")
+    return packed_ends
 
 
 def _log_shares(counts: Tensor) -> Tensor:
@@ -247,15 +326,18 @@ def _packed(x: Tensor, kind: str) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-def index_of_layers(statistics: NeuronStatistics, pages: dict[int, str]) -> Page:
+def index_of_layers(statistics: CorpusStatistics, pages: dict[int, str]) -> Page:
     """Return the page that links to the pages of the layers."""
-    counts = Counter(HeadName.parse(name).layer for name in statistics.names)
-    title = f"{len(statistics.names):,} neurons of {model_title(statistics.model)}"
+    names = defaultdict(list)
+    for name in statistics.names:
+        names[HeadName.parse(name).layer].append(name)
+    model = statistics.about.model
+    title = f"{count_names(statistics.names)} of {model_title(model)}"
     rows = [
         f'<tr><td><a href="{escape(page)}">Layer {layer}</a></td>'
-        f'<td class="number">{counts[layer]:,} neurons</td></tr>'
+        f'<td class="number">{count_names(names[layer])}</td></tr>'
         for layer, page in sorted(pages.items())
     ]
-    go = '<label>Go to a neuron <input id="go" type="search" placeholder="L3N7"></label>'
+    go = '<label>Go to <input id="go" type="search" placeholder="L3N7 or L3H2"></label>'
     main = f'<main id="layers">{go}<table>{"".join(rows)}</table></main>'
     return page_of_tokens(title, _about(statistics), main, pages, "layers")

@@ -31,20 +31,20 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "index.html" in result.output
     whole = (out / "index.html").read_text("utf-8")
-    assert "74 neurons" in whole
+    assert "4 heads and 74 neurons" in whole
     assert {path.name for path in out.iterdir()} == {"index.html", "statistics"}
     monkeypatch.setattr(
         "attn_only_lens.viz.neurons.MOST_NEURONS", 73
     )  # and it goes on where it was
     assert run(*command).exit_code == 0
     assert "layer-01.html" in (out / "index.html").read_text("utf-8")
-    assert "37 neurons" in (out / "layer-01.html").read_text("utf-8")
+    assert "2 heads and 37 neurons" in (out / "layer-01.html").read_text("utf-8")
     narrow = run(*command[:-1], tmp_path / "narrow", "--layers", 1)
     assert narrow.exit_code == 0, narrow.output
     assert "37 neurons" in (tmp_path / "narrow" / "index.html").read_text("utf-8")
     for more, reason in (
         (("--layers", "1", "--names", "L1N3"), "got --layers and --names"),
-        (("--names", "L1H1"), "got L1H1, an attention head"),
+        (("--names", "L1H9"), "got 'L1H9'"),
         (("--k", 5), "belongs to another job"),
         (("--texts", tmp_path / "no.txt"), "there is no file"),
     ):

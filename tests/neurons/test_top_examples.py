@@ -178,6 +178,47 @@ def test_histograms_are_those_of_all_tokens_at_once(model, batch_size):
             assert of_axis.tolist() == [*coarse[:16].flip(0).tolist(), *coarse[16:].tolist()]
 
 
+def with_inputs(model, texts, name):
+    """The rows of `looked_up`, with x W_gate and x W_in by the MLP's own weights."""
+    head, rows = HeadName.parse(name), looked_up(model, texts, name)
+    mlp = model.original_model.model.layers[head.layer].mlp
+    inputs = []
+    hook = mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    for _, _, piece in pieces(texts):
+        with torch.no_grad():
+            model(torch.tensor([piece]))
+    hook.remove()
+    x = torch.cat([x[0] for x in inputs])
+    both = [x @ of.weight[head.index] for of in (mlp.gate_proj, mlp.up_proj)]
+    return [row | {"inputs": [x[i].item() for x in both]} for i, row in enumerate(rows)]
+
+
+def test_quadrants_are_those_of_a_sort(tmp_path):
+    model, texts = MODELS["gated"](), corpus()
+    statistics = neurons.neuron_statistics(model, NAMES, texts, k=4, **QUIET, batch_size=3)
+    read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
+    frame, shares = read.quadrant_examples(), read.quadrants().set_index("name")
+    for name in NAMES:
+        every = with_inputs(model, texts, name)
+        for quadrant in ("++", "+-", "-+", "--"):
+            inside = [
+                row
+                for row in every
+                if [x >= 0 for x in row["inputs"]] == [s == "+" for s in quadrant]
+            ]
+            assert shares[quadrant][name] == pytest.approx(len(inside) / len(every))
+            expected = sorted((abs(row["z"]) for row in inside), reverse=True)[:3]
+            rows = frame[(frame["name"] == name) & (frame["end"] == quadrant)]
+            assert rows["value"].tolist() == pytest.approx(expected)
+            for row in rows.to_dict("records"):
+                place = next(x for x in inside if (x["text"], x["at"]) == (row["text"], row["at"]))
+                assert abs(place["z"]) == pytest.approx(row["value"])
+    assert (frame["end"].value_counts() > 0).sum() == 4
+    ungated = neurons.neuron_statistics(MODELS["plain"](), NAMES, texts, **QUIET)
+    with pytest.raises(InputError, match="the neurons have no quadrants"):
+        ungated.quadrant_examples()
+
+
 def test_statistics_are_kept(plain, tmp_path):
     statistics = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
     read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))

@@ -6,11 +6,12 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
-from random_sweeps import POSITIONS, RUN, SITES, TOKENS, sweep, values
+from random_sweeps import POSITIONS, RUN, SITES, TEXTS, TOKENS, sweep, values
 from sealed_files import rewrite
 
 from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError, InputError
+from attn_only_lens.patching.results import PromptTokens
 
 COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
 
@@ -47,6 +48,39 @@ def test_top_is_a_sort():
     for k in (0, -1, True, 2.0):
         with pytest.raises(InputError, match="expected 1 or more"):
             result.top(k)
+
+
+def test_top_fits_into_80_columns_and_shows_tokens(tmp_path):
+    long = {
+        f"L{layer}{kind}{i}": f"L{layer}{kind}1234{i}"
+        for layer in (0, 1)
+        for kind in "HN"
+        for i in range(SITES)
+    }
+    frame = values().replace({"name": long})
+    errors = frame.assign(value_standard_error=0.123456, score_standard_error=0.1234567)
+    prompts = frame.assign(prompt=6, unpatched=0.123456)
+    for number, rows in enumerate((frame, errors, prompts, errors.assign(exact=True))):
+        result = sweep(frame=rows, tokens=TOKENS)
+        result.save(tmp_path / f"{number}.parquet")
+        top = p.Sweep.load(tmp_path / f"{number}.parquet").top(9)
+        assert list(top)[:5] == ["name", "position", "token", "part", "score"]
+        assert set(rows) | {"part", "score"} == set(result.frame)
+        assert ("score_standard_error" in top) == ("score_standard_error" in rows)
+        assert top["token"].tolist() == [TEXTS[position] for position in top["position"]]
+        assert max(map(len, str(top).splitlines())) <= 80
+        assert "..." not in str(top)
+    # Prompts with different tokens; roles; no tokens.
+    clean = [[*TEXTS[:3], token, TEXTS[4]] for token in "abcdefg"]
+    differ = p.Sweep(frame, **RUN, tokens=PromptTokens(clean, [], {}))
+    top = differ.top(65)
+    assert set(top["token"][top["position"] == 3]) == {""}
+    assert set(top["token"][top["position"] == 2]) == {" the"}
+    single = p.Sweep(prompts, **RUN, tokens=PromptTokens(clean, [], {})).top(65)
+    assert set(single["token"][single["position"] == 3]) == {"g"}
+    role = sweep(frame=values(positions=["subject"]), tokens=TOKENS).top(3)
+    assert set(zip(role["position"], role["token"], strict=True)) == {("subject", " the")}
+    assert "token" not in sweep().top(3)
 
 
 @pytest.mark.parametrize("column", ["name", "kind"])

@@ -28,6 +28,28 @@ def page(**changes):
 
 
 @needs_browser
+def test_many_nodes_are_folded_at_first(opened):
+    nodes, edges = circuit(n_neurons=320)
+    many = {"nodes": nodes, "edges": edges.head(5000), "details": {}}
+    shown = opened(page(**many, state={"pinned": ["L0N0@0"]}))
+    groups = {"L0 neurons", "L1 neurons", "L2 neurons"}
+    labels = set(shown.texts("#stage svg .node text, #stage svg g text"))
+    assert all(any(group in label for label in labels) for group in groups)
+    names = ids(shown)
+    assert "L0N0@0" in names  # it is pinned
+    assert not any("N" in name for name in names - {"L0N0@0"})
+    shown.js("const box = document.getElementById('fold'); box.click();")
+    shown.drawn()
+    assert sum("N" in name for name in ids(shown)) == 320
+    # Readers' own groups stay; small circuits are not folded.
+    own = {"name": "mine", "members": ["L1N1@1", "L2N2@2"], "folded": True}
+    shown = opened(page(**many, state={"groups": [own]}))
+    assert sum(name.startswith("group") for name in ids(shown)) == 1
+    shown = opened(page())
+    assert not any(name.startswith("group") for name in ids(shown))
+
+
+@needs_browser
 def test_the_first_view(opened):
     nodes, _ = circuit()
     shown = opened(page())

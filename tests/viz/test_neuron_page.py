@@ -54,7 +54,7 @@ def test_partners_are_those_of_composition(model):
 
 
 SHOWN = """
-return [...document.querySelectorAll('.example')].map(row => [
+return [...document.querySelectorAll('.example:not(.quadrant *)')].map(row => [
   row.querySelector('.value').textContent,
   [...row.querySelectorAll('.t')].map(t => t.textContent),
   [...row.querySelectorAll('.tok')].findIndex(t => t.classList.contains('here')),
@@ -90,6 +90,16 @@ def test_looking_around(opened, model, examples):
     assert z == pytest.approx(expected, rel=6e-3)
     assert gate == pytest.approx(of_gate, rel=6e-3)
     assert value == pytest.approx(expected / of_gate, rel=6e-3)
+    # The quadrants: shares, and z of the first example.
+    of_signs = examples.quadrants().set_index("name").loc["L1N29"]
+    titles = page.texts(".quadrant h4")
+    assert titles[1].startswith("Gate input positive, linear input negative: ")
+    got = [float(title.split(": ")[1].split("%")[0]) for title in titles]
+    assert got == pytest.approx((100 * of_signs).tolist(), abs=0.06)
+    inside = examples.quadrant_examples()
+    inside = inside[(inside["name"] == "L1N29") & (inside["end"] == "+-")].iloc[0]
+    first = page.texts(".quadrant:nth-child(2) .value")[0].replace("−", "-")
+    assert float(first) == pytest.approx(inside["values"][inside["position"]], rel=6e-3)
     # A neuron that is connected; a name; a token; an order.
     name = page.texts(".connections a")[0]
     page.js("document.querySelector('.connections a').click()")
@@ -120,11 +130,55 @@ def test_in_a_frame_that_is_hidden_at_first(opened, model, examples):
     )
 
 
+@needs_browser
+def test_heads(opened, model):
+    generator = torch.Generator().manual_seed(3)
+    texts = torch.randint(0, D_VOCAB, (5, 13), generator=generator)
+    both = neurons.corpus_statistics(model, p.all_heads(), texts, k=5, progress=False)
+    page = opened(viz.neuron_page(model, None, both))
+    n_heads = len(both.heads.names)
+    assert page.texts("#count") == [f"{n_heads} heads and 74 neurons"]
+    page.js("location.hash = '#L1H0'")
+    page.wait("document.querySelector('#one h2').textContent === 'L1H0'")
+    frame = both.heads.frame()
+    rows = frame[frame["name"] == "L1H0"].to_dict("records")
+    shown = page.js(SHOWN)
+    assert len(shown) == len(rows) == 5
+    for (value, tokens, here, source), row in zip(shown, rows, strict=True):
+        assert float(value) == pytest.approx(row["value"], rel=6e-3)
+        assert (tokens, here) == (list(row["tokens"]), row["position"])
+        assert source.startswith(f"text {row['text']}")
+    # The attention of the example's token to the first one; how it splits; tokens.
+    page.js(
+        "document.querySelectorAll('.example')[4].querySelector('.tok')"
+        ".dispatchEvent(new MouseEvent('mouseenter'))"
+    )
+    attention = float(page.texts("#tip div")[1].split()[-1].rstrip("%"))
+    assert attention == pytest.approx(100 * rows[4]["weights"][0], abs=0.06)
+    looks = both.heads.looks().set_index("name").loc["L1H0"]
+    split = [float(text.split()[-1].rstrip("%")) for text in page.texts(".split + .legend span")]
+    wanted = [100 * looks[part] for part in ("bos", "itself", "previous", "other")]
+    assert split == pytest.approx(wanted, abs=0.06)
+    attended = both.heads.tokens("L1H0")["token"].tolist()[:12]
+    assert page.texts(".looks .token")[:12] == attended
+    # Heads of a page alone; a link from a neuron to a head; a search.
+    page.js("location.hash = '#L0N3'")
+    page.wait("document.querySelector('#one h2').textContent === 'L0N3'")
+    name = next(name for name in page.texts(".connections a") if "H" in name)
+    page.js(
+        "[...document.querySelectorAll('.connections a')]"
+        ".find(a => a.textContent === arguments[0]).click()",
+        name,
+    )
+    assert page.texts("#one h2") == [name]
+    alone = opened(viz.neuron_page(model, ["L0H1"], texts, 3, progress=False))
+    assert alone.texts("#one h2") == ["L0H1"]
+    assert len(alone.js(SHOWN)) == 3
+
+
 def test_sizes_and_refusals(model, examples, monkeypatch):
     assert len(viz.neuron_page(model, None, examples)) < 74 * 14_000 + 60_000
     assert escape("74 neurons") in viz.neuron_page(model, None, examples)
-    with pytest.raises(InputError, match="got L0H1, an attention head"):
-        viz.neuron_page(model, ["L0H1"], [[1]], progress=False)
     some = examples.of(["L0N3"])
     with pytest.raises(InputError, match="got 'L1N29'"):
         viz.neuron_page(model, ["L1N29"], some)

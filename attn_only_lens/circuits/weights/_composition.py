@@ -416,7 +416,7 @@ def _kinds(model: Any, reader: LayerSites) -> tuple[Kind, ...]:
 
 def is_gated(model: Any, layer: int) -> bool:
     """Return whether the MLP of a source layer has a W_gate."""
-    return getattr(host_of(model).neurons[layer].module, "W_gate", None) is not None
+    return host_of(model).is_gated(layer)
 
 
 def _strongest(

@@ -1,9 +1,9 @@
 "use strict";
-// The index of an atlas: a neuron's name leads to its place on the page of its layer.
+// The index of an atlas: a name leads to its place on the page of its layer.
 {
   const pages = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("go").addEventListener("change", (event) => {
-    const name = event.target.value.trim().toUpperCase(), layer = /^L(\d+)N\d+$/.exec(name)?.[1];
+    const name = event.target.value.trim().toUpperCase(), layer = /^L(\d+)[NH]\d+$/.exec(name)?.[1];
     if (pages[layer]) location.href = `${pages[layer]}#${name}`;
   });
 }

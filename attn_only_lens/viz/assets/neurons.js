@@ -1,33 +1,23 @@
 "use strict";
-// Neurons at a glance: a list to search and sort, and the page of the one that is chosen.
+// Neurons and heads at a glance: a list to search and sort, and the page of the one that is chosen.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const KINDS = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
-  const unpack = (text, kind) => {
-    const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-    return new KINDS[kind](bytes.buffer);
-  };
-  const ends = Object.entries(data.ends).map(([end, e]) => ({
-    end, ...e,
-    score: unpack(e.score, "f4"), text: unpack(e.text, "i4"), position: unpack(e.position, "i2"),
-    tokens: unpack(e.tokens, e.wide ? "u4" : "u2"), z: unpack(e.z, "u2"), gate: unpack(e.gate, "u2"),
-  }));
+  const ends = unpackEnds(data.ends), quadrants = unpackEnds(data.quadrants);
   const [BINS, JOINT] = data.bins;
   const histograms = Object.fromEntries(
-    Object.entries(data.histograms).map(([name, h]) => [name, { ...h, counts: unpack(h.counts, "u4") }])
+    Object.entries(data.histograms ?? {}).map(([name, h]) => [name, { ...h, counts: unpack(h.counts, "u4") }])
   );
-  const joint = unpack(data.joint, "u1");
-  const number = new Map(data.names.map((name, i) => [name, i]));
+  const joint = unpack(data.joint ?? "", "u1");
+  // Neurons, and then heads.
+  const N = data.names.length, names = [...data.names, ...(data.heads?.names ?? [])];
+  const number = new Map(names.map((name, i) => [name, i]));
   const visible = (text) => text.replace(/^ +/, (spaces) => "·".repeat(spaces.length));
   const vocabulary = data.vocabulary.map((text) => ({ shown: text, name: visible(text) }));
+  const heads = data.heads ? headView(data.heads, vocabulary) : null;
+  const isHead = (i) => i >= N, endsOf = (i) => (isHead(i) ? heads.ends : ends), rowOf = (i) => (isHead(i) ? i - N : i);
 
   // Examples
 
-  // A number of half precision, from its bits.
-  const half = (bits) => {
-    const exponent = (bits >> 10) & 31, digits = bits & 1023;
-    return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 25) * (1024 + digits) : 2 ** -24 * digits);
-  };
   function windowOf(end, neuron, rank) {
     const at = (neuron * end.k + rank) * end.width;
     const tokens = [], z = [], gate = [], value = [];
@@ -53,12 +43,13 @@
     }
     return [...found.values()];
   }
-  const score = (end) => (neuron) => (end && end.found[neuron] ? end.score[neuron * end.k] : 0);
-  // The end at which a neuron is further from 0: the one to show first.
-  const further = (neuron) => ends.reduce((a, b) => (Math.abs(score(b)(neuron)) > Math.abs(score(a)(neuron)) ? b : a));
-  const peak = (neuron, end = further(neuron)) => {
-    if (!end.found[neuron]) return null;
-    const from = neuron * end.k;
+  const score = (end) => (i) => (end && end.found[rowOf(i)] ? end.score[rowOf(i) * end.k] : 0);
+  const named = (i, name) => endsOf(i).find((end) => end.end === name);
+  // The end at which it is further from 0: the one to show first.
+  const further = (i) => endsOf(i).reduce((a, b) => (Math.abs(score(b)(i)) > Math.abs(score(a)(i)) ? b : a));
+  const peak = (i, end = further(i)) => {
+    if (!end?.found[rowOf(i)]) return null;
+    const from = rowOf(i) * end.k;
     return vocabulary[end.tokens[from * end.width + end.position[from]]];
   };
 
@@ -75,39 +66,42 @@
     }
     return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first bin of what is positive
   };
-  const by = data.by === "z" ? "z" : data.by;
+  const by = data.by ?? data.heads.by;
+  const ofNeurons = (key) => (i) => (isHead(i) ? Infinity : key(i)); // heads come last
   const orders = [
-    ["Order: by name", (n) => n, ""],
+    ["Order: by name", (i) => (isHead(i) ? i - N - names.length : i), ""],
     ["Order: furthest from 0", (n) => -Math.abs(score(further(n))(n)), ""],
-    largest && [`Order: largest ${by}`, (n) => -score(largest)(n), largest],
-    smallest && [`Order: smallest ${by}`, (n) => score(smallest)(n), smallest],
-    ["Order: most often positive", (n) => -positive(n), positive],
-    ["Order: least often positive", (n) => positive(n), positive],
+    (largest || heads) && [`Order: largest ${by}`, (i) => -score(named(i, "largest"))(i), "largest"],
+    smallest && [`Order: smallest ${by}`, (i) => score(named(i, "smallest"))(i), "smallest"],
+    N && ["Order: most often positive", ofNeurons((n) => -positive(n)), positive],
+    N && ["Order: least often positive", ofNeurons(positive), positive],
   ].filter(Boolean);
   const $ = (id) => document.getElementById(id);
   orders.forEach(([name], i) => $("order").append(el("option", { value: i }, name)));
 
-  const words = data.names.map(() => null);
+  const words = names.map(() => null);
   const wordsOf = (neuron) =>
     (words[neuron] ??= [
-      ...ends.flatMap((end) => Array.from({ length: end.found[neuron] }, (_, rank) => {
-        const from = neuron * end.k + rank;
+      ...endsOf(neuron).flatMap((end) => Array.from({ length: end.found[rowOf(neuron)] }, (_, rank) => {
+        const from = rowOf(neuron) * end.k + rank;
         return vocabulary[end.tokens[from * end.width + end.position[from]]].shown;
       })),
-      ...Object.values(data.tokens).flatMap((all) => all[neuron].map(([token]) => vocabulary[token].shown)),
+      ...Object.values((isHead(neuron) ? data.heads : data).tokens).flatMap((all) => all[rowOf(neuron)].map(([token]) => vocabulary[token].shown)),
     ].map((text) => text.trim().toLowerCase()));
-  let listed = data.names.map((_, i) => i), chosen = -1;
+  let listed = names.map((_, i) => i), chosen = -1;
   const ROW = 24;
   function list() {
     const wanted = $("search").value.trim(), low = wanted.toLowerCase();
-    const isName = /^l\d+(n\d*)?$/i.test(wanted);
-    listed = data.names.map((_, i) => i).filter((i) =>
-      !low || (isName ? data.names[i].toLowerCase().startsWith(low) : wordsOf(i).some((word) => word.startsWith(low))));
+    const isName = /^l\d+([nh]\d*)?$/i.test(wanted);
+    listed = names.map((_, i) => i).filter((i) =>
+      !low || (isName ? names[i].toLowerCase().startsWith(low) : wordsOf(i).some((word) => word.startsWith(low))));
     const order = orders[$("order").value][1];
     const keys = new Map(listed.map((i) => [i, order(i)]));
     listed.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
-    $("count").textContent = listed.length === data.names.length ? `${listed.length.toLocaleString("en")} neurons`
-      : `${listed.length.toLocaleString("en")} of ${data.names.length.toLocaleString("en")}`;
+    const many = (n, kind) => (n ? `${n.toLocaleString("en")} ${kind}` : null);
+    $("count").textContent = listed.length === names.length
+      ? [many(names.length - N, "heads"), many(N, "neurons")].filter(Boolean).join(" and ")
+      : `${listed.length.toLocaleString("en")} of ${names.length.toLocaleString("en")}`;
     $("rows").style.height = `${listed.length * ROW}px`;
     $("list").scrollTop = 0;
     drawRows();
@@ -116,10 +110,10 @@
     const first = Math.max(0, Math.floor($("list").scrollTop / ROW) - 5);
     const shownBy = orders[$("order").value][2];
     $("rows").replaceChildren(...listed.slice(first, first + Math.ceil($("list").clientHeight / ROW) + 10).map((i, at) => {
-      const end = shownBy && shownBy !== positive ? shownBy : further(i);
-      const shown = shownBy === positive ? `${short(100 * positive(i))}%` : short(score(end)(i));
-      const row = el("a", { href: `#${data.names[i]}`, class: i === chosen ? "chosen" : "" },
-        el("span", {}, data.names[i]), el("span", { class: "peak" }, peak(i, end)?.name ?? ""),
+      const end = (shownBy && shownBy !== positive && named(i, shownBy)) || further(i);
+      const shown = shownBy === positive && !isHead(i) ? `${short(100 * positive(i))}%` : short(score(end)(i));
+      const row = el("a", { href: `#${names[i]}`, class: i === chosen ? "chosen" : "" },
+        el("span", {}, names[i]), el("span", { class: "peak" }, peak(i, end)?.name ?? ""),
         el("span", { class: "number" }, shown));
       row.style.top = `${(first + at) * ROW}px`;
       row.addEventListener("click", (event) => { event.preventDefault(); choose(i); });
@@ -131,12 +125,6 @@
 
   const FEW = 8; // so that what comes below is in reach
   let shownEnd = 0, strips = true, whole = false;
-  const svg = (tag, attributes, text) => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-    if (text !== undefined) made.textContent = text;
-    return made;
-  };
   // As wide as their panels, so that letters keep their size.
   let W = 260;
   const H = 130, LEFT = 6, BOTTOM = 18;
@@ -214,7 +202,7 @@
       made.addEventListener("click", (event) => { event.preventDefault(); choose(number.get(name)); });
       return made;
     }
-    const page = /N/.test(name) ? data.others[/^L(\d+)/.exec(name)[1]] : undefined;
+    const page = data.others[/^L(\d+)/.exec(name)[1]];
     return page ? el("a", { href: `${page}#${name}` }, name) : name;
   };
   const READS = { q: "gate", v: "value", k: "key" };
@@ -250,31 +238,43 @@
     return el("div", { class: "lists" }, ...panels);
   }
 
+  const signed = { "+": "positive", "-": "negative" };
+  function signs(neuron, limits) {
+    if (!quadrants.length) return [];
+    const boxes = quadrants.map((end, i) => el("div", { class: "quadrant" },
+      el("h4", {}, `Gate input ${signed[end.end[0]]}, linear input ${signed[end.end[1]]}: ${short(100 * data.signs[neuron][i])}% of tokens`),
+      ...examplesOf(end, neuron).map((entry) => el("div", { class: "example" },
+        el("span", { class: "value" }, short(entry.z[entry.here])), tokenLine(entry, limits, false)))));
+    return [el("h3", {}, "Signs of the gate's input and of the linear input"), el("div", { class: "quadrants" }, ...boxes),
+      el("p", { class: "note" }, "Gate input: x W_gate. Linear input: x W_in. Of each quadrant, the tokens at which |z| is largest, with z.")];
+  }
+
   const ENDS = { largest: "Largest", smallest: "Smallest" };
   function draw() {
     hideTip();
     const inside = $("one").clientWidth - 36, columns = Math.max(1, Math.min(3, Math.floor((inside + 22) / 222)));
     W = inside > 0 ? (inside - 22 * (columns - 1)) / columns : 260;
-    const neuron = chosen, end = ends[shownEnd], name = data.names[neuron];
+    const go = (by) => () => {
+      const at = listed.indexOf(chosen); // -1 where a search has left it out
+      if (listed.length) choose(listed[at < 0 ? 0 : (at + by + listed.length) % listed.length]);
+    };
+    const heading = (note) => el("header", {}, el("h2", {}, names[chosen]),
+      el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
+      el("button", { type: "button", title: "The next", onclick: go(1) }, "›"), el("span", { class: "note" }, note));
+    if (isHead(chosen)) return drawHead(heading, inside);
+    const neuron = chosen, end = ends[shownEnd];
     const examples = examplesOf(end, neuron);
     const limits = { z: data.limits[neuron], value: Math.max(...examples.flatMap((entry) => entry.value.map((v) => Math.abs(v ?? 0))), 0) };
     const tabs = ends.map((entry, i) => el("button", { type: "button", "aria-pressed": i === shownEnd, onclick: () => { shownEnd = i; draw(); } },
       `${ENDS[entry.end]} ${by} (${short(score(entry)(neuron))})`));
     const box = el("input", { type: "checkbox", onchange: (event) => { strips = event.target.checked; draw(); } });
     box.checked = strips;
-    const go = (by) => () => {
-      const at = listed.indexOf(neuron); // -1 where a search has left it out
-      if (listed.length) choose(listed[at < 0 ? 0 : (at + by + listed.length) % listed.length]);
-    };
     const found = bins("z", neuron), isZ = data.by === "z";
     const low = isZ && smallest ? score(smallest)(neuron) : found?.low, high = isZ && largest ? score(largest)(neuron) : found?.high;
-    const signs = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
+    const sideColour = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
     const [writers, readers] = data.partners[neuron].length ? data.partners[neuron] : [[], []];
     $("one").replaceChildren(
-      el("header", {}, el("h2", {}, name),
-        el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
-        el("button", { type: "button", title: "The next", onclick: go(1) }, "›"),
-        el("span", { class: "note" }, `z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
+      heading(`z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`),
       el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
       tokenLegend(limits, strips),
       el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((entry) => el("div", { class: "example" },
@@ -283,8 +283,9 @@
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
-      el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
+      el("div", { class: "panels" }, histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
+      ...signs(neuron, limits),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
         el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
@@ -292,11 +293,20 @@
         el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
   }
+  function drawHead(heading, inside) {
+    const head = chosen - N, end = heads.ends[shownEnd], n = end.found[head];
+    const tabs = heads.ends.map((entry, i) => el("button", { type: "button", "aria-pressed": i === shownEnd, onclick: () => { shownEnd = i; draw(); } },
+      `${heads.tabs(entry)} (${short(score(entry)(chosen))})`));
+    $("one").replaceChildren(heading(heads.summary(head)), ...heads.looks(head, Math.max(240, inside > 700 ? (inside - 44) / 2 : inside)),
+      el("h3", {}, "Where it writes most"), ...(tabs.length > 1 ? [el("div", { class: "bar-of-tabs" }, ...tabs)] : []), heads.legend(),
+      el("div", {}, ...Array.from({ length: whole ? n : Math.min(n, FEW) }, (_, rank) => heads.example(end, head, rank))),
+      n > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } }, whole ? `The first ${FEW} alone` : `All ${n} examples`) : "");
+  }
   function choose(neuron) {
     chosen = neuron;
     $("one").scrollTop = 0;
-    shownEnd = ends.indexOf(further(neuron));
-    try { history.replaceState(null, "", `#${data.names[neuron]}`); } catch { /* a frame of a notebook */ }
+    shownEnd = endsOf(neuron).indexOf(further(neuron));
+    try { history.replaceState(null, "", `#${names[neuron]}`); } catch { /* a frame of a notebook */ }
     const at = listed.indexOf(neuron);
     const { scrollTop, clientHeight } = $("list");
     if (at >= 0 && (at * ROW < scrollTop || (at + 1) * ROW > scrollTop + clientHeight)) $("list").scrollTop = Math.max(0, at * ROW - clientHeight / 2);

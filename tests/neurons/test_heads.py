@@ -1,0 +1,191 @@
+"""Attention heads over a corpus, against a slow oracle: a text at a time, and a cache."""
+
+from collections import defaultdict
+from functools import partial
+
+import models
+import pytest
+import torch
+from bridges import boot
+from common import D_VOCAB, needs_hooked_transformer
+from tiny_tokenizer import tiny_tokenizer
+
+from attn_only_lens import HeadName, InputError, convert, expose_neuron_heads, neurons
+from attn_only_lens import patching as p
+from attn_only_lens.engine.tokens import token_text
+from attn_only_lens.heads import host_of
+from attn_only_lens.neurons import summary as so_far
+
+CONTEXT = 7
+QUIET = {"progress": False, "context": CONTEXT, "before": 1, "after": 1}
+NAMES = ["L0H1", "L1H0", "L1H1"]
+MODELS = {
+    "plain": lambda: expose_neuron_heads(boot("gpt2")).model,
+    "grouped queries": lambda: expose_neuron_heads(boot("llama")).model,
+    "two blocks": lambda: convert(models.build("gelu")),
+    "attends to padding": lambda: convert(models.build("bidirectional")),
+}
+HOOKED = ("two blocks", "attends to padding")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[needs_hooked_transformer] * (name in HOOKED)) for name in MODELS
+    ],
+)
+def model(request):
+    return MODELS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return MODELS["plain"]()
+
+
+def corpus(bos=1):
+    """Texts of different lengths, of few tokens; one is empty, one is cut in three."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        [bos] * (n > 0) + torch.randint(5, 15, (n,), generator=generator).tolist()
+        for n in (5, 15, 2, 0, 6)
+    ]
+
+
+@torch.no_grad()
+def looked_up(model, texts, name, has_bos):
+    """Attention of a head at every token, and the norm of what it writes."""
+    head, rows = HeadName.parse(name), []
+    W_O = host_of(model).attention(head.layer).W_O[head.index].detach()
+    for number, text in enumerate(texts):
+        step, body = CONTEXT - has_bos, text[has_bos:]
+        for first in range(0, len(body), step):
+            piece = text[:has_bos] + body[first : first + step]
+            _, cache = model.run_with_cache(torch.tensor([piece]))
+            pattern = cache[head.hook("pattern", model)][0, head.index]
+            z = cache[head.hook("z", model)][0, :, head.index]
+            for q in range(has_bos, len(piece)):
+                low = max(0, q - 4)
+                rows.append(
+                    {
+                        "piece": piece,
+                        "q": q,
+                        "row": pattern[q].tolist(),
+                        "norm": (z[q] @ W_O).norm().item(),
+                        "place": (number, first + q),
+                        "tokens": piece[low : q + 2],
+                        "weights": pattern[q, low : q + 2].tolist(),
+                        "position": q - low,
+                        "bos": pattern[q, 0].item() * has_bos,
+                    }
+                )
+    return rows
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_they_are_those_of_a_loop_over_texts(model, has_bos, monkeypatch, tmp_path):
+    tokenizer = tiny_tokenizer(D_VOCAB, tmp_path) if has_bos else None
+    monkeypatch.setattr(model, "tokenizer", tokenizer)
+    bos = tokenizer.bos_token_id if has_bos else 1
+    texts, shown = corpus(bos), partial(token_text, model)
+    statistics = neurons.head_statistics(
+        model, NAMES, texts, k=4, **QUIET, batch_size=1 + 2 * has_bos
+    )
+    frame, looks = statistics.frame(), statistics.looks().set_index("name")
+    for name in NAMES:
+        every = looked_up(model, texts, name, has_bos)
+        n = len(every)
+        assert statistics.n_tokens == n
+        assert looks["bos"][name] == pytest.approx(sum(row["bos"] for row in every) / n)
+        offsets, moved = defaultdict(float), [defaultdict(float), defaultdict(float)]
+        count = defaultdict(int)
+        for row in every:
+            count[row["piece"][row["q"]]] += 1
+            for k in range(has_bos, len(row["piece"])):
+                offsets[row["q"] - k] += row["row"][k] / n
+                if k != row["q"]:
+                    moved[0][row["piece"][k]] += row["row"][k]
+                    moved[1][row["piece"][row["q"]]] += row["row"][k]
+        got = statistics.offsets(name)
+        assert got.to_dict() == pytest.approx({i: offsets[i] for i in got.index}, abs=1e-12)
+        assert looks["itself"][name] == pytest.approx(offsets[0])
+        assert looks["bos"][name] + got.sum() == pytest.approx(1)
+        for side, sums in zip(("attended", "attending"), moved, strict=True):
+            rows = statistics.tokens(name, side)
+            wanted = {shown(t): x / sum(sums.values()) for t, x in sums.items() if x}
+            assert dict(zip(rows["token"], rows["share"], strict=True)) == pytest.approx(wanted)
+            means = {shown(token): x / count[token] for token, x in sums.items() if x}
+            assert dict(zip(rows["token"], rows["mean"], strict=True)) == pytest.approx(means)
+            assert rows["share"].is_monotonic_decreasing
+        expected = sorted(every, key=lambda row: -row["norm"])[:4]
+        for row, wanted in zip(
+            frame[frame["name"] == name].to_dict("records"), expected, strict=True
+        ):
+            assert row["value"] == pytest.approx(wanted["norm"], rel=1e-9)
+            # Equal values may have another order after rounding.
+            place = row["text"], row["at"]
+            wanted = next(other for other in every if other["place"] == place)
+            assert row["value"] == pytest.approx(wanted["norm"], rel=1e-9)
+            assert row["position"] == wanted["position"]
+            assert list(row["tokens"]) == list(map(shown, wanted["tokens"]))
+            assert list(row["weights"]) == pytest.approx(wanted["weights"], rel=1e-9, abs=1e-12)
+            assert row["bos"] == pytest.approx(wanted["bos"], rel=1e-9)
+
+
+def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
+    texts, names = corpus()[:3] + corpus()[4:], [*NAMES, "L0N3", "L1N29"]
+    options = {"k": 3, **QUIET, "batch_size": 2}
+    both = neurons.corpus_statistics(plain, names, texts, **options)
+    heads = neurons.head_statistics(plain, NAMES, texts, **options)
+    only = neurons.neuron_statistics(plain, ["L0N3", "L1N29"], texts, **options)
+    for got, wanted in ((both.heads, heads), (both.neurons, only)):
+        values, others = (x.frame()["value"].tolist() for x in (got, wanted))
+        assert values == pytest.approx(others, rel=1e-9)
+    read = neurons.HeadStatistics.load(heads.save(tmp_path / "heads.safetensors"))
+    assert read.frame().equals(heads.frame())
+    assert read.of(["L1H0"]).looks().equals(heads.looks().iloc[[1]].reset_index(drop=True))
+    assert neurons.head_statistics(plain, None, texts, **options).names[:2] == ("L0H0", "L0H1")
+    monkeypatch.setattr(so_far, "_SECONDS", 0.0)
+    folder = tmp_path / "kept"
+    neurons.corpus_statistics(plain, names, texts[:2], **options, resume=folder)
+    resumed = neurons.corpus_statistics(plain, names, texts, **options, resume=folder)
+    assert resumed.heads.looks()["bos"].tolist() == pytest.approx(both.heads.looks()["bos"])
+    for side in ("attended", "attending"):
+        got, wanted = (x.heads.tokens("L1H0", side) for x in (resumed, both))
+        assert got["token"].tolist() == wanted["token"].tolist()
+        assert got["mean"].tolist() == pytest.approx(wanted["mean"].tolist())
+    for call, reason in (
+        (lambda: neurons.head_statistics(plain, ["L0N3"], texts), "got L0N3, a neuron; expected"),
+        (lambda: neurons.neuron_statistics(plain, ["L0H1"], texts), "got L0H1, an attention head"),
+        (lambda: heads.tokens("L0H1", "both"), "got 'both'; expected 'attended'"),
+        (lambda: heads.offsets("L0H7"), "got 'L0H7'"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            call()
+
+
+def by_loss(model, text, name, position, scale):
+    head = HeadName.parse(name)
+
+    def multiply(z, hook):
+        z = z.clone()
+        z[:, position, head.index] *= scale
+        return z
+
+    with torch.no_grad():
+        hooks = [(head.hook("z", model), multiply)]
+        logits = model.run_with_hooks(torch.tensor([text]), fwd_hooks=hooks)
+    logs = logits[0, :-1].log_softmax(-1)
+    return -logs[torch.arange(len(text) - 1), torch.tensor(text[1:])].mean().item()
+
+
+def test_attributions_are_derivatives(plain):
+    texts = [[3, 5, 7, 11], [2, 13, 17]]
+    assert D_VOCAB > 17
+    options = QUIET | {"ends": "largest"}
+    frame = neurons.head_statistics(plain, NAMES, texts, 7, p.loss(), **options).frame()
+    assert len(frame) == 21
+    for row in frame.to_dict("records"):
+        place = texts[row["text"]], row["name"], row["at"]
+        slope = (by_loss(plain, *place, 1.001) - by_loss(plain, *place, 0.999)) / 0.002
+        assert row["value"] == pytest.approx(slope, rel=1e-4, abs=1e-8)
