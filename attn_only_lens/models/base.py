@@ -34,7 +34,7 @@ class ModelHost(Host):
 
 
 class HookedTransformerHost(ModelHost):
-    """A `HookedTransformer`, converted or exposed."""
+    """The host of a converted or exposed `HookedTransformer`."""
 
     def final_norm(self) -> Norm:
         """Return the norm before the unembedding."""

@@ -308,7 +308,7 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return the attention settings that no stock model can have, and whether the model uses them."""
+    """Return the attention settings that no stock model can have, and whether they are on."""
     cfg: Any = model.cfg.layer_cfg(0)  # these settings are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
