@@ -197,7 +197,7 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
     if heads := exposed_heads(model):
         if gating != heads[0].gating:
             raise UnsupportedModelError(
-                [f"they are already exposed, with {heads[0].gating}: call undo() first"], _PROBLEM
+                [f"they are exposed already, with {heads[0].gating}: call undo() first"], _PROBLEM
             )
         return ExposedNeurons(model, first=False)
     with evaluation_without_hooks(getattr(block, "mlp", None) for block in model.blocks):

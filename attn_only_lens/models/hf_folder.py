@@ -143,7 +143,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
         names = sorted(set(shards.values()))
         # Check names, not resolved paths: files in the hub's cache are links to other folders.
         if odd := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-            return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside the folder"]
+            return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside of the folder"]
         missing = [name for name in names if not (folder / name).is_file()]
         return [folder / name for name in names], [f"{name} is missing" for name in missing]
     unread = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)

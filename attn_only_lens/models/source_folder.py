@@ -154,7 +154,7 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
         )
     files = [key for key in settings if str(key).endswith("_file") and settings[key] is not None]
     if any(os.path.exists(str(settings[key])) for key in files):
-        raise CheckpointError(f"{path} names files outside its folder: {', '.join(files)}")
+        raise CheckpointError(f"{path} names files outside of its folder: {', '.join(files)}")
     options |= {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
