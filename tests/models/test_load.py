@@ -223,7 +223,7 @@ QUANTISED = {"quant_method": "gptq", "bits": 4}
 DAMAGED = {
     "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
-    "no model": (lambda f: (f / "config.json").write_text("[]"), "is not a model configuration: got list"),
+    "no model": (lambda f: (f / "config.json").write_text("[]"), "model configuration: got list"),
     "unknown": (lambda f: change_config(f, model_type="abacus", architectures=[]), "abacus"),
     "unserved": (
         lambda f: change_config(f, model_type="clvp", architectures=["ClvpModel"]),
