@@ -159,8 +159,10 @@ def gating_for(
     if isinstance(gate, GeneralizedSiLU):
         return Gating(silu=gate), []
     if not isinstance(gate, Bilinear):
-        expected = "'exact', Bilinear(...) or gates.GeneralizedSiLU(a_1, a_2) of attn_only_lens"
-        return EXACT, [f"got gate={gate!r}; expected {expected}"]
+        return EXACT, [
+            f"got gate={gate!r}; expected 'exact', attn_only_lens.Bilinear(...) or "
+            "attn_only_lens.gates.GeneralizedSiLU(a_1, a_2)"
+        ]
     try:
         gating = _gated(gate, act_fn, n_layers) if gated else _plain(gate, act_fn, dtype)
     except ValueError as error:

@@ -104,7 +104,7 @@ def atomic_folder(
             foreign = [name for name in names if name not in known]
         if foreign:
             raise CheckpointError(
-                f"{folder} holds more than a saved model, it also holds {', '.join(foreign[:5])}"
+                f"{folder} holds more than a saved model; it also holds {', '.join(foreign[:5])}"
                 f"{', …' if len(foreign) > 5 else ''}: choose another folder, or move these files"
             )
     with atomic_write(folder) as new:
