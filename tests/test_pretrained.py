@@ -120,9 +120,9 @@ def damaged(tmp_path, name, change):
     ("name", "change", "message"),
     [
         ("model.safetensors", lambda data: data[:-100], "is not a readable safetensors file"),
-        ("config.json", lambda data: data[:-10], "is no JSON"),
+        ("config.json", lambda data: data[:-10], "is not valid JSON"),
         ("config.json", lambda data: data.replace(b"512", b"509"), r"W_in has shape \(128, 512\)"),
-        ("config.json", lambda data: b"[1, 2]", "is not a model's: got list"),
+        ("config.json", lambda data: b"[1, 2]", "is not a model configuration: got list"),
         ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt"), "n_cxt is not known"),
     ],
 )

@@ -1,6 +1,6 @@
-"""The kinds of models with neuron-heads, and what is done to a whole model.
+"""The kinds of models with neuron-heads, and the functions that act on a whole model.
 
-`__init__.pyi` lists the results of public functions; they are imported when they are first used.
+`__init__.pyi` lists the public result classes, which are imported at their first use.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The classes of results, and where they are defined."""
+"""The public result classes, and the modules that define them."""
 
 from .expose import ExposedNeurons
 from .gate_option import Calibration

@@ -1,4 +1,4 @@
-"""What converted and exposed models have in common: their hosts, and the checks of hooks.
+"""Code that converted and exposed models share: their hosts, and the checks of user-added hooks.
 
 TransformerLens ignores hooks that can never fire; these models refuse them.
 """
@@ -18,43 +18,43 @@ from attn_only_lens.tl import HookedTransformer
 
 
 class ModelHost(Host):
-    """A model whose weights are checked by its modules and by the hooks on them."""
+    """A host that checks modules and torch hooks before an analysis reads the weights."""
 
     def require_weights(self) -> None:
-        """Refuse replaced modules, and torch hooks that may change what weights compute."""
+        """Refuse replaced modules, and torch hooks that may change the result of a weight."""
         InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
 
     def norm_modules(self) -> list[nn.Module]:
-        """Return the norms of the stream, and of queries and keys."""
+        """Return the norm modules of the residual stream, and those of queries and keys."""
         return norm_modules(self.model)
 
     def norms_of(self, seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-        """Return the norms that modules are, by an input and its output."""
+        """Identify the norm that each module computes, from one input and its output."""
         return norms_of(seen)
 
 
 class HookedTransformerHost(ModelHost):
-    """A `HookedTransformer`, converted or exposed."""
+    """The host of a converted or exposed `HookedTransformer`."""
 
     def final_norm(self) -> Norm:
         """Return the norm before the unembedding."""
         return known_norm(getattr(self.model, "ln_final", None))
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the length of the keys in the first block's entry of a cache."""
+        """Return the number of tokens in a key-value cache, by the keys of the first block."""
         entry = kwargs.get("past_kv_cache_entry")
         return 0 if entry is None else int(entry.past_keys.shape[1])
 
 
 class HookChecks(HookedTransformer):
-    """A HookedTransformer with hook points that fire only under some settings, or never."""
+    """A HookedTransformer that refuses hooks on hook points that would never fire."""
 
     def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens, for hook points that fire under the present settings."""
+        """Return TransformerLens' caching hooks, only for hook points that now fire."""
         return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens, for hook points that fire under the present settings."""
+        """Add TransformerLens' caching hooks, only to hook points that now fire."""
         return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     @contextmanager
@@ -65,10 +65,10 @@ class HookChecks(HookedTransformer):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
-        """As in TransformerLens, but refuse hooks that could never fire before adding any.
+        """Add hooks as TransformerLens does, but first refuse hooks that could never fire.
 
         Raises:
-            UnsupportedCallError: a hook point does not exist, or does not fire under the present
+            UnsupportedCallError: a hook point does not exist, or does not fire under the current
                 settings (for example `hook_result` without `set_use_attn_result(True)`).
         """
         fwd_hooks, bwd_hooks = list(fwd_hooks), list(bwd_hooks)
@@ -84,7 +84,7 @@ class HookChecks(HookedTransformer):
     def add_hook(
         self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """As in TransformerLens, with the checks of `hooks`."""
+        """Add a hook as TransformerLens does, after the same checks as in `hooks`."""
         self._require_all([name])
         wanted = self._wanted(name)
         if callable(wanted):
@@ -95,26 +95,26 @@ class HookChecks(HookedTransformer):
     def check_hooks_to_add(
         self, hook_point: HookPoint, hook_point_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse a hook on a point that does not fire under the present settings."""
+        """Refuse a hook on a hook point that does not fire under the current settings."""
         self._require_firing(hook_point_name)
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Return why a hook point does not fire under the present settings; None if it fires."""
+        """Return why a hook point does not fire under the current settings; None if it fires."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return the name, or the function of names, to pass to TransformerLens instead."""
+        """Return the name, or the filter of names, to pass to TransformerLens for `wanted`."""
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse hooks that never fire, among hooks that are added together."""
+        """Refuse a group of hooks, added in one call, if one of them would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)
 
     def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """Return a filter for hook points that fire; refuse the name of one that does not."""
+        """Return a filter that selects hook points that fire; refuse the names of others."""
         if isinstance(names_filter, str):
             names_filter = [names_filter]
         if isinstance(names_filter, list | tuple | set | frozenset):

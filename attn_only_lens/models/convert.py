@@ -14,20 +14,20 @@ from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import HookedTransformer
 
 
-@torch.inference_mode(False)  # weights of inference mode could never be trained
+@torch.inference_mode(False)  # weights made in inference mode could never be trained
 def convert(
     model: HookedTransformer, *, gate: GateOption = "exact", copy_weights: bool = False
 ) -> AttentionOnlyTransformer:
     """Return an attention-only model with the same logits as `model`.
 
-    It has two blocks a layer. Source layer l becomes block 2l, its attention heads, and block
-    2l + 1, its d_mlp neurons as heads of width 1 under `attn`. Each token attends to itself with
-    weight p(q) and to a static bias token with weight 1 - p(q), where act(q) = q · p(q). With no
-    hook on a neuron block, the logits are bitwise those of `model`; with hooks they agree to
-    rounding. Filters for the hooks of heads, such as `name.endswith("hook_z")`, also select those
-    of neuron-heads.
+    It has two blocks for each layer of the source. Block 2l holds the attention heads of source
+    layer l. Block 2l + 1 holds its d_mlp neurons, as heads of width 1 under `attn`. Each token
+    attends to itself with weight p(q) and to a static bias token with weight 1 - p(q), where
+    act(q) = q · p(q). With no hook on a neuron block, the logits are bitwise those of `model`; with
+    hooks they agree up to rounding. Filters for the hooks of heads, such as
+    `name.endswith("hook_z")`, also select the hooks of neuron-heads.
 
-    With `gate=Bilinear(...)`, several heads a neuron approximate the activation. The model then
+    With `gate=Bilinear(...)`, several heads per neuron approximate the activation. The model then
     computes the approximation, with hooks or without.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
@@ -37,19 +37,19 @@ def convert(
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see
             `expose_neuron_heads`.
-        gate: "exact", one head a neuron with the activation's own pattern;
-            `GeneralizedSiLU(a_1, a_2)`, the same for an activation that has no name; or
+        gate: "exact" for one head per neuron, with the activation's own pattern;
+            `GeneralizedSiLU(a_1, a_2)` for an exact gate of an activation that has no name; or
             `Bilinear(...)`.
         copy_weights: copy the weights. By default both models share them, so that conversion costs
-            no memory; then training either trains both. If fold_ln is later applied to the source,
-            a converted model that shares its weights raises an error wherever it is used.
+            no memory; then training either model trains both. If fold_ln is later applied to the
+            source, a converted model that shares its weights raises an error wherever it is used.
 
     Returns:
-        The converted model, on the device and in the dtype of `model`, without its hooks.
+        The converted model, with the device and dtype of `model`, but without its hooks.
 
     Raises:
-        UnsupportedModelError: with every reason why the model cannot be converted exactly, such as
-            attached hooks, which the new model would not have.
+        UnsupportedModelError: the model cannot be converted exactly. The error lists all reasons,
+            such as attached hooks, which the new model would not have.
 
     Example:
         >>> import torch

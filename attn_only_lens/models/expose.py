@@ -1,4 +1,4 @@
-"""Expose neuron-heads in place: the model keeps its class and modules, its neurons become heads."""
+"""Expose neuron-heads in place: the model keeps its class and modules; its neurons become heads."""
 
 from contextlib import ExitStack
 from typing import Any, cast
@@ -40,10 +40,10 @@ _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
 
 class ExposedNeurons:
-    """A model with its neuron-heads exposed, which `undo` hides again.
+    """A model with exposed neuron-heads; `undo` hides them again.
 
-    As a context manager it returns the model, and hides the neuron-heads at the end unless they
-    were exposed before.
+    As a context manager it returns the model. At the end of the block it hides the neuron-heads,
+    unless they were already exposed before.
 
     Attributes:
         model: the model; with `copy=True`, the copy.
@@ -65,10 +65,10 @@ class ExposedNeurons:
         self._first = first
 
     def undo(self) -> None:
-        """Restore the model: its class, its hook points, its registries.
+        """Restore the model's class, hook points and hook registries.
 
-        Hooks on the hook points of neuron-heads are lost; all others stay. A second call does
-        nothing.
+        Hooks on the hook points of neuron-heads are removed; all other hooks stay. A second call
+        does nothing.
         """
         hide(self.model)
 
@@ -89,26 +89,27 @@ def expose_neuron_heads(
 ) -> ExposedNeurons:
     """Expose the neurons of a model as attention heads, next to its MLPs.
 
-    `convert` builds a model with blocks of neuron-heads; this function adds hook points to the MLPs
-    of the model itself, with the shapes of heads:
+    `convert` builds a new model with blocks of neuron-heads. This function instead adds hook points
+    with the shapes of heads to the MLPs of the model itself:
 
         q        blocks.{l}.mlp.hook_neuron_query     attn_scores  blocks.{l}.mlp.hook_neuron_logits
         k        blocks.{l}.mlp.hook_neuron_key       pattern      blocks.{l}.mlp.hook_neuron_probs
         v        blocks.{l}.mlp.hook_neuron_value     z            blocks.{l}.mlp.hook_neuron_act
                                                       result       blocks.{l}.mlp.hook_neuron_write
 
-    `HeadName.hook` returns these names. They differ from the names of attention's hooks, so that a
-    filter for those, such as `name.endswith("hook_z")`, selects the same hooks as on other models.
+    `HeadName.hook` returns these names. They differ from the names of attention hooks, so a filter
+    such as `name.endswith("hook_z")` selects only attention hooks, as on other models.
 
     All names, weights and tools of the model stay, and every hook fires as before. With exact gates
     and no hook on the new hook points, only the model's own code runs, so its logits stay bitwise
-    the same. With hooks they agree to rounding.
+    the same. With such hooks, the logits agree up to rounding.
 
-    An edit at a hook point reaches all later ones: hook_pre, then q, k, v, attn_scores, pattern and
-    z of the heads, then hook_post, then their result. As with attention heads, the result fires
-    only after `model.set_use_attn_result(True)`.
+    An edit at a hook point affects all later hook points: hook_pre, then q, k, v, attn_scores,
+    pattern and z of the heads, then hook_post, then the result of the heads. As with attention
+    heads, the result fires only after `model.set_use_attn_result(True)`.
 
-    Each MLP runs on a small random batch before and after, to check that its outputs are the same.
+    Each MLP runs on a small random batch before and after exposing, to check that its outputs are
+    the same.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.
@@ -122,16 +123,17 @@ def expose_neuron_heads(
         copy: expose the neuron-heads of a copy, with separate modules, hook points and settings,
             and leave `model` unchanged.
         copy_weights: copy the weights too. By default the copy shares them with `model` and costs
-            no memory; then training either trains both, and changing the dtype or device of one
-            separates them. If fold_ln is later applied to `model`, a `HookedTransformer`, a copy
-            that shares its weights raises an error wherever it is used.
+            no memory. Then training either model trains both; changing the dtype or device of one
+            model separates them. If fold_ln is later applied to a `HookedTransformer`, a copy that
+            shares its weights raises an error wherever it is used.
 
     Returns:
-        A context manager with `model`, the exposed model, and `undo`. If the model is exposed with
-        the same gates already, nothing changes.
+        A context manager with `model`, the exposed model, and `undo`. If the neuron-heads are
+        already exposed with the same gates, nothing changes.
 
     Raises:
-        UnsupportedModelError: with every reason against it; the model is unchanged.
+        UnsupportedModelError: the neuron-heads cannot be exposed. The error lists all reasons, and
+            the model is unchanged.
 
     Example:
         >>> import torch
@@ -149,7 +151,7 @@ def expose_neuron_heads(
     silu = gate if isinstance(gate, GeneralizedSiLU) else None
     UnsupportedModelError.raise_if(_model_reasons(model, copy, copy_weights, silu), _PROBLEM)
     if copy:
-        with torch.inference_mode(False):  # weights of inference mode could never be trained
+        with torch.inference_mode(False):  # weights made in inference mode could never be trained
             source, model = model, copy_model(model, copy_weights=copy_weights)
         if isinstance(model, HookedTransformer) and not copy_weights:
             share_weights(source, model)
@@ -166,15 +168,15 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return why a model cannot be exposed, before its MLPs are recognised."""
+    """Return the reasons against exposing a model that are known before its MLPs are examined."""
     if copy_weights and not copy:
-        return ["got copy_weights=True; give copy=True with it"]
+        return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
         return reasons
     if isinstance(model, HookedTransformer) and model.cfg.n_devices > 1:
         return [
-            f"it is spread over {model.cfg.n_devices} devices; load it on one (n_devices=1), or as "
-            "a TransformerBridge with a device_map"
+            f"it is spread over {model.cfg.n_devices} devices; load it on one device "
+            "(n_devices=1), or as a TransformerBridge with a device_map"
         ]
     if copy and (reasons := reasons_against_copying(model)):
         try:
@@ -186,7 +188,7 @@ def _model_reasons(
 
 
 def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose the neuron-heads of known MLPs with given gates, after checking that these fit."""
+    """Expose the neuron-heads of recognised MLPs, after checking that the gates fit the MLPs."""
     try:
         gated = mlps[0].points.pre_linear is not None
         gating.require_fit(mlps[0].act_fn, gated, len(mlps))
@@ -212,7 +214,7 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
 @full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
-    """Show the heads if every MLP computes the same before, after, and with all hooks live."""
+    """Show the heads if every MLP has the same output before, after, and with all hooks live."""
     try:
         inputs = [
             normal_numbers((2, 7, layer.W_out.shape[1]), 2).to(layer.W_out) for layer in heads
@@ -226,7 +228,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
                 measured.append((layer, _differences(layer, x, expected)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer.layer}: {error}")
-        # One look at the numbers of all layers, since a look waits for the device.
+        # Read the values of all layers at once, since each read waits for the device.
         together = [x.to(before[0].device) for _, x in measured]
         numbers = torch.stack(together).tolist() if together else []
         for (layer, x), row in zip(measured, numbers, strict=True):
@@ -240,10 +242,10 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
 
 
 def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "4"]:
-    """Return the largest |Δ output|, and the largest |output|, of an exposed MLP.
+    """Return the largest |Δ output| of three comparisons, and the largest |output|, of an MLP.
 
-    The differences are those of the sum of its heads, of the MLP without hooks on them, and of the
-    MLP with such hooks.
+    The compared outputs are: the sum of the heads and the MLP with hooks on its heads; the MLP
+    after and before exposing, without such hooks; the MLP with and without such hooks.
     """
     silent = run_mlp(heads.mlp, heads.mlp_points, x)
     with ExitStack() as stack:
@@ -252,7 +254,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
         seen: list[Tensor] = []
         stack.callback(heads.hook_z.register_forward_hook(lambda *a: seen.append(a[-1])).remove)
         live = run_mlp(heads.mlp, heads.mlp_points, x)
-    # The sum for one token, since it has d_mlp · d_model terms.
+    # Sum the heads for one token only, since the sum has d_mlp · d_model terms per token.
     token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
     with heads.passing.new_pass({(heads.layer, "written"): token}):
         summed = heads.write(live[:1, :1])
@@ -262,11 +264,11 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return why an MLP is not exposed, by its `_differences`."""
+    """Return why an MLP cannot be exposed, given the result of `_differences`."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:
-        reasons.append("its MLP does not compute the same for the same input twice")
+        reasons.append("its MLP gives two different outputs for the same input")
     others = {"activations are not those": with_hooks, "output is not the sum": of_sum}
     for text, difference in others.items():
         if not difference <= logit_tolerance([heads], dtype) * largest:

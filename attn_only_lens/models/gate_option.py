@@ -25,9 +25,9 @@ class Calibration:
     """The ranges that bilinear gates of gated MLPs must cover.
 
     Attributes:
-        ranges: for each source layer, the largest |g| seen, g = x · W_gate, times `margin`.
+        ranges: for each source layer, `margin` times the largest |g| seen, where g = x · W_gate.
         margin: the factor that leaves room for other data.
-        n_tokens: the number of tokens of the measurement.
+        n_tokens: the number of tokens that the model was run on.
     """
 
     ranges: tuple[float, ...]
@@ -42,8 +42,8 @@ def calibrate(
     """Measure the range of gate pre-activations in every layer.
 
     A sum of sigmoids is bounded and the activation is not, so bilinear heads can approximate a gate
-    only on a range (`gates/bilinear.py`). Beyond it they saturate; `verify` reports the range of a
-    given input and the error that results.
+    only on a range (`gates/bilinear.py`). Beyond this range they saturate; `verify` reports the
+    largest pre-activation of a given input, and the resulting error.
 
     Args:
         model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
@@ -51,11 +51,11 @@ def calibrate(
         margin: the factor by which the largest value seen is multiplied.
 
     Returns:
-        The ranges, for `convert(model, gate=Bilinear(calibration=…))`.
+        The ranges, to pass to `convert(model, gate=Bilinear(calibration=…))`.
 
     Raises:
         UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), cannot
-            be converted, or computes numbers that are not finite on these tokens.
+            be converted, or computes values that are not finite on these tokens.
         UnsupportedCallError: the model cannot run on these tokens.
         InputError: the margin is not a number of at least 1.
 
@@ -73,7 +73,7 @@ def calibrate(
     """
     mlps = known_mlps(model, _PROBLEM)
     if any(mlp.points.pre_linear is None for mlp in mlps):
-        reason = "its MLPs are not gated: their bilinear gates hold for every input"
+        reason = "its MLPs are not gated, so their bilinear gates need no calibration"
         raise UnsupportedModelError([reason], _PROBLEM)
     margin = as_plain(margin)
     if not is_number(margin, 1):
@@ -100,7 +100,7 @@ _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "heads": ("a whole number", (int,)),
     "tolerance": ("a number", (int, float)),
     "slope": ("a number, or 'paper'", (int, float)),
-    "calibration": ("what calibrate returned", (Calibration,)),
+    "calibration": ("a result of calibrate(model, tokens)", (Calibration,)),
 }
 
 
@@ -109,16 +109,18 @@ class Bilinear:
     """Ask for bilinear gates: `convert(model, gate=Bilinear(heads=4))`.
 
     The model then uses only softmax over bilinear scores, as in the theorem. Each neuron becomes m
-    heads `L5N1234.0 … .m-1` that write along one vector, and approximate its activation within a
-    certified bound (`bilinear_gate`). In a plain MLP the bound holds for every real input, and silu
-    is exact with one head; in a gated MLP it holds on the calibrated range.
+    heads `L5N1234.0 … .m-1` that share one output direction, and approximate its activation within
+    a certified bound (`bilinear_gate`). In a plain MLP the bound holds for every real input, and
+    silu is exact with one head; in a gated MLP the bound holds on the calibrated range.
 
     Attributes:
-        heads: m, heads a neuron; by default the fewest within `tolerance`, or 8 for gated MLPs.
+        heads: m, the number of heads per neuron; by default the smallest number with an error
+            within `tolerance`, or 8 for gated MLPs.
         tolerance: for plain MLPs, the largest error of the activation; by default 1e-3.
-        calibration: for gated MLPs, which require it: `calibrate(model, tokens)`.
-        slope: for plain MLPs with one head, SiLU(slope · x) / slope: any k for relu, from 1 to 3.2
-            for the gelus, or "paper" for the paper's gelu with slope 1.702 (`bilinear_gate`).
+        calibration: the result of `calibrate(model, tokens)`, which gated MLPs require.
+        slope: for plain MLPs with one head per neuron, the slope in SiLU(slope · x) / slope: any
+            positive number for relu, 1 to 3.2 for the gelus, or "paper" for the paper's gelu with
+            slope 1.702 (`bilinear_gate`).
 
     Raises:
         InputError: a field has the wrong type.
@@ -140,7 +142,7 @@ class Bilinear:
             value = as_plain(getattr(self, name))
             object.__setattr__(self, name, value)
             named = name == "slope" and value == "paper"
-            if value is not None and not named and type(value) not in types:  # True is no number
+            if value is not None and not named and type(value) not in types:  # True is not a number
                 wrong.append(f"got {name}={value!r}; expected {expected}")
         InputError.raise_if(wrong, "Bilinear cannot use these values")
 
@@ -151,14 +153,16 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> tuple[Gating, list[str]]:
-    """Return the gates of an option for a model with such MLPs, and why they do not exist."""
+    """Return the gates that an option asks for, and the reasons if they do not exist."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT, []
     if isinstance(gate, GeneralizedSiLU):
         return Gating(silu=gate), []
     if not isinstance(gate, Bilinear):
-        expected = "'exact', Bilinear(...) or gates.GeneralizedSiLU(a_1, a_2) of attn_only_lens"
-        return EXACT, [f"got gate={gate!r}; expected {expected}"]
+        return EXACT, [
+            f"got gate={gate!r}; expected 'exact', attn_only_lens.Bilinear(...) or "
+            "attn_only_lens.gates.GeneralizedSiLU(a_1, a_2)"
+        ]
     try:
         gating = _gated(gate, act_fn, n_layers) if gated else _plain(gate, act_fn, dtype)
     except ValueError as error:
@@ -172,11 +176,12 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
             "got a calibration for plain MLPs, whose gates hold for every input: leave it out"
         )
     gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
-    slope, room = max(gate.b), torch.finfo(dtype).max / 64  # for pre-activations
+    # The factor 64 leaves room for pre-activations.
+    slope, room = max(gate.b), torch.finfo(dtype).max / 64
     if slope > room:
         raise ValueError(
-            f"its slope would be {slope:.3g}, too steep for scores in {dtype}: pass a tolerance of "
-            f"{gate.bound * slope / room:.1g} or more, or convert in float32"
+            f"the gate's slope would be {slope:.3g}, too steep for attention scores in {dtype}: "
+            f"pass a tolerance of {gate.bound * slope / room:.1g} or more, or convert in float32"
         )
     chosen = act_fn == "relu" or option.slope is not None
     return Gating("bilinear", gate.heads_per_neuron, slope if chosen else None)

@@ -1,7 +1,8 @@
-"""Read a folder of Hugging Face transformers into a TransformerBridge: safetensors and JSON only.
+"""Load a Hugging Face folder as a TransformerBridge, from safetensors and JSON files only.
 
-The bridge is that of `TransformerBridge.boot_transformers`. transformers fills missing weights with
-random numbers and leaves out unknown ones, with a warning; here both are errors.
+The bridge equals the one that `TransformerBridge.boot_transformers` builds. transformers only warns
+when it fills missing weights with random numbers, or leaves out unknown weights; here both are
+errors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +40,7 @@ from attn_only_lens.models.transformers_module import DEQUANTISE, config_reasons
 from attn_only_lens.storage import limit_size, out_of_range, read_json, require_few_layers
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safetensors")
-"""The files that are read, and looked for at the hub."""
+"""Patterns of the files that are read from a folder, or downloaded from the hub."""
 _INDEX = f"{WEIGHTS}.index.json"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken")
@@ -66,18 +67,18 @@ def read_hf_folder(
     device: torch.device,
     attention: str | None = None,
 ) -> TransformerBridge:
-    """Return the bridge of a folder; `name` is its `cfg.model_name`.
+    """Return the bridge for a Hugging Face folder; `name` becomes its `cfg.model_name`.
 
-    `attention` is the implementation of attention in transformers, by default as in
+    `attention` is transformers' attention implementation, by default the same as in
     `boot_transformers`.
     """
     try:
         return _bridge(folder, name, dtype, device, attention)
-    except Exception as error:  # transformers and TransformerLens raise all kinds
+    except Exception as error:  # transformers and TransformerLens raise errors of all kinds
         reason = str(error)
         if not isinstance(error, CheckpointError):
-            code = " It needs code of its own, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # whose text is only a key
+            code = " The model needs its own code, which is never run." * ("remote_code" in reason)
+            kind = "KeyError: " * isinstance(error, KeyError)  # the error's text is only the key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -109,7 +110,7 @@ def _bridge(
         device=device,
         model_name=name,
     )
-    if not has_bos:  # TransformerLens has made EOS its BOS, and would begin every text with it
+    if not has_bos:  # TransformerLens now uses EOS as BOS, and would begin every text with it
         bridge.cfg.default_prepend_bos = False
     return bridge
 
@@ -120,27 +121,27 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: dict[str, Any]) -> list[str]:
-    """Return why a folder does not hold a language model, though its layers would make one."""
+    """Return a reason against a model that was trained for another task, such as classification."""
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [
-                f"it is a {name}, whose head is not a language model's and would be left out; "
-                "expected a language model, such as the one that it was trained from"
+                f"it is a {name}, whose output head is not for language modelling and would be "
+                "left out; expected a language model, such as the one that it was fine-tuned from"
             ]
     return []
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the safetensors files of the model, and why there are none."""
+    """Return the model's safetensors files, and the reasons if they cannot be read."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], []
     if (folder / _INDEX).is_file():
         index = read_json(folder / _INDEX)
         shards = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-            return [], [f"{_INDEX} has no weight_map of names to files"]
+            return [], [f"{_INDEX} has no weight_map that maps weight names to files"]
         names = sorted(set(shards.values()))
-        # By the name: in the cache of the hub the files themselves are links to elsewhere.
+        # Check names, not resolved paths: files in the hub's cache are links to other folders.
         if odd := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
             return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside of the folder"]
         missing = [name for name in names if not (folder / name).is_file()]
@@ -148,13 +149,13 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
     unread = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
     instead = f"; {', '.join(unread[:_SHOWN])} is not read" if unread else ""
     return [], [
-        f"{WEIGHTS} is missing{instead}: expected safetensors, which save_pretrained of "
-        "transformers writes (a pickle, such as .bin, can run any code)"
+        f"{WEIGHTS} is missing{instead}: expected safetensors, as transformers' save_pretrained "
+        "writes them (a pickle, such as a .bin file, can execute arbitrary code)"
     ]
 
 
 def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Return the tensors of safetensors files without their numbers."""
+    """Return meta tensors with the names, shapes and dtypes of the tensors in safetensors files."""
     tensors = {}
     for path in files:
         try:
@@ -164,13 +165,13 @@ def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
                     shape = stored.get_shape()
                     empty = stored[:0] if shape else file.get_tensor(key)
                     tensors[key] = torch.empty(shape, dtype=empty.dtype, device="meta")
-        except Exception as error:  # safetensors, torch and the file system raise all kinds
+        except Exception as error:  # safetensors, torch and the file system raise different errors
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     return tensors
 
 
 def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
-    """Return which weights are stored as integers, or in so few bits that they need a scale."""
+    """Return which weights are stored as integers, or in fewer than 16 bits and so with a scale."""
     kinds = {
         str(tensor.dtype).removeprefix("torch."): key
         for key, tensor in tensors.items()
@@ -182,7 +183,7 @@ def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
 def _build(
     folder: Path, name: str, dtype: torch.dtype, attention: str | None
 ) -> tuple[Any, str, dict[str, Any]]:
-    """Return the model of transformers, its architecture, and what was missing or left over."""
+    """Return the transformers model, its architecture, and its missing and unexpected weights."""
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **offline)
     architecture = determine_architecture_from_hf_config(config)
@@ -207,7 +208,7 @@ def _build(
 
 
 def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
-    """Return how the weights of a folder are not those of its configuration."""
+    """Return which weights in a folder do not match its configuration."""
     kinds = {
         "missing": sorted(info["missing_keys"]),
         "of another shape": sorted(f"{key[0]} {list(key[1])}" for key in info["mismatched_keys"]),
@@ -222,9 +223,9 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return True for a weight of a module, or of a layer, that the model has or should have.
+    """Return True if a weight belongs to a module or a layer that the model should have.
 
-    Other weights are of parts that its class does not have, such as BERT's pooler.
+    Other weights belong to parts that the model's class does not have, such as BERT's pooler.
     """
     module: Any = model
     *path, _ = key.split(".")
@@ -238,12 +239,12 @@ def _belongs(model: nn.Module, key: str) -> bool:
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Read the tokenizer; None where the folder has no vocabulary."""
+    """Read the tokenizer; return None if the folder has no vocabulary."""
     if not any(path for pattern in _VOCABULARIES for path in folder.glob(pattern)):
-        return None  # transformers would make an empty one of some classes
+        return None  # transformers would make an empty tokenizer for some classes
     try:
         return read_tokenizer(folder, add_bos_token=True)  # as boot_transformers does
     except CheckpointError as error:
         if not isinstance(error.__cause__, ValueError):
             raise
-        return read_tokenizer(folder)  # one without a BOS
+        return read_tokenizer(folder)  # this tokenizer has no BOS

@@ -22,13 +22,13 @@ from attn_only_lens.storage import open_folder, read_json
 from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet, require_hooked_transformer
 
 _EXPECTED = (
-    "a Hugging Face name or folder, a folder that `save` or `grow` wrote, or one of a "
+    "a Hugging Face name or folder, a folder that `save` or `grow` wrote, or the folder of a "
     "HookedTransformer (transformer-lens 3.9)"
 )
 FolderKind = Literal["saved", "Hugging Face", "HookedTransformer"]
 
 
-@torch.inference_mode(False)  # weights of inference mode could never be trained
+@torch.inference_mode(False)  # weights made in inference mode could never be trained
 def load(
     model: str | os.PathLike[str],
     *,
@@ -39,28 +39,28 @@ def load(
     """Load a model by its name or from a folder.
 
         gpt2, EleutherAI/pythia-70m          from the Hugging Face hub: a TransformerBridge
-        a folder of transformers             config.json and safetensors: the same
-        a folder that grown.save_pretrained  or the command `grow` wrote: the same, or a
+        a Hugging Face folder                config.json and safetensors: a TransformerBridge
+        a folder that grown.save_pretrained  or the command `grow` wrote: a TransformerBridge or a
                                              HookedTransformer, as it was saved
         a folder that `save` wrote           the saved model with its neuron-heads
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 
-    If a folder has the given name, the folder is loaded. Only safetensors and JSON are read: no
-    pickles, and no code that lies next to a model. A folder needs no network; a name does, unless
-    the model is in the cache of the hub.
+    If a folder has the given name, the folder is loaded. Only safetensors and JSON files are read:
+    pickles are not read, and code in the folder is not run. Loading a folder needs no network;
+    loading a name does, unless the model is in the hub's cache.
 
     Texts begin with BOS if TransformerLens adds one for that family (GPT-2, LLaMA, Gemma; not Qwen,
     Phi, GPT-NeoX) and the tokenizer has one.
 
-    A bridge has the original weights, as from `TransformerBridge.boot_transformers`; its
+    A bridge has the original weights, as with `TransformerBridge.boot_transformers`; its
     `enable_compatibility_mode` folds and centres them. A `HookedTransformer` loaded by name has
-    folded and centred weights, as from `HookedTransformer.from_pretrained`.
+    folded and centred weights, as with `HookedTransformer.from_pretrained`.
 
     Args:
         model: a name or a folder.
-        device: the device of the model; by default the cpu.
-        dtype: the floating-point type; by default as `save` saved it, else float32.
+        device: the device of the model; by default the CPU.
+        dtype: the floating-point type; by default the type that `save` stored, otherwise float32.
         hooked: load a name as a HookedTransformer, for `convert` (transformer-lens 3.9).
 
     Returns:
@@ -68,9 +68,10 @@ def load(
         and its flags and its tied and frozen parameters are restored.
 
     Raises:
-        UnsupportedCallError: it is a HookedTransformer, which transformer-lens 4 does not have.
+        UnsupportedCallError: the model is a HookedTransformer, which transformer-lens 4 does not
+            have.
         CheckpointError: there is no such model; the folder is damaged, changed or newer than this
-            package; its weights are missing, left over or quantised; its tokenizer has more tokens
+            package; its weights are missing, unexpected or quantised; its tokenizer has more tokens
             than the model; or the device or dtype is unknown.
 
     Example:
@@ -95,14 +96,14 @@ def load(
         return load_source(folder, device=to_device, dtype=to_dtype or torch.float32)
     if hooked:
         raise CheckpointError(
-            f"{folder} holds a model of transformers, which is loaded as a TransformerBridge; "
-            "expected a TransformerLens name or a folder of a HookedTransformer"
+            f"{folder} holds a transformers model, which is loaded as a TransformerBridge; "
+            "expected a TransformerLens name or the folder of a HookedTransformer"
         )
     return read_hf_folder(folder, str(model), to_dtype or torch.float32, to_device)
 
 
 def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
-    """Return the kind of a folder; raise CheckpointError if there is no folder or no model."""
+    """Return the kind of model in a folder; raise CheckpointError if there is none."""
     folder = open_folder(model)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {model}; expected {_EXPECTED}")
@@ -114,7 +115,9 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
         )
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a model configuration: got {type(config).__name__}"
+        )
     of_transformers = config.keys() & {"model_type", "architectures", "transformers_version"}
     return "Hugging Face" if of_transformers else "HookedTransformer"
 
@@ -128,7 +131,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return True for a text that cannot be a name, or is the path of a file."""
+    """Return True if the text cannot be a model name, or if it is the path of a file."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)
@@ -138,7 +141,7 @@ def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     official = next((new for new, aliases in MODEL_ALIASES.items() if name in aliases), name)
     try:
         folder = snapshot_download(official, allow_patterns=list(FILES))
-    except (OSError, ValueError) as error:  # all errors of the hub derive from these
+    except (OSError, ValueError) as error:  # all hub errors derive from these two
         raise _not_found(name, error) from error
     return read_hf_folder(Path(folder), official, dtype, device)
 
@@ -155,19 +158,21 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
             )
     except (OSError, ValueError) as error:
         raise _not_found(name, error) from error
-    except Exception as error:  # TransformerLens raises all kinds
+    except Exception as error:  # TransformerLens raises errors of all kinds
         raise CheckpointError(
             f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "
-            f"{first_words(error)}; without hooked=True (--hooked) it is a TransformerBridge"
+            f"{first_words(error)}; without hooked=True (--hooked) it is loaded as a "
+            "TransformerBridge"
         ) from error
 
 
 def _not_found(name: str, error: Exception) -> CheckpointError:
-    reason = str(error).strip().partition(" Valid official model names")[0]  # hundreds
+    # TransformerLens lists hundreds of names after this text.
+    reason = str(error).strip().partition(" Valid official model names")[0]
     reason = first_words(ValueError(reason.partition("\n")[0] or type(error).__name__))
     if "trust_remote_code" in str(error):
-        reason = "it needs its own code, which this package never runs"
+        reason = "the model needs its own code, which this package never runs"
     return CheckpointError(
-        f"could not load {name!r}: {reason.rstrip('.')}. Expected {_EXPECTED}; without a "
-        "network, a folder or a model in the cache of the hub"
+        f"could not load {name!r}: {reason.rstrip('.')}. Expected {_EXPECTED}. Without a "
+        "network, only a folder or a model in the hub's cache can be loaded"
     )

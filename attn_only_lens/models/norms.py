@@ -1,18 +1,19 @@
-"""Norms between the residual stream and the heads of a layer, and the order of its sublayers.
+"""Find the norms between the residual stream and a layer's heads, and the order of its sublayers.
 
-After a norm, a head with weights W reads x W' from the stream x (a row), with W' = N W, up to the
-norm's bias and its scale, one number for each token:
+If a norm stands before a head with weights W, the head computes x W' from the stream x (a row
+vector), with W' = N W, apart from the norm's bias and its scale, which is one number per token:
 
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-Before a norm (OLMo 2; Gemma 2 has both), a head with output o writes o N. If queries and keys are
-normed again (Qwen 3, Gemma 3, OLMo 2), their weights are W_Q N and W_K N. A positive factor cancels
-in a composition score, so with frozen scales nothing is approximated.
+If a norm stands after a head with output o (OLMo 2; Gemma 2 has both kinds of norms), the head adds
+o N to the stream. If queries and keys are normalised again (Qwen 3, Gemma 3, OLMo 2), their weights
+are W_Q N and W_K N. A positive factor cancels in a composition score, so with frozen scales nothing
+is approximated.
 
 The configuration of a `HookedTransformer` says where its norms are. The names of a bridge's norms
-differ between versions, so the bridge runs once on two tokens (attached hooks fire): heads read
-through a norm if its output is their input, and write through it if their output is its input. The
+differ between versions, so the bridge runs once on two tokens (attached hooks fire). A norm stands
+before heads if its output equals their input, and after heads if its input equals their output. The
 matrices that a bridge calls W_Q, W_in and so on are compared with what its modules compute.
 """
 
@@ -47,16 +48,16 @@ class Norm:
     weight: Float[Tensor, "d_model"] | None  # w; None for ones
     centres: bool  # whether it subtracts the mean
     bias: Float[Tensor, "d_model"] | None = None  # added last; None for zero
-    module: nn.Module | None = None  # that computes it; None if there is no norm
+    module: nn.Module | None = None  # the module that computes it; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """Return N W, for weights that read through this norm."""
+        """Return N W, for weights W that are applied to this norm's output."""
         if self.weight is not None:
             weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
-        """Return o N, for rows that are written through this norm."""
+        """Return o N, for outputs o that pass through this norm."""
         return self.gain(self.centred(rows))
 
     def centred(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
@@ -64,12 +65,12 @@ class Norm:
         return x - x.mean(dim=-1, keepdim=True) if self.centres else x
 
     def gain(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Return x times w."""
+        """Return x times the gain w."""
         return x if self.weight is None else x * self.weight.to(x)
 
 
 NO_NORM = Norm(None, centres=False)
-"""The identity."""
+"""The identity, in places where a model has no norm."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +79,8 @@ class LayerNorms:
 
     attention: tuple[Norm, Norm]  # before and after its attention
     neuron: tuple[Norm, Norm]  # before and after its MLP
-    query: Norm  # of the queries, for each head or for all heads together
-    key: Norm
+    query: Norm  # the norm of the queries, for each head or for all heads together
+    key: Norm  # the norm of the keys
     parallel: bool  # whether attention and MLP read the same stream
 
 
@@ -88,7 +89,8 @@ def hooked_norms(
 ) -> list[LayerNorms]:
     """Return the norms of each source layer of a HookedTransformer, by its configuration.
 
-    `modules` holds, for each layer, the norms before attention and MLP, then those after, or None.
+    `modules` holds, for each layer, the norms before attention and MLP, then the norms after them;
+    None stands for no norm.
     """
     layers = []
     for attn, norms in zip(attention, modules, strict=True):
@@ -102,7 +104,7 @@ def hooked_norms(
 
 
 def bridge_final_norm(model: Any) -> Norm:
-    """Return the norm before the unembedding of a bridge, by a run on two tokens."""
+    """Run a bridge on two tokens, and return the norm before its unembedding."""
     last = getattr(model, "ln_final", None)
     traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"ln_final": last}))
     _record_two_tokens(model, [traffic])
@@ -116,7 +118,7 @@ def bridge_final_norm(model: Any) -> Norm:
 
 
 def known_norm(norm: Any) -> Norm:
-    """Return a norm of a HookedTransformer: no other classes can be converted or exposed."""
+    """Return the `Norm` for a norm module of a HookedTransformer; other classes were refused."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(norm, (*STOCK_NORMS, nn.Identity))
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
@@ -125,13 +127,13 @@ def known_norm(norm: Any) -> Norm:
 
 
 def norm_modules(model: Any) -> list[nn.Module]:
-    """Return the norms of a model, of the stream and of queries and keys."""
+    """Return the norm modules of a model: those of the stream, and those of queries and keys."""
     kinds = (*STOCK_NORMS, NormalizationBridge)
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-    """Return the norms that modules are, by an input and its output; raise InputError if none."""
+    """Identify each module's norm from an input and its output; raise InputError if none fits."""
     bridges = [module for module in seen if isinstance(module, NormalizationBridge)]
     names = [f"{type(module).__name__} {i}" for i, module in enumerate(bridges)]
     traffic = _Traffic(dict(zip(names, bridges, strict=True)))
@@ -146,7 +148,7 @@ def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module,
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Return the norms of each layer of a bridge, by a run on two tokens; or raise InputError."""
+    """Run a bridge on two tokens, and return its norms by layer; raise InputError if unknown."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     _record_two_tokens(model, blocks)
     layers, reasons = [], []
@@ -160,9 +162,9 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks of a bridge are norm(x + f(x)), as in BERT, with centring norms."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, with norms that centre."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
-        return False  # in a BERT no module runs a whole MLP
+        return False  # in BERT, no single module runs the whole MLP
     blocks = []
     for block in model.blocks:
         modules = {"attn": block.attn, "o": getattr(block.attn, "o", None)}
@@ -184,11 +186,11 @@ def stream_is_centred(model: Any) -> bool:
 
 
 class _UnknownError(Exception):
-    """The structure of a layer of a bridge is unknown; the text says in which way."""
+    """The structure of a bridge's layer is unknown; the text says why."""
 
 
 class _Traffic:
-    """Inputs and outputs of modules in a forward pass, by name, and gains and biases of norms."""
+    """The inputs and outputs of modules in a forward pass, and the gains and biases of norms."""
 
     def __init__(self, modules: dict[str, Any]) -> None:
         self.modules = modules
@@ -231,7 +233,7 @@ def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
 
 
 def _read(blocks: Sequence[_Traffic]) -> None:
-    """Move everything that was seen to the CPU at once: each comparison would be a wait."""
+    """Move all recorded tensors to the CPU at once, since each read waits for the device."""
     sides: list[dict[Any, Tensor]] = []
     for traffic in blocks:
         sides += [traffic.inputs, traffic.outputs, traffic.vectors]
@@ -268,7 +270,8 @@ class _BlockTraffic(_Traffic):
         written = self.outputs[after["attn"] or "attn"]
         if not (parallel or _parallel(read["mlp"] - read["attn"], written)):
             raise _UnknownError(
-                "its MLP reads neither its attention's input, nor that plus its attention's output"
+                "the input of its MLP is neither the input of its attention, nor the sum of this "
+                "input and the output of its attention"
             )
         around = {name: (self.norm(before[name]), self.norm(after[name])) for name in sublayers}
         query, key = (self.norm(name if name in self.modules else None) for name in scaled)
@@ -279,7 +282,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """Replace a zero output, as of an inserted layer, by noise that shows which module reads it."""
+    """Replace an output of zero, as inserted layers have, by noise that shows where it goes."""
     first = output[0] if isinstance(output, tuple | list) else output
     noise = normal_numbers(first.shape, seed).to(first)
     written = torch.where(first.any(), first, noise)  # a device waits for `if`
@@ -294,7 +297,7 @@ def _fitted(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Norm:
-    """Return the norm that fits its input and output; no norm if they are equal."""
+    """Return the norm that computes these outputs; return NO_NORM if they equal the inputs."""
     if torch.equal(inputs, outputs):
         return NO_NORM
     x, y = inputs.double(), outputs.double()
@@ -336,11 +339,11 @@ def require_bridge_weights(model: Any) -> None:
             applied.append(_applies(getattr(owner, name), module, path))
             texts.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
     reasons = [text for text, is_right in zip(texts, on_cpu(applied), strict=True) if not is_right]
-    InputError.raise_if(reasons, "the names of some weights of this model are wrong")
+    InputError.raise_if(reasons, "some weights of this model do not match their names")
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
-    """Return whether a module of a bridge applies this matrix, heads concatenated."""
+    """Return whether a bridge's module multiplies by this matrix, with its heads concatenated."""
     linear = getattr(module, "original_component", None)
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)

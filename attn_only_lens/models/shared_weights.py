@@ -7,9 +7,10 @@ weights, and replaces the norms of one model only. The other models keep their n
 act twice. (Bridges are not affected: their weights are not processed in place.)
 
 So a model is refused if another model of its group has new norms, and its own weights differ from a
-sample taken when it joined. If only the norms were replaced, or the weights were moved or cast
-before the fold and are no longer shared, its function is intact. The weights are compared only if
-norms are new, so a forward pass costs one comparison for each norm.
+sample that was taken when it joined the group. The function of a model is unchanged if only the
+norms were replaced, or if its weights were moved or cast before folding and so are no longer
+shared. The weights are compared only if norms are new, so a forward pass costs one comparison for
+each norm.
 """
 
 import weakref
@@ -53,9 +54,9 @@ def parted_reasons(model: nn.Module) -> list[str]:
     if not folded or _alike(_sample(model), before):
         return []
     return [
-        "the norms of a model that shares its weights were folded into them (fold_ln, by "
-        "process_weights_ or load_and_process_state_dict), and this model still applies its "
-        "norms, so that their gains act twice; convert or expose the processed model again, or "
+        "another model shares its weights, and the norms of that model were folded into them "
+        "(fold_ln, by process_weights_ or load_and_process_state_dict). This model still applies "
+        "its norms, so their gains act twice; convert or expose the processed model again, or "
         "pass copy_weights=True the first time"
     ]
 
@@ -65,7 +66,7 @@ def sharing_reasons(model: nn.Module) -> list[str]:
     if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [
-        "another model shares its weights, and would then compute something else; "
+        "another model shares its weights, and would compute different logits afterwards; "
         "make one of the two with copy_weights=True, or pass fold_ln=False"
     ]
 

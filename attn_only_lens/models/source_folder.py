@@ -1,7 +1,7 @@
 """Read a source model from a folder: `config.json`, `model.safetensors`, perhaps `tokenizer/`.
 
-`config.json` holds keyword arguments of `HookedTransformerConfig`, `model.safetensors` its state
-dict (masks and rotary tables, which TransformerLens computes, may be left out). Where the command
+`config.json` holds keyword arguments of `HookedTransformerConfig`. `model.safetensors` holds the
+state dict; masks and rotary tables, which TransformerLens computes, may be missing. If the command
 `grow` wrote the folder, `provenance.json` has a digest of every file.
 """
 
@@ -50,19 +50,19 @@ DTYPES = {
 
 
 class GrownFields(TypedDict):
-    """The fields of a provenance that are read with the model: digests of the other files."""
+    """The fields of `provenance.json` that are read with the model: digests of the other files."""
 
     files: dict[str, FileDigest]
 
 
 GROWN = Document("attn_only_lens.Grown", 3, GrownFields)
-"""The document in PROVENANCE."""
+"""The format of `provenance.json`."""
 
 
 def load_source(
     folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
 ) -> HookedTransformer:
-    """Read a stock model from a folder: no pickle, no network, no code, no other folder."""
+    """Read a stock model from a folder, without pickles, network, custom code or other folders."""
     folder = open_folder(folder)
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
@@ -71,12 +71,12 @@ def load_source(
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     checked = {key: value for key, value in config.items() if key not in chosen}
-    no_model = f"{folder / CONFIG} is not a model's"
+    no_model = f"{folder / CONFIG} is not a model configuration"
     refuse(reasons_against_config(checked, CONFIG), no_model)
     fields = checked | chosen
     with limit_size(state), checkpoint_errors(no_model):
         expected = stock_skeleton(fields).state_dict()
-    # What TransformerLens computes may be left out.
+    # Tensors that TransformerLens computes may be missing.
     needed = {
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
     }
@@ -102,7 +102,7 @@ def refuse(reasons: Sequence[str], problem: str) -> None:
 
 @contextmanager
 def checkpoint_errors(problem: str) -> Iterator[None]:
-    """Raise CheckpointError for an error of any constructor that a configuration leads to."""
+    """Raise a CheckpointError instead of any error from building a model."""
     try:
         yield
     except AttnOnlyLensError:
@@ -128,12 +128,12 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer in TOKENIZER of a folder, opening no other folder."""
+    """Read the tokenizer from `tokenizer/` in a folder, without opening other folders."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
-            f"{tokenizer_folder} is missing, and the model was saved with a tokenizer: save it "
-            "again"
+            f"{tokenizer_folder} is missing, and the model was saved with a tokenizer: save the "
+            "model again"
         )
     for path in tokenizer_folder.rglob("*"):
         path_inside(folder, path.relative_to(folder).as_posix())
@@ -141,12 +141,16 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
-    """Read the tokenizer in a folder, without its own code; `options` are of `AutoTokenizer`."""
+    """Read the tokenizer in a folder, but never run code from it.
+
+    `options` are passed to `AutoTokenizer.from_pretrained`.
+    """
     path = tokenizer_folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
     if not isinstance(settings, dict):
         raise CheckpointError(
-            f"{path} holds a {type(settings).__name__}; expected a tokenizer's settings by name"
+            f"{path} holds a {type(settings).__name__}; expected a JSON object with a tokenizer's "
+            "settings"
         )
     files = [key for key in settings if str(key).endswith("_file") and settings[key] is not None]
     if any(os.path.exists(str(settings[key])) for key in files):
@@ -156,12 +160,12 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
         tokenizer.encode("")
         return tokenizer
-    except Exception as error:  # tokenizers raise all kinds
+    except Exception as error:  # tokenizers raise errors of all kinds
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"the tokenizer in {tokenizer_folder} needs its own code, which is never run from "
-                "a folder; save the model with a tokenizer of a class that transformers has, or "
-                "without one (model.tokenizer = None), and give it tokens"
+                "a folder; save the model with a tokenizer class that transformers has, or "
+                "without a tokenizer (model.tokenizer = None), and pass tokens instead of texts"
             ) from error
         raise CheckpointError(
             f"the tokenizer in {tokenizer_folder} cannot be loaded: {first_words(error)}"
@@ -169,9 +173,9 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def original_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer as it is in its files; unchanged if the files are gone or differ.
+    """Return a tokenizer as its files define it; unchanged if the files are missing or differ.
 
-    TransformerLens lets it add a BOS, and uses EOS as BOS and as padding if it has none.
+    TransformerLens makes tokenizers add a BOS, and uses EOS for a missing BOS or padding token.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -182,24 +186,25 @@ def original_tokenizer(tokenizer: Any) -> Any:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the start of an error's text, in one line."""
+    """Return the start of an error's text, on one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return why a tokenizer is not the model's; tokens that were added to it do not count."""
+    """Return why a tokenizer does not fit the model; tokens added later do not count."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [
         f"its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds {d_vocab}: "
-        "expected the tokenizer that it was trained with"
+        "expected the tokenizer that the model was trained with"
     ]
 
 
 def memory_reasons(n_bytes: int) -> list[str]:
-    """Return why a model of this size is not loaded."""
+    """Return the reason if a model of this size does not fit into memory."""
     free = free_bytes(torch.device("cpu"))
-    return [f"the model takes {n_bytes:,} bytes, and {free:,} are free"] if n_bytes > free else []
+    text = f"the model needs {n_bytes:,} bytes of memory, but only {free:,} are free"
+    return [text] if n_bytes > free else []
 
 
 def check_grown(folder: Path) -> None:
@@ -211,22 +216,24 @@ def check_grown(folder: Path) -> None:
         check_files(folder, files, closed=[f"{TOKENIZER}/**/*"])
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}. If the grown model was trained since: save it to another folder, and give "
-            "`compare` its provenance from this one (--provenance)"
+            f"{error}. If the grown model was trained further, save it to another folder, and "
+            "pass the provenance in this folder to `compare` (--provenance)"
         ) from error
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the configuration, without a check of its values, and the state dict."""
+    """Read the configuration and the state dict; the configuration's values are not checked."""
     check_grown(folder)
     config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a model configuration: got {type(config).__name__}"
+        )
     return config, read_tensors(path_inside(folder, WEIGHTS))[0]
 
 
 def plain_config(cfg: Any) -> dict[str, Any]:
-    """Return a configuration as JSON holds it, without the device, which loading chooses."""
+    """Return a configuration as JSON values, without the device, which is chosen on loading."""
     return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
 
 
@@ -235,7 +242,7 @@ def _plain(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value.item() if hasattr(value, "item") else value  # a numpy number
+    return value.item() if hasattr(value, "item") else value  # a numpy scalar
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -255,6 +262,6 @@ def parse_device(device: str | torch.device) -> torch.device:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"got device={str(device)!r}, which cannot be used here ({reason}); expected 'cpu', or "
-            "'cuda', 'cuda:1', 'mps' where there is one"
+            "a device of this machine, such as 'cuda', 'cuda:1' or 'mps'"
         ) from error
     return parsed

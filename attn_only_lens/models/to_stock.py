@@ -1,27 +1,30 @@
-"""Turn a converted model into a plain `HookedTransformer`, which needs no code of this package.
+"""Turn a converted model into a plain `HookedTransformer`, which needs no code from this package.
 
-Layer 2l, global, holds the attention heads of source layer l; layer 2l + 1, local with window 1 and
-sinks, holds its neurons. A stock model has the same number and width of heads in all layers, so
-smaller ones are padded with zeros, and patterns are pos x pos. This makes it large.
+Layer 2l is global, and holds the attention heads of source layer l. Layer 2l + 1 is local, with
+window 1 and sinks, and holds the neurons. A stock model has the same number and width of heads in
+all layers, so smaller heads are padded with zeros, and patterns are pos x pos. This makes the stock
+model large.
 
 **Neurons.** A stock head with a sink of logit s attends with softmax([scores, s]) and drops the
-share of the sink. So head (i, j) of a neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
+sink's share. So head (i, j) of a neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
 
     W_Q = W_V = W_in[:, i]    query and value q = x · W_in[:, i] + b_in[i]
     W_K = 0, b_K = b_j        score of the token itself b_j q
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-which add up to q p(q) W_out[i]: Theorem 3 of "Attention-Only Transformers and Implementing MLPs
-with Attention Heads", with the sink in place of the bias token. In a gated MLP W_Q = W_gate[:, i].
-Attention heads without sinks get the lowest number of the dtype: its share is exactly 0.
+The outputs add up to q p(q) W_out[i]. This is Theorem 3 of "Attention-Only Transformers and
+Implementing MLPs with Attention Heads", with the sink in place of the bias token. In a gated MLP
+W_Q = W_gate[:, i]. Attention heads without sinks get a sink with the lowest value of the dtype,
+whose share is exactly 0.
 
-**ALiBi** becomes rotary embeddings of two more coordinates: the slopes of stock alibi layers depend
-on the number of heads, and the biases that TransformerLens keeps are off by a constant along rows,
-which a sink does not cancel. With two coordinates rotated by θ a position, query (0, m_h / θ) and
-key (1, 0) give m_h sin(θ (j - i)) / θ, the bias m_h (j - i) of head h up to rounding: θ is a power
-of two with θ n_ctx <= 2^-28, where sin x rounds to x. Half precision is refused. Linear RoPE
-scaling sets θ: with rotary_dim = 2, TransformerLens rotates by 1 / rotary_scaling_factor.
+**ALiBi** becomes rotary embeddings of two more coordinates. Stock alibi layers cannot be used:
+their slopes depend on the number of heads, and TransformerLens' biases differ by a constant in each
+row, which a sink does not cancel. If two coordinates are rotated by θ per position, query
+(0, m_h / θ) and key (1, 0) give m_h sin(θ (j - i)) / θ, which is the bias m_h (j - i) of head h up
+to rounding: θ is a power of two with θ n_ctx <= 2^-28, where sin x rounds to x. Half precision is
+refused. Linear RoPE scaling sets θ: with rotary_dim = 2, TransformerLens rotates by
+1 / rotary_scaling_factor.
 """
 
 import math
@@ -48,13 +51,13 @@ from attn_only_lens.tl import (
     TransformerBlock,
 )
 
-_PROBLEM = "this model cannot be made of TransformerLens' own parts"
+_PROBLEM = "this model cannot be built from TransformerLens' own modules"
 _ALIBI = 2  # the first coordinates of each head, which hold alibi positions
 _GIB = 2**30
 _BOTH = "would act on the neurons too: a stock model has one setting for all layers"
 
 
-@torch.inference_mode(False)  # weights of inference mode could never be trained
+@torch.inference_mode(False)  # weights made in inference mode could never be trained
 def to_stock(
     attn_only: AttentionOnlyTransformer, *, max_bytes: int = 8 * 2**30
 ) -> HookedTransformer:
@@ -66,12 +69,13 @@ def to_stock(
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of source layer l. With m heads a neuron, head i · m + j is head
-    j of neuron i; its pattern [batch, head_index, query_pos, key_pos] has the self weight on the
-    diagonal and 0 elsewhere.
+    Layer 2l + 1 holds the neurons of source layer l. With m heads per neuron, head i · m + j is
+    head j of neuron i; its pattern [batch, head_index, query_pos, key_pos] has the weight on the
+    token itself on the diagonal, and 0 elsewhere.
 
-    `max_bytes` counts only weights: a forward pass makes a pattern of heads · pos · pos numbers a
-    prompt and layer, and a key-value cache holds 2 · heads · d_head numbers a token and layer.
+    `max_bytes` limits only the weights. In each layer, a forward pass also makes a pattern of
+    heads · pos · pos numbers per prompt, and a key-value cache holds 2 · heads · d_head numbers per
+    token.
 
     In a stock model a masked token (padding) does not attend to itself, so its logits differ from
     those of the converted model; the logits of all other tokens agree.
@@ -85,12 +89,13 @@ def to_stock(
         max_bytes: the largest accepted size of the result's weights.
 
     Returns:
-        The stock model, on the device and in the dtype of `attn_only`, without hooks. Alibi
-        positions become rotary positions, valid for n_ctx tokens.
+        The stock model, with the device and dtype of `attn_only`, without hooks. Alibi positions
+        become rotary positions, valid for n_ctx tokens.
 
     Raises:
-        UnsupportedModelError: with every reason: computations that no stock head does, settings
-            that would act on neurons too, or the size. Nothing is allocated before this check.
+        UnsupportedModelError: the model has computations that no stock head performs, settings that
+            would act on neurons too, or too large a size. The error lists all reasons. Nothing is
+            allocated before this check.
 
     Example:
         >>> import torch
@@ -118,7 +123,7 @@ def to_stock(
 
 
 def mixture(gate: AnyGate) -> BilinearGate | None:
-    """Return a gate as a sum of sigmoids, one a head; None if its score is not linear."""
+    """Return a gate as a sum of sigmoids, one per head; return None if its score is not linear."""
     if isinstance(gate, BilinearGate):
         return gate
     if gate.slope is None:
@@ -134,9 +139,9 @@ def neuron_heads(
     gate: BilinearGate,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the neurons of one MLP as d_mlp · m heads of width 1 (see the module).
+    """Return the neurons of one MLP as d_mlp · m heads of width 1 (see the module docstring).
 
-    The result holds the parameters of a local layer of window 1 without a scale of scores, by name.
+    The result maps names to parameters of a local layer with window 1 and unscaled scores.
     """
     m, d_mlp = len(gate.w), len(b_in)
     weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in (gate.w, gate.b, gate.c))
@@ -161,7 +166,7 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Write heads into the first heads of `attn`, from this coordinate on; zero the rest."""
+    """Copy weights into the first heads of `attn`, starting at a coordinate; zero the rest."""
     for parameter in attn.parameters():
         parameter.zero_()
     n_heads = len(heads["b_Q"])
@@ -176,14 +181,14 @@ def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> N
 
 
 def stock_bytes(cfg: HookedTransformerConfig) -> int:
-    """Return the bytes of a state dict under this configuration, without allocating it."""
+    """Return the size in bytes of a state dict with this configuration, without allocating it."""
     with torch.device("meta"):
         shapes = HookedTransformer(cfg, move_to_device=False)
     return sum(tensor.nbytes for tensor in shapes.state_dict().values())
 
 
 def _fill(source: Any, target: TransformerBlock) -> None:
-    """Write one block of a converted model, of either kind, into a stock block."""
+    """Copy an attention block or a neuron block of a converted model into a stock block."""
     for name in ("ln1", "ln1_post"):
         if hasattr(target, name):
             getattr(target, name).load_state_dict(getattr(source, name).state_dict())
@@ -194,8 +199,8 @@ def _fill(source: Any, target: TransformerBlock) -> None:
         heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
         write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
         return
-    # Keys and values are ungrouped. The scale of scores divides the queries, because the padded
-    # layer would have another one.
+    # Keys and values of groups are repeated for each head. Queries are divided by the scale of the
+    # scores, because the padded layer would use another scale.
     heads = {name: getattr(old, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
     heads |= {"W_Q": old.W_Q / old.attn_scale, "b_Q": old.b_Q / old.attn_scale}
     n_heads = len(heads["b_Q"])
@@ -208,7 +213,7 @@ def _fill(source: Any, target: TransformerBlock) -> None:
         attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(old.cfg.n_ctx)
         attn.b_K[:n_heads, 0] = 1.0
     elif positions == "rotary":
-        # Copied, since a cast model keeps tables of the precision in which it was built.
+        # Copy the tables, since a cast model keeps those of its original precision.
         attn.rotary_sin = old.rotary_sin.clone()
         attn.rotary_cos = old.rotary_cos.clone()
 
@@ -231,7 +236,7 @@ def _gates(model: AttentionOnlyTransformer) -> set[AnyGate]:
 
 
 def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
-    """Return the largest number of heads of a neuron; 1 if the gate is refused."""
+    """Return the largest number of heads per neuron; 1 if the gate is refused."""
     mixtures = (mixture(gate) for gate in _gates(model))
     return max((len(m.w) for m in mixtures if m is not None), default=1)
 
@@ -240,9 +245,9 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
     """Return the configuration: two attention layers for each source layer, with heads of one size.
 
     The last coordinate of a head holds a neuron. Rotary embeddings rotate the first `rotary_dim`
-    coordinates; if those are all of `d_head`, heads become one wider, so that positions do not
-    affect the scores of neurons. There is no seed, which would reset the generators of the process,
-    and no name of a tokenizer, which TransformerLens would load.
+    coordinates. If these are all `d_head` coordinates, each head gets one more coordinate, so that
+    positions do not affect the scores of neurons. The configuration has no seed, which would reset
+    the random generators of the process, and no tokenizer name, which TransformerLens would load.
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
@@ -275,7 +280,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
             for layer in range(source.n_layers)
             for kind in (kinds[layer] if kinds else "global", "local")
         ],
-        # Switches of hook points are not part of the model.
+        # The settings that turn hook points on are not part of the model.
         "use_attn_result": False,
         "use_attn_in": False,
         "use_split_qkv_input": False,
@@ -290,7 +295,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Return why `to_stock` refuses this model. Allocates next to nothing."""
+    """Return why `to_stock` refuses this model, without allocating its weights."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected what "
@@ -303,7 +308,7 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return the settings of attention that no stock model can have, and whether they are on."""
+    """Return the attention settings that no stock model can have, and whether they are on."""
     cfg: Any = model.cfg.layer_cfg(0)  # these settings are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
@@ -312,8 +317,8 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
         "the attention layer before it, not the stream that entered that layer": (
             cfg.parallel_attn_mlp
         ),
-        "its positions are shortformer's, added to the queries and keys of every layer: they "
-        "would be added to the neurons' pre-activations": (
+        "its position embeddings are shortformer's, which are added to the queries and keys of "
+        "every layer: they would be added to the neurons' pre-activations": (
             cfg.positional_embedding_type == "shortformer"
         ),
         f"its attention_dir is {cfg.attention_dir!r}: TransformerLens then applies no mask, so "
@@ -329,7 +334,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
         f"its use_logn_attn, a scale of queries by position, {_BOTH}": cfg.use_logn_attn,
         "its use_dynamic_ntk_rope rebuilds rotary tables as it runs: a state dict does not say "
         "for which length they were built last": cfg.use_dynamic_ntk_rope,
-        f"its alibi biases in {cfg.dtype} would lose the digits that tell near tokens apart; "
+        f"its alibi biases in {cfg.dtype} would be rounded too much to tell near positions apart; "
         "call .to(torch.float32) first": half and cfg.positional_embedding_type == "alibi",
         f"its norms of queries and keys {_BOTH}": any(
             block.attn.q_norm is not None for block in model.blocks[::2]
@@ -343,34 +348,34 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
         "its MLPs are gated, with exact gates: the value of a neuron is the product of two linear "
-        "maps, which no stock head has. Convert the source with gate=Bilinear() first": (
+        "maps, which no stock head computes. Convert the source with gate=Bilinear() first": (
             cfg.gated_mlp and exact
         ),
-        f"its gate is the exact one of {cfg.act_fn}, with a score that is not linear in the "
-        "pre-activation, which no stock head has. Convert the source with gate=Bilinear() "
-        "first (silu and quick_gelu are linear already)": any(
+        f"the score of its exact {cfg.act_fn} gate is not linear in the pre-activation, and no "
+        "stock head computes such a score. Convert the source with gate=Bilinear() "
+        "first (the scores of silu and quick_gelu are already linear)": any(
             mixture(gate) is None for gate in _gates(model)
         ),
-        f"its heads in {cfg.dtype} are many times larger than their sum, which a stock layer "
-        "computes in that precision; call .to(torch.float32) first": (
+        "the outputs of its heads are many times larger than their sum, which a stock layer would "
+        f"compute in {cfg.dtype}; call .to(torch.float32) first": (
             half and not exact and cfg.gated_mlp
         ),
-        f"its slopes are steep, and scores in {cfg.dtype} would overflow or be too coarse; "
-        "call .to(torch.float32) first": (
+        f"its relu gates have steep slopes, so attention scores in {cfg.dtype} would overflow or "
+        "lose precision; call .to(torch.float32) first": (
             half and not exact and not cfg.gated_mlp and cfg.act_fn == "relu"
         ),
     }
 
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
-    """Return the size of the stock model in words, and whether it is too large."""
+    """Return a text about the size of the stock model, and whether it is too large."""
     stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())
     return {
         f"its weights would take {size:,} bytes ({size / _GIB:.3g} GiB), {stock_cfg.n_layers} "
         f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, and "
-        f"max_bytes is {max_bytes:,}. Take a source with fewer layers or a smaller d_mlp, raise "
+        f"max_bytes is {max_bytes:,}. Use a source with fewer layers or a smaller d_mlp, raise "
         "max_bytes, or use the converted model itself, which takes "
         f"{now:,} bytes ({now / _GIB:.3g} GiB)": size > max_bytes,
     }

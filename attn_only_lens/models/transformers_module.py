@@ -1,14 +1,14 @@
-"""Models of transformers: build them in any sizes, and refuse quantised ones.
+"""Build transformers models of any size, and refuse quantised models.
 
-*Sizes.* A class of transformers has one size for all layers; some classes require hidden_size to be
-a multiple of the number of heads; GPT-2, GPT-NeoX and BERT have no `head_dim`. The code of their
-layers needs none of this: it reads the widths of matrices, or attributes of the module. So this
-module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers that differ. Only this
-package reads that entry: a folder for transformers alone must do without it.
+*Sizes.* transformers' model classes have one size for all layers; some classes require hidden_size
+to be a multiple of the number of heads; GPT-2, GPT-NeoX and BERT have no `head_dim`. The forward
+passes do not need these restrictions: they use the widths of matrices, or attributes of the module.
+So this module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers that differ. Only
+this package reads `d_mlp_by_layer`, so transformers cannot open a folder that needs it.
 
-*Quantised weights* are refused. Analyses read, cut, scale and compare the matrices of heads, which
-packed or scaled integers do not allow, and libraries unpack them differently on each device.
-Dequantised weights are accepted.
+*Quantised weights* are refused. Analyses read, slice, scale and compare the matrices of heads. This
+is not possible with packed or scaled integers, and libraries unpack these differently on each
+device. Dequantised weights are accepted.
 """
 
 import copy
@@ -23,9 +23,9 @@ BY_LAYER = "d_mlp_by_layer"
 _WITHOUT_HEAD_DIM = ("gpt2", "gpt_neox", "bert", "roberta")
 
 DEQUANTISE = (
-    "quantised weights are not supported; expected float32, float64, bfloat16 or float16: take the "
-    "model that was quantised or, in transformers, model.dequantize() where it can; then "
-    "del model.config.quantization_config, and save_pretrained to another folder"
+    "quantised weights are not supported; expected float32, float64, bfloat16 or float16: use the "
+    "model before quantisation or, if transformers supports it, call model.dequantize(); then "
+    "del model.config.quantization_config, and call save_pretrained with another folder"
 )
 _QUANTISERS = ("torchao", "bitsandbytes", "quanto", "hqq")
 
@@ -41,7 +41,7 @@ def intermediate_size(config: PretrainedConfig) -> str:
 
 
 def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """Return a configuration with these entries, without its class's checks across fields."""
+    """Return a configuration with these fields, but do not check that they fit each other."""
     heads = fields.get("num_attention_heads")
     if heads is None or fields.get("head_dim") is None:
         return kind.from_dict(fields)
@@ -104,24 +104,24 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
             module.all_head_size, module.scaling = n_heads * width, width**-0.5
             for name in ("query", "key", "value"):
                 setattr(module, name, nn.Linear(d_model, n_heads * width))
-        elif hasattr(getattr(module, "self", None), "attention_head_size"):  # its parent
+        elif hasattr(getattr(module, "self", None), "attention_head_size"):  # BERT's outer module
             module.output.dense = nn.Linear(n_heads * width, d_model)
     config.num_attention_heads = n_heads
     return model
 
 
 def config_reasons(config: dict[str, Any], name: str) -> list[str]:
-    """Return why a model with this configuration is refused, if it is quantised."""
+    """Return the reason to refuse this configuration, if it is of a quantised model."""
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # an enumeration, once it is loaded
+            kind = getattr(method, "value", method)  # an enum in a loaded configuration
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 
 
 def weight_reasons(model: nn.Module) -> list[str]:
-    """Return why a model is refused, if some of its modules or weights are quantised."""
+    """Return the reason to refuse a model, if some of its modules or weights are quantised."""
     config = getattr(model, "config", None)
     entries = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     if reasons := config_reasons(entries, "its config"):
@@ -130,7 +130,8 @@ def weight_reasons(model: nn.Module) -> list[str]:
         if "quantized" in type(module).__module__.split("."):
             return [f"its {_plain(name)} is a {type(module).__qualname__}: {DEQUANTISE}"]
     for name, parameter in model.named_parameters():
-        library = type(parameter).__module__.partition(".")[0]  # some tensors claim to be floats
+        # Some quantised tensors report a floating-point dtype.
+        library = type(parameter).__module__.partition(".")[0]
         if library in _QUANTISERS or not parameter.is_floating_point():
             kind = f"{type(parameter).__name__} of {str(parameter.dtype).removeprefix('torch.')}"
             return [f"its {_plain(name)} is a {kind}: {DEQUANTISE}"]

@@ -1,4 +1,4 @@
-"""Compare a model whose neurons are heads with its source: logits, and the residual stream."""
+"""Compare a model whose neurons are heads with its source, by logits and residual stream."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,36 +26,36 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # of an activation in float64: the bound of silu is 0
+_ROUNDING = 1e-14  # allowed for an activation in float64, since the bound of silu is 0
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Differences between a converted model and its source, as `verify` measured them.
+    """The differences that `verify` measured between a converted model and its source.
 
-    All but `bitwise` are measured with every hook of every neuron-head live.
+    All differences except `bitwise` are measured with live hooks at every neuron-head's hook point.
 
     Attributes:
         bitwise: True if without hooks the logits equal the source's bit for bit.
         rounding: for bilinear gates, the largest |Δ logit| from the source with approximated
             activations, divided by the largest |logit|, without hooks or with all hooks live; for
-            exact gates the same as `relative`.
+            exact gates equal to `relative`.
         max_abs_logit: the largest |Δ logit|.
-        relative: the same divided by the largest |logit| of the source.
+        relative: `max_abs_logit` divided by the largest |logit| of the source.
         mean_kl: KL(source ‖ converted) in nats, the mean over tokens.
-        max_kl: the largest KL over tokens.
+        max_kl: the largest KL(source ‖ converted) of a token.
         top1_agreement: the fraction of tokens with the same most likely next token.
-        by_layer: a row for each point of the stream (`0_mid`: before the neurons of layer 0,
-            `1_pre`: after them, …) with `max_abs`, the largest |Δ|, and `relative`, the same
+        by_layer: a frame with one row for each point of the stream (`0_mid`: before the neurons of
+            layer 0, `1_pre`: after them, …). `max_abs` is the largest |Δ|; `relative` is `max_abs`
             divided by the largest |entry| of the source's stream at that point.
         n_tokens: the number of tokens compared.
         dtype: the dtype of both models.
         tolerance: the bound on rounding for that dtype (`attn_only_lens.tolerances`), times the
             amplification of bilinear gates of gated MLPs.
-        activations: for bilinear gates, a row for each source layer: `bound`, the certified largest
-            error of the activation; `measured`, its largest error on this input; `largest`, the
-            largest |pre-activation|; `range`, for which the bound holds (∞ for plain MLPs). Empty
-            for exact gates.
+        activations: for bilinear gates, a frame with one row for each source layer: `bound`, the
+            certified largest error of the activation; `measured`, its largest error on this input;
+            `largest`, the largest |pre-activation|; `range`, the largest |pre-activation| for which
+            the bound holds (∞ for plain MLPs). For exact gates, the frame is empty.
 
     Example:
         >>> from attn_only_lens import convert, pretrained, verify
@@ -84,10 +84,11 @@ class Verification:
     def ok(self) -> bool:
         """True if all differences are within their bounds.
 
-        With exact gates, the logits equal the source's bitwise without hooks, and within the
-        tolerance with all hooks live. With bilinear gates, they equal those of the source with
-        approximated activations up to rounding, and each activation is within its certified bound;
-        the effect of the approximation on the logits is reported only.
+        With exact gates, the logits without hooks must be bitwise equal to the source's logits, and
+        the logits with all hooks live must be within the tolerance. With bilinear gates, the logits
+        must equal those of the source with approximated activations, up to rounding, and each
+        activation must be within its certified bound. The effect of the approximation on the logits
+        is reported, but not tested.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -225,7 +226,7 @@ def verify(
         approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
-    assert isinstance(live, Tensor)  # not the tuple of another return_type
+    assert isinstance(live, Tensor)  # not a tuple, as for other return types
 
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
@@ -233,7 +234,7 @@ def verify(
     by_layer = [
         _row(point, stream[source_hook], cache[hook])
         for point, source_hook, hook in points
-        if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires its last
+        if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires its last hook point
     ]
     activations = [] if exact else _activation_errors(host, source.cfg.act_fn, tokens)
     return Verification(
@@ -253,7 +254,7 @@ def verify(
 
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
-    """Return the points of the stream, each with its name and its hooks in the two models."""
+    """Return the name of each point of the stream, with its hook points in the two models."""
     points, host = [], host_of(converted)
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
@@ -300,13 +301,13 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
 def _row(point: str, expected: Tensor, computed: Tensor) -> dict[str, str | float]:
     expected, computed = (to_float64_device(x).double() for x in (expected, computed))
     error = (computed - expected).abs().max()
-    relative = error / expected.abs().max() if error != 0 else error  # all may be zero
+    relative = error / expected.abs().max() if error != 0 else error  # `expected` may be zero
     return {"point": point, "max_abs": error.item(), "relative": relative.item()}
 
 
 def _kl(expected: Tensor, computed: Tensor) -> Tensor:
     log_p, log_q = (to_float64_device(x).double().log_softmax(-1) for x in (expected, computed))
-    # Σ p (e^d - 1 - d), the same sum because Σ p e^d = 1: every term is positive, so the tiny
-    # differences of a good conversion are not lost in rounding.
+    # Σ p (e^d - 1 - d) equals the KL divergence, because Σ p e^d = 1. Every term is positive, so
+    # rounding does not hide the tiny differences of a good conversion.
     difference = log_q - log_p
     return (log_p.exp() * (difference.expm1() - difference)).sum(-1)

@@ -1,9 +1,9 @@
 """Addition modulo 113 in one layer: the shipped model, and all inputs of its task.
 
-The model's card is `data/modular_addition/README.md`. Under transformer-lens 4, which has no
+The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
 HookedTransformer, the model is a TransformerBridge. TransformerLens converts the state dict, but
-ignores most fields of a HookedTransformerConfig silently; so `load_bridge` is for the shipped
-model, whose logits are tested, and not for any folder.
+silently ignores most fields of a HookedTransformerConfig. So `load_bridge` is only for the shipped
+model, whose logits are tested, and not for other folders.
 """
 
 from importlib.resources import as_file, files
@@ -40,23 +40,23 @@ def load_bridge(
     return bridge.eval()
 
 
-@torch.inference_mode(False)  # weights of inference mode could never be trained
+@torch.inference_mode(False)  # weights made in inference mode could never be trained
 def modular_addition(
     device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> HookedTransformer:
     """Return a one-layer transformer that adds modulo 113.
 
-    Trained by `analyses/tools/train_modular_addition.py` until it generalised, after Nanda et al.,
-    "Progress measures for grokking via mechanistic interpretability" (2023): d_model 128, 4 heads,
-    d_mlp 512, act silu, no normalisation, no biases. Reads (a, b, '='), answers at the last
-    position with logits over 113 numbers.
+    The model was trained by `analyses/tools/train_modular_addition.py` until it generalised, as in
+    Nanda et al., "Progress measures for grokking via mechanistic interpretability" (2023). It has
+    d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no biases. Its input
+    is (a, b, '='), and its answer is in the logits over 113 numbers at the last position.
 
     Args:
-        device: where to put it.
-        dtype: its floating-point type; it was trained in float32.
+        device: the device of the model.
+        dtype: the floating-point type of the model; it was trained in float32.
 
     Returns:
-        A stock `HookedTransformer`, ready to convert; under transformer-lens 4 the same model as a
+        A stock `HookedTransformer`, ready to convert; with transformer-lens 4, the same model as a
         `TransformerBridge`, for `expose_neuron_heads`.
 
     Raises:
@@ -78,7 +78,7 @@ def modular_addition(
 
 
 def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
-    """Return every input of the task: (a, b, '=') for all 113 * 113 pairs, a slowest.
+    """Return all inputs of the task: (a, b, '=') for all 113 * 113 pairs, sorted by a, then b.
 
     Example:
         >>> from attn_only_lens import pretrained

@@ -1,6 +1,6 @@
-"""Small English: a language model of four layers, and texts of its grammar.
+"""Small English: a four-layer language model, and texts of its grammar.
 
-The model's card is `data/small_english/README.md`.
+The model card is `data/small_english/README.md`.
 """
 
 from importlib.resources import as_file, files
@@ -24,31 +24,32 @@ from attn_only_lens.tl import (
 _DATA = files("attn_only_lens.pretrained") / "data" / "small_english"
 
 
-@torch.inference_mode(False)  # weights of inference mode could never be trained
+@torch.inference_mode(False)  # weights made in inference mode could never be trained
 def small_english(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = torch.float32,
     *,
     hooked: bool = False,
 ) -> Any:
-    """Return a language model of four layers that is small enough to run anywhere.
+    """Return a four-layer language model that is small enough to run anywhere.
 
-    A LLaMA (gated MLPs, RMS norm, rotary positions) with 450 words, trained by
-    `analyses/tools/train_small_english.py` on text of a grammar: verbs agree with their subjects,
-    pronouns with names, brackets close, lists repeat themselves. `tasks.agreement`,
-    `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts for what it has learnt.
+    The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words. It
+    was trained by `analyses/tools/train_small_english.py` on text from a grammar, in which verbs
+    agree with their subjects, pronouns agree with names, brackets close, and lists repeat
+    themselves. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts
+    that test what the model has learnt.
 
     Args:
-        device: where to put it.
-        dtype: its floating-point type; it was trained in float32.
+        device: the device of the model.
+        dtype: the floating-point type of the model; it was trained in float32.
         hooked: return a HookedTransformer, for `convert` (transformer-lens 3.9).
 
     Returns:
-        A `TransformerBridge`, or a `HookedTransformer`, with its tokenizer; the weights are as they
-        were trained, neither folded nor centred.
+        A `TransformerBridge`, or a `HookedTransformer`, with its tokenizer. The weights are the
+        trained weights, neither folded nor centred.
 
     Raises:
-        UnsupportedCallError: a HookedTransformer is asked for, and transformer-lens 4 has none.
+        UnsupportedCallError: `hooked` is True, but transformer-lens 4 has no HookedTransformer.
         CheckpointError: the installed files are damaged, or the device or dtype is unknown.
 
     Example:
@@ -71,7 +72,7 @@ def small_english(
 
 
 def small_english_texts() -> list[str]:
-    """Return texts that the model has not read: a corpus of some 100,000 letters.
+    """Return texts that the model was not trained on: a corpus of about 100,000 characters.
 
     Example:
         >>> from attn_only_lens import pretrained

@@ -1,4 +1,4 @@
-"""File formats: written whole or not at all, sealed with a digest, and checked before use."""
+"""File formats: files are written completely or not at all, have a digest, and are checked."""
 
 from attn_only_lens.storage.atomic import atomic_folder, atomic_write, open_folder, write_text
 from attn_only_lens.storage.checks import (

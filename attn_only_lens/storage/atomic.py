@@ -8,9 +8,9 @@ A new file or folder NAME is written to a hidden folder next to its destination:
         old     the folder that it replaces
 
 A file is then moved to NAME in one step, which replaces an old file. A folder takes two steps: the
-old folder is moved to `old`, and then the new one to NAME. A process that is killed leaves the
-hidden folder behind. The next process that writes or opens NAME finds it, moves `old` back to NAME
-if NAME is missing, and removes the hidden folder.
+old folder is moved to `old`, and then the new folder to NAME. A process that is killed leaves the
+hidden folder behind. The next process that writes or opens NAME finds the hidden folder, moves
+`old` back to NAME if NAME is missing, and removes the hidden folder.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from attn_only_lens.errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks: leftovers of killed processes stay there
+except ImportError:  # Windows lacks these locks, so hidden folders of killed processes remain there
     fcntl = None  # type: ignore[assignment]
 
 
@@ -36,7 +36,7 @@ AnyPath: TypeAlias = str | os.PathLike[str]
 
 
 def as_path(path: AnyPath) -> Path:
-    """Return a path; refuse "", which `Path` takes for the current folder."""
+    """Return a path; refuse "", which `Path` would interpret as the current folder."""
     if isinstance(path, str | os.PathLike) and path != "" and "\0" not in str(path):
         return Path(path)
     here = ", '.' for the current folder" if path == "" else ""
@@ -44,7 +44,7 @@ def as_path(path: AnyPath) -> Path:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a text to a file, whole or not at all."""
+    """Write a text to a file, completely or not at all."""
     with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8")
 
@@ -66,7 +66,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
             try:
                 new = scratch / "new"
                 yield new
-                # A move must not overtake the contents.
+                # The contents must be on disk before the move.
                 for entry in [new, *new.rglob("*")]:
                     if entry.is_file():
                         with entry.open("rb") as file:
@@ -87,7 +87,10 @@ def atomic_folder(
     seal: str,
     listed: Callable[[Path], Container[str]] | None = None,
 ) -> Iterator[Path]:
-    """Yield a new folder to fill, which replaces `folder` at the end of the block."""
+    """Yield a new folder to fill, which replaces `folder` at the end of the block.
+
+    Refuse a `folder` with files whose names are not in `ours` and not in `listed(folder / seal)`.
+    """
     folder = open_folder(folder)
     if folder == Path.cwd():
         raise CheckpointError("got the current folder; expected a folder in it, or elsewhere")
@@ -101,8 +104,8 @@ def atomic_folder(
             foreign = [name for name in names if name not in known]
         if foreign:
             raise CheckpointError(
-                f"{folder} is not a saved model alone, it also holds {', '.join(foreign[:5])}"
-                f"{', …' if len(foreign) > 5 else ''}: choose another folder, or move them"
+                f"{folder} holds more than a saved model; it also holds {', '.join(foreign[:5])}"
+                f"{', …' if len(foreign) > 5 else ''}: choose another folder, or move these files"
             )
     with atomic_write(folder) as new:
         new.mkdir()
@@ -110,22 +113,22 @@ def atomic_folder(
 
 
 def open_folder(folder: AnyPath) -> Path:
-    """Return the folder at a path, links followed; restore one that a killed process left moved."""
+    """Return the folder at a path, following links; restore one that a killed process moved."""
     path = as_path(folder)
     try:
         target = path.resolve()
         if not os.path.lexists(target):
             _remove_leftovers(target)
         is_folder = target.is_dir() or not os.path.lexists(target)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a ring
-        raise CheckpointError(f"got {folder!r}, which is no usable path: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that form a cycle
+        raise CheckpointError(f"got {folder!r}, which is not a usable path: {error}") from error
     if not is_folder:
         raise CheckpointError(f"{folder} is a file; expected a folder")
     return target
 
 
 def _discard(scratch: Path, path: Path) -> None:
-    """Restore the old contents of `path` if it is gone; then remove the hidden folder."""
+    """Restore the old contents of `path` if `path` is missing; then remove the hidden folder."""
     new, old, lock = (scratch / name for name in ("new", "old", "lock"))
     if old.exists() and not os.path.lexists(path):
         os.replace(old, path)
@@ -143,13 +146,13 @@ def _discard(scratch: Path, path: Path) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove hidden folders of this destination that no living process writes to."""
+    """Remove the hidden folders of this destination that no running process writes to."""
     for scratch in path.parent.glob(f"{_hidden_prefix(path)}*"):
         try:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # only if empty; a process that has just made it makes another
+                scratch.rmdir()  # works only if empty; a process that just made it makes another
             continue
         with lock, suppress(OSError):
             if _lock(lock):
@@ -163,7 +166,7 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
         scratch.mkdir(mode=0o700)
         try:
             lock = (scratch / "lock").open("x")
-        except FileNotFoundError:  # another process has tidied it up
+        except FileNotFoundError:  # another process has removed the hidden folder
             continue
         try:
             if _lock(lock) is not False and scratch.is_dir():
@@ -175,13 +178,13 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
 
 
 def _hidden_prefix(path: Path) -> str:
-    # A digest, because the longest name that a file system allows leaves no room for a prefix.
+    # Use a digest, because a name of the greatest allowed length leaves no room for a prefix.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
     return f".attn_only_lens-{digest[:16]}-"
 
 
 def _lock(lock: IO[str]) -> bool | None:
-    """Lock a file for as long as it is open; None where the file system has no locks."""
+    """Lock a file for as long as it is open; return None if the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Check what files hold before it is used: types, numbers of configurations, sizes of models."""
+"""Check values from files before they are used: types, configuration numbers, and model sizes."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from attn_only_lens.errors import CheckpointError
 _TOO_LARGE = re.compile(r"(?<![\w.])\d{19,}(?![\w.])")  # 2^63 has 19 digits
 _NAMES = {"int_type": "int", "int_from_float": "int", "string_type": "str", "list_type": "list"}
 _NAMES |= {"dict_type": "dict", "bool_type": "bool", "float_type": "float", "none_required": "None"}
-# The names that configurations of TransformerLens and transformers give to numbers of a range.
+# Patterns of configuration entries in TransformerLens and transformers, with their valid ranges.
 _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (
         r"rotary_base(_local)?|\w*_theta|(\w*_)?factor|yarn_\w+|NTK_\w+|clip_qkv|window_size|"
@@ -35,18 +35,18 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
         lambda value: value > 0,
     ),
     (r"(\w*_)?eps(ilon)?|rotary_dim", "0 or more", lambda value: value >= 0),
-    (r"attn_scale", "more than 0, or -1 for the root of d_head", lambda x: x > 0 or x == -1),
+    (r"attn_scale", "more than 0, or -1 for √d_head", lambda x: x > 0 or x == -1),
     (r"(\w*_)?(p?drop|dropout(_prob)?)", "from 0 to 1", lambda value: 0 <= value <= 1),
 )
-_MODULES = 50  # for each tensor: blocks have hook points, and modules that only hold others
+_MODULES = 50  # allowed per tensor, since blocks have hook points and container modules
 _FEW = 300
 _FEW_LAYERS = 1000
 
 
 def type_mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
-    """Yield every place at which a value from JSON is not of the expected type.
+    """Yield a text for each part of a JSON value that does not have the expected type.
 
-    The fields of TypedDicts and dataclasses are compared; no dataclass is built.
+    Fields of TypedDicts and dataclasses are compared one by one; no dataclass is built.
     """
     if not (
         is_typeddict(expected) or typing_extensions.is_typeddict(expected)
@@ -100,7 +100,7 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def out_of_range(config: Any, name: str) -> Iterator[str]:
-    """Yield every number of a configuration, at any depth, that no model can have."""
+    """Yield a text for each number in a configuration, at any depth, that no model can have."""
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
         yield from out_of_range(value, f"{name}.{key}")
@@ -112,10 +112,10 @@ def out_of_range(config: Any, name: str) -> Iterator[str]:
 
 @contextmanager
 def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Stop building a model as soon as it is larger than these tensors can fill.
+    """Raise CheckpointError as soon as a model under construction is too large for these tensors.
 
-    A configuration of a million layers, or of layers a million wide, would take hours or all of the
-    memory before anything could be compared.
+    Without this limit, a configuration with a million layers, or with a width of a million, would
+    take hours or all memory before the tensors could be compared.
     """
     thread, made = threading.get_ident(), 0
     elements = sum(tensor.numel() for tensor in tensors.values())
@@ -125,14 +125,15 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
         made += threading.get_ident() == thread
         if made > _FEW + _MODULES * len(tensors):
             raise CheckpointError(
-                f"the configuration leads to more modules than {len(tensors)} tensors belong to"
+                f"the configuration describes a model with too many modules for {len(tensors)} "
+                "tensors"
             )
 
     def measure(module: Any, name: str, parameter: Any) -> None:
         if threading.get_ident() == thread and parameter.numel() > elements:
             raise CheckpointError(
-                f"the configuration leads to a parameter {name} of shape {list(parameter.shape)}, "
-                f"and all tensors together have {elements} entries"
+                f"the configuration describes a parameter {name} of shape {list(parameter.shape)}, "
+                f"but all tensors together have only {elements} entries"
             )
 
     hooks = [
@@ -147,10 +148,10 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a configuration of far more layers than tensors are saved.
+    """Raise ValueError if a configuration has far more layers than there are saved tensors.
 
-    Configurations of transformers make lists of such lengths, before any module is made.
+    transformers' configuration classes build a list with an entry per layer before any module.
     """
     for key, value in config.items():
         if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):
-            raise ValueError(f"its {key} is {value}, and {len(tensors)} tensors are saved")
+            raise ValueError(f"its {key} is {value}, but only {len(tensors)} tensors are saved")

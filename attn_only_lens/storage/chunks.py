@@ -1,10 +1,10 @@
-"""The results of a long job, chunk by chunk, so that an interrupted job resumes.
+"""Store the results of a long job chunk by chunk, so that an interrupted job can resume.
 
     folder/settings.json              what the results depend on: model, prompts, metric, sites
     folder/KEY.safetensors            the arrays of one chunk, with a digest of the settings
 
-A chunk is written whole or not at all, and sealed with a digest. So a process that dies loses the
-chunk that it was computing, and a file that was changed is refused.
+A chunk is written completely or not at all, with a digest. So a process that is killed loses only
+the chunk that it was computing, and a file that was changed is refused.
 """
 
 import hashlib
@@ -55,11 +55,12 @@ class ChunkStore:
             files = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
             if files and _SETTINGS not in files:  # unless another process has just begun this job
                 reason = (
-                    f"{self.folder} holds {files[:5]} and no {_SETTINGS}; expected a new folder"
+                    f"{self.folder} holds {files[:5]}, but no {_SETTINGS}; expected a new folder"
                 )
-                raise InputError([reason], "no results can be kept here")
+                raise InputError([reason], "results cannot be stored in this folder")
             _SETTINGS_DOCUMENT.write(path, settings=self._settings)
-        # Read it back even if it was just written: another process may have been faster.
+        # Read the settings back even if they were just written: another process may have been
+        # faster.
         stored = _SETTINGS_DOCUMENT.read(path)["settings"]
         keys = sorted(self._settings.keys() | stored.keys())
         both = [[values.get(key, _MISSING) for values in (self._settings, stored)] for key in keys]
@@ -71,13 +72,13 @@ class ChunkStore:
         InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
 
     def put(self, key: str, arrays: Arrays) -> None:
-        """Write a chunk, in place of an earlier file."""
+        """Write a chunk; replace an earlier file."""
         tensors = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
         with atomic_write(self.path(key)) as partial:
             write_tensors(partial, tensors, _CHUNK_DOCUMENT, settings=self._digest, key=key)
 
     def get(self, key: str) -> dict[str, np.ndarray] | None:
-        """Read a chunk; None if it is not written. Refuse a file that is not of this job."""
+        """Read a chunk; return None if it is missing, and refuse a file from another job."""
         path = self.path(key)
         if not path.exists():
             return None
@@ -91,7 +92,7 @@ class ChunkStore:
 
     @staticmethod
     def settings_of(folder: str | Path) -> dict[str, Any]:
-        """Return the settings of the job in a folder; none if no job has begun there."""
+        """Return the settings of the job in a folder; an empty dict if no job has begun there."""
         path = open_folder(folder) / _SETTINGS
         return dict(_SETTINGS_DOCUMENT.read(path)["settings"]) if path.exists() else {}
 

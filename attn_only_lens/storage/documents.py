@@ -3,9 +3,10 @@
     {"format": "attn_only_lens…", "format_version": 5, …, "sha256": digest of the rest}
 
 Every file format of the package is a `Document`. `tensors.py` and `tables.py` write the same JSON
-into their files, or next to them. Whitespace, the order of keys and the spelling of numbers do not
-count; any other change is noticed before a value is used. A digest detects damage and careless
-editing, but not malice, since anyone can compute it again. So the types of all values are checked.
+into their files, or next to them. The digest does not depend on whitespace, the order of keys or
+the spelling of numbers; any other change is detected before a value is used. A digest detects
+damage and careless editing, but not malice, since anyone can compute it again. So the types of all
+values are checked, too.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ _SHOWN = 5
 
 
 class FileDigest(TypedDict):
-    """The size and digest of a file, as a manifest states them."""
+    """The size and digest of a file, as listed in a manifest."""
 
     bytes: int
     sha256: str
@@ -33,7 +34,7 @@ class FileDigest(TypedDict):
 
 @dataclass(frozen=True)
 class Document:
-    """A file format: sealed JSON with a name, a version and `fields`, a TypedDict of the rest."""
+    """A file format: JSON with a digest, a name, a version, and other `fields`, a TypedDict."""
 
     format: str
     version: int
@@ -46,10 +47,10 @@ class Document:
             whole = json.loads(json.dumps(whole, allow_nan=False))
             return json.dumps(whole | {"sha256": _seal(whole)}, indent=indent) + "\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"this is no JSON: {error}") from error
+            raise CheckpointError(f"this cannot be written as JSON: {error}") from error
 
     def write(self, path: AnyPath, **body: Any) -> None:
-        """Write the document to a file, whole or not at all."""
+        """Write the document to a file, completely or not at all."""
         write_text(path, self.text(indent=2, **body))
 
     def read(self, path: AnyPath) -> dict[str, Any]:
@@ -69,14 +70,14 @@ class Document:
         if version != self.version or type(version) is not int:
             raise CheckpointError(
                 f"{path} has format version {version!r}, and this attn-only-lens reads "
-                f"{self.version}: use the release that wrote it, or write it again"
+                f"{self.version}: use the release that wrote the file, or write it again"
             )
         try:
             unchanged = whole.get("sha256") == _seal(whole)
         except RecursionError:
             unchanged = False
         if not unchanged:
-            raise CheckpointError(f"{path} was changed after it was written: write it again")
+            raise CheckpointError(f"{path} was changed after it was written: write the file again")
         if wrong := list(type_mismatches(whole, self.fields, "")):
             reasons = "; ".join(reason.lstrip(".") for reason in wrong[:_SHOWN])
             raise CheckpointError(f"{path} cannot be used: {reasons}")
@@ -103,11 +104,11 @@ def _parse(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder."""
+    """Return the path of a file in a folder; refuse names that lead outside the folder."""
     try:
         path = (folder / name).resolve()
         stays = path.is_relative_to(folder.resolve())
@@ -119,7 +120,7 @@ def path_inside(folder: Path, name: str) -> Path:
 
 
 def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileDigest]:
-    """Return the size and digest of files in a folder, by relative name; by default of all."""
+    """Return the size and digest of each file in a folder, by relative name; of all by default."""
     if names is None:
         files = (path for path in folder.rglob("*") if path.is_file())
         names = (path.relative_to(folder).as_posix() for path in files)
@@ -127,7 +128,7 @@ def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
 
 
 def listed_files(path: Path) -> set[str]:
-    """Return the files that a manifest lists; none if it cannot be read."""
+    """Return the names of the files that a manifest lists; an empty set if it is unreadable."""
     try:
         return set(read_json(path)["files"])
     except (CheckpointError, LookupError, TypeError):
@@ -145,9 +146,9 @@ def _digest(path: Path) -> FileDigest:
 def check_files(
     folder: Path, files: Mapping[str, FileDigest], closed: Iterable[str] = (), *, seal: str = ""
 ) -> None:
-    """Compare the files of a folder with the digests in its manifest, which `seal` names.
+    """Compare the files of a folder with the digests in its manifest, a file named `seal`.
 
-    No other file may match the patterns in `closed`.
+    No other file in the folder may match the patterns in `closed`.
     """
     wrong = []
     for name, expected in files.items():

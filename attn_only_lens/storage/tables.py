@@ -1,7 +1,7 @@
-"""Data frames in files, with a document in the metadata of a parquet file, or next to a CSV file.
+"""Store frames, with a document in the metadata of a parquet file, or next to a CSV file.
 
-The document holds a digest: of the bytes of a CSV file, but of the columns of a parquet file, since
-its bytes include the document.
+The document holds a digest. For a CSV file, this is the digest of its bytes. For a parquet file, it
+is the digest of the columns, since the bytes include the document.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ _NUMBERS = ("int64", "float64")
 
 
 class TableFields(TypedDict):
-    """What a table's document has in any format: the frame's digest, and its columns of numbers."""
+    """The fields of every table's document: the frame's digest, and its numeric columns."""
 
     content: str
     numbers: dict[str, Literal["int64", "float64"]]
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a frame and its document, as the suffix says: .parquet or .csv."""
+    """Write a frame and its document, in the format of the suffix: .parquet or .csv."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -42,8 +42,8 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
         text = document.text(content=_digest(table), **body)
         with atomic_write(path) as new:
             table = table.replace_schema_metadata({_KEY: text})
-            # Dictionaries are written whole and in order, because `_digest` reads them. Numbers
-            # that hardly repeat have none, which halves the time of reading.
+            # Dictionaries are written completely and in order, because `_digest` reads them. Float
+            # columns, which rarely repeat numbers, have none, which halves the reading time.
             repeat = [name for name, kind in frame.dtypes.items() if kind != "float64"]
             pq.write_table(
                 table,
@@ -67,7 +67,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
     with _as_checkpoint_error(path):
         if _is_parquet(path):
             _, pq = _pyarrow()
-            # Mapping, without reading ahead, takes a third of the time for ten million rows.
+            # Memory mapping without pre-buffering takes a third of the time for ten million rows.
             table = pq.read_table(
                 path, page_checksum_verification=True, memory_map=True, pre_buffer=False
             )
@@ -77,7 +77,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != fields["content"]:
             raise ValueError(f"it is not the file that {_sidecar(path).name} describes")
-        # Text first: pandas' parser of numbers may round wrongly, and reads "NA" as missing.
+        # Read texts first: pandas' number parser may round wrongly, and treats "NA" as missing.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
         kinds = fields["numbers"]
         missing = {name: {"": "nan"} for name, kind in kinds.items() if kind == "float64"}
@@ -85,14 +85,14 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
 
 
 def read_table_document(path: Path, document: Document) -> dict[str, Any]:
-    """Read the document of a table, and not its rows."""
+    """Read the document of a table, but not its rows."""
     if not _is_parquet(path):
         return document.read(_sidecar(path))
     _, pq = _pyarrow()
     with _as_checkpoint_error(path):
         text = (pq.read_schema(path).metadata or {}).get(_KEY)
         if text is None:
-            raise CheckpointError(f"{path} cannot be read: something else wrote it")
+            raise CheckpointError(f"{path} cannot be read: attn-only-lens did not write it")
         return document.parse(text.decode("utf-8"), path)
 
 
@@ -112,7 +112,7 @@ def _digest(table: Any) -> str:
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""
-        if hasattr(whole, "dictionary"):  # the texts, and a code for each row
+        if hasattr(whole, "dictionary"):  # it holds the texts; `indices` has a code for each row
             texts = json.dumps(whole.dictionary.to_pylist(), default=str)
             whole = whole.indices.cast("int32")
         kind = str(whole.type).removeprefix("large_")
@@ -141,6 +141,6 @@ def _pyarrow() -> tuple[ModuleType, ModuleType]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise CheckpointError(
-            "parquet needs pyarrow: pip install pyarrow, or save a .csv"
+            "parquet files need pyarrow: run `pip install pyarrow`, or save a .csv file"
         ) from error
     return pa, pq

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, never pickles; and one digest of tensors, wherever they are."""
+"""Read and write tensors as safetensors files, without pickles, and compute digests of tensors."""
 
 import hashlib
 import json
@@ -31,13 +31,13 @@ def tensor_digest(named: Iterable[tuple[str, Tensor]], fields: Any = None) -> st
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], document: Document | None = None, **body: Any
 ) -> None:
-    """Write a safetensors file, to a path that nobody else reads yet."""
+    """Write a safetensors file to a path that no other process reads yet."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = None
     if document is not None:
         metadata = {_KEY: document.text(**body, tensors=tensor_digest(sorted(whole.items())))}
     path.touch()
-    mode = path.stat().st_mode  # by the umask; safetensors writes files for their owner alone
+    mode = path.stat().st_mode  # set by the umask; safetensors lets only the owner read its files
     save_file(whole, path, metadata)
     path.chmod(mode)
 
@@ -51,7 +51,7 @@ def read_tensors(
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_KEY)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors, torch and the file system raise all kinds
+    except Exception as error:  # safetensors, torch and the file system raise different errors
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     if document is None:
         return tensors, {}

@@ -50,7 +50,7 @@ def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
             from_json(path)
 
     text = json.dumps(whole)
-    refused(text[:-7], "is no JSON")
+    refused(text[:-7], "is not valid JSON")
     refused("[]", "has format 'list'")
     refused(json.dumps({**whole, "format": "Sweep"}), "has format 'Sweep'")
     refused(json.dumps({**whole, "format_version": 1}), "version 1, and this .* reads 3")

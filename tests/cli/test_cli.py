@@ -105,7 +105,7 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
         (("convert", "/nonexistent", tmp_path / "new"), "there is no folder /nonexistent"),
         (("convert", "gpt2", tmp_path / "new"), "could not load 'gpt2'"),
         (("convert", tmp_path / "theirs", tmp_path / "new"), "config.json"),
-        (("convert", folder, tmp_path / "theirs"), "is not a saved model alone"),
+        (("convert", folder, tmp_path / "theirs"), "holds more than a saved model"),
         (("convert", folder, tmp_path / "new", "--dtype", "int8"), "got dtype='int8'"),
         (("convert", folder, tmp_path / "new", "--device", "abacus"), "got device='abacus'"),
         (("convert", out, tmp_path / "new", "--device", "meta"), "got device='meta'"),

@@ -263,7 +263,7 @@ def test_files_keep_the_gate(tmp_path):
         assert host_of(same).gates()[2]["silu"] == {"a_1": 0.4, "a_2": -3.1}
     exposed = expose_neuron_heads(hooked("llama"), gate=SILU).model
     for model in (convert(hooked("llama"), gate=SILU), exposed):  # equal but for rounding
-        with pytest.raises(CheckpointError, match="activation is code of its own"):
+        with pytest.raises(CheckpointError, match="activation is custom code"):
             save(model, tmp_path / "other")
 
 

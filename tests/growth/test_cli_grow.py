@@ -69,10 +69,10 @@ def test_errors(folder, tmp_path):
     for arguments, message in (
         ((folder, tmp_path / "new", "--d-mlp", 31), "got d_mlp=31; it has 37"),
         ((folder, tmp_path / "new"), "give either an expansion or sizes"),
-        ((folder, tmp_path / "theirs", "--d-mlp", 41), "is not a saved model alone"),
+        ((folder, tmp_path / "theirs", "--d-mlp", 41), "holds more than a saved model"),
         ((tmp_path / "theirs", tmp_path / "new", "--d-mlp", 41), "config.json"),
         ((folder, folder, "--d-mlp", 41), "for both MODEL and OUT"),
-        ((folder, copied, "--d-mlp", 41), "is not a saved model alone"),
+        ((folder, copied, "--d-mlp", 41), "holds more than a saved model"),
     ):
         result = run("grow", *arguments)
         assert result.exit_code == 2, (arguments, result.output)

@@ -411,7 +411,7 @@ def test_refused_with_all_reasons():
         (
             build("relu", dtype=torch.float16),
             Bilinear(tolerance=1e-5),
-            r"its slope would be 2\.78e\+04.* convert in float32",
+            r"the gate's slope would be 2\.78e\+04.* convert in float32",
         ),
     ):
         for call in (convert, expose_neuron_heads):

@@ -204,7 +204,7 @@ def test_a_bridge_with_hooks_or_exposed_is_refused():
 
 @torch.no_grad()
 def test_what_cannot_be_copied_is_refused_with_all_reasons():
-    with pytest.raises(UnsupportedModelError, match="give copy=True with it"):
+    with pytest.raises(UnsupportedModelError, match="pass copy=True, too"):
         expose_neuron_heads(boot("gpt2"), copy_weights=True)
     with pytest.raises(UnsupportedModelError, match="expected a TransformerBridge or a Hooked"):
         expose_neuron_heads(nn.Linear(2, 3), copy=True)

@@ -222,8 +222,8 @@ UP = "model.layers.0.mlp.up_proj.weight"
 QUANTISED = {"quant_method": "gptq", "bits": 4}
 DAMAGED = {
     "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
-    "no model": (lambda f: (f / "config.json").write_text("[]"), "is not a model's: got list"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
+    "no model": (lambda f: (f / "config.json").write_text("[]"), "model configuration: got list"),
     "unknown": (lambda f: change_config(f, model_type="abacus", architectures=[]), "abacus"),
     "unserved": (
         lambda f: change_config(f, model_type="clvp", architectures=["ClvpModel"]),
@@ -233,13 +233,13 @@ DAMAGED = {
     "no such size": (lambda f: change_config(f, num_attention_heads=-1), "heads: got -1; expected"),
     "a norm of NaN": (lambda f: change_config(f, rms_norm_eps=-1.0), "rms_norm_eps"),
     "endless": (lambda f: change_config(f, num_hidden_layers=10**9), "is 1000000000"),
-    "wide": (lambda f: change_config(f, intermediate_size=10**9), "leads to a parameter"),
+    "wide": (lambda f: change_config(f, intermediate_size=10**9), "describes a parameter"),
     "another size": (lambda f: change_config(f, intermediate_size=41), r"up_proj.* another shape"),
     "code": (
         lambda f: change_config(
             f, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.M"}
         ),
-        "code of its own, which is never run",
+        "its own code, which is never run",
     ),
     "cut": (
         lambda f: (f / "model.safetensors").write_bytes(
@@ -268,7 +268,7 @@ DAMAGED = {
     ),
     "a classifier": (
         lambda f: change_config(f, architectures=["LlamaForSequenceClassification"]),
-        "LlamaForSequenceClassification, whose head is not a language model's",
+        "LlamaForSequenceClassification, whose output head is not for language modelling",
     ),
     "no such activation": (lambda f: change_config(f, hidden_act="frob"), "KeyError: 'frob'"),
     "weights elsewhere": (

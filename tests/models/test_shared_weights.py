@@ -14,7 +14,7 @@ from attn_only_lens import patching as p
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
 FAMILIES = ("gelu", "llama", "norms_before_and_after")
-FOLDED = "norms of a model that shares its weights were folded"
+FOLDED = "norms of that model were folded"
 METRIC = p.logit_diff(7, 8)
 MAKE = {
     "converted": lambda model, **how: lens.convert(model, **how),

@@ -97,7 +97,7 @@ LOWER = [(name, torch.float32) for name in MODELS] + [
 def test_lower_precision(name, dtype):
     model = converted(name, dtype=dtype, scale=0.2)
     if model.cfg.positional_embedding_type == "alibi" and dtype != torch.float32:
-        with pytest.raises(UnsupportedModelError, match="digits that tell near tokens apart"):
+        with pytest.raises(UnsupportedModelError, match="tell near positions apart"):
             to_stock(model)
         return
     logits, expected = to_stock(model)(tokens()), model(tokens())
@@ -392,7 +392,7 @@ def test_transformer_lens_has_no_window_where_it_has_no_mask():
 def test_refused(name):
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]) as caught:
         to_stock(converted(name))
-    assert "TransformerLens' own parts" in str(caught.value)
+    assert "TransformerLens' own modules" in str(caught.value)
     assert len(caught.value.reasons) == (2 if name in ("gemma",) else 1)
 
 

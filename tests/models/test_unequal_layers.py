@@ -138,13 +138,13 @@ def test_what_has_no_one_answer_refuses():
             getattr(model, weight)
     assert torch.equal(model.b_out, uniform.b_out)
     assert model.b_O.shape == uniform.b_O.shape
-    with pytest.raises(UnsupportedCallError, match=r"no stock model is like it.*layer_sizes"):
+    with pytest.raises(UnsupportedCallError, match=r"no stock model has these sizes.*layer_sizes"):
         _ = model.source_cfg
     with pytest.raises(UnsupportedCallError, match="29 in layer 0 and 37 in layer 1"):
         _ = model.cfg.d_mlp
     with pytest.raises(UnsupportedCallError, match="2 and 29 in layer 0"):
         _ = model.cfg.n_heads
-    with pytest.raises(UnsupportedModelError, match="no stock model is like it"):
+    with pytest.raises(UnsupportedModelError, match="no stock model has these sizes"):
         verify(build("silu_gated"), model, tokens())
     assert model.cfg.layer_cfg(2).d_mlp == NEURONS[2]
     assert model.cfg.n_params == sum(model.cfg.layer_cfg(layer).n_params // 3 for layer in range(3))

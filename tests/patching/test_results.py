@@ -221,7 +221,7 @@ def test_files_that_are_no_sweep(tmp_path):
     values().to_parquet(tmp_path / "plain.parquet")
     values().to_csv(tmp_path / "plain.csv")
     for name, reason in {
-        "plain.parquet": "something else wrote it",
+        "plain.parquet": "attn-only-lens did not write it",
         "plain.csv": "plain.csv.json is missing",
         "none.parquet": "No such file",
         "sweep.txt": "ends in .parquet or .csv",

@@ -92,7 +92,7 @@ def test_a_damaged_chunk_is_refused(tmp_path):
 
 def test_refused(tmp_path):
     for value in (torch.zeros(1), float("nan")):
-        with pytest.raises(CheckpointError, match="no JSON"):
+        with pytest.raises(CheckpointError, match="cannot be written as JSON"):
             ChunkStore(tmp_path / "other", {"value": value})
     assert not list(tmp_path.glob("other/*"))
     (tmp_path / "full").mkdir()
@@ -109,7 +109,7 @@ def test_settings_that_were_changed(tmp_path):
         whole.replace("L0N2", "L0N3"): "changed after it was written",
         whole.replace("JobSettings", "JobShop"): "has format 'attn_only_lens.JobShop'",
         whole.replace('"format_version": 1', '"format_version": 4'): "format version 4",
-        whole[:-9]: "is no JSON",
+        whole[:-9]: "is not valid JSON",
         "[]": "has format 'list'",
         json.dumps({"settings": 3, "format": "", "sha256": ""}): "has format ''",
     }.items():

@@ -1,13 +1,14 @@
-"""TransformerBridges with neuron-heads in place, as folders of transformers where that is possible.
+"""Save TransformerBridges with neuron-heads in place, as Hugging Face folders where possible.
 
-A folder of transformers holds the weights of the wrapped model under its own names, so
+A Hugging Face folder holds the weights of the wrapped model under its own names, so
 `from_pretrained` and `boot_transformers` open it. It cannot hold processed weights, the models of
-`boot_native`, or sizes that only this package builds (`transformers_module.py`). Then the
+`boot_native`, or sizes that only this package builds (`transformers_module.py`). In these cases the
 tensors are in `bridge.safetensors`, by their names in the bridge, and only `load` reads them: it
 builds the model from its configuration, with arbitrary weights, and processes it as before.
 
-`save` reads what it has written, and compares: modules, hook points, tensors, settings, and the
-logits on a few tokens, which must be bitwise equal. A bridge that differs is refused.
+`save` reads the files that it has written, and compares the loaded model with the original:
+modules, hook points, tensors, settings, and the logits on a few tokens, which must be bitwise
+equal. A bridge that differs is refused.
 """
 
 import copy
@@ -59,8 +60,8 @@ _CPU = torch.device("cpu")
 _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
-_POS = 7  # tokens of the trial
-# Other implementations could be code from a hub.
+_POS = 7  # the number of positions in the comparison of logits
+# Other attention implementations could be code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
@@ -84,12 +85,12 @@ class BridgeFields(TypedDict):
 
 
 def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write an exposed bridge to an empty folder, read it again, and return its entries."""
+    """Write an exposed bridge to an empty folder, check it, and return its manifest's entries."""
     entries = common | _describe(model)
     if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
             return _write_and_compare(model, folder, entries | {"weights": "transformers"})
-        except CheckpointError:  # no folder of transformers holds this model
+        except CheckpointError:  # a Hugging Face folder cannot hold this model
             shutil.rmtree(folder)
             folder.mkdir()
     return _write_and_compare(model, folder, entries | {"weights": "bridge"})
@@ -106,7 +107,7 @@ def _write_and_compare(
 
 
 def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
-    """Read the bridge of a manifest; raise CheckpointError if the files do not fit it."""
+    """Read the bridge that a manifest describes; raise CheckpointError if the files do not fit."""
     name = manifest["settings"].get("model_name") or folder.name
     dtype, has_tokenizer = parse_dtype(manifest["dtype"]), manifest["padding_side"] is not None
     with keep_random_state(_CPU), _CPU, no_bars():
@@ -128,7 +129,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
 
 
 def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Process the weights of a bridge like those of the saved one."""
+    """Process the weights of a bridge as those of the saved bridge were processed."""
     if manifest["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=manifest["quiet"], no_processing=not manifest["processed"]
@@ -138,10 +139,10 @@ def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> Non
 
 
 def _describe(model: TransformerBridge) -> dict[str, Any]:
-    """Return the entries of a bridge, apart from `weights`; refuse what cannot be saved."""
+    """Return a bridge's manifest entries without `weights`; refuse it if it cannot be saved."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
     if model.cfg.d_vocab < 1:
-        reasons.append("it has no vocabulary (it takes pictures?), and is tried on tokens")
+        reasons.append("it has no vocabulary (is its input an image?), but is tested on tokens")
     config, kind, attention = getattr(wrapped, "config", None), type(wrapped).__name__, None
     if model.cfg.architecture != _NATIVE:
         attention = getattr(config, "_attn_implementation", None)
@@ -175,10 +176,10 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
 
 
 def _write_transformers(model: TransformerBridge, folder: Path) -> None:
-    """Write the wrapped model as `from_pretrained` of its class reads it."""
+    """Write the wrapped model so that its class's `from_pretrained` can read it."""
     wrapped: Any = model.original_model
     config = copy.deepcopy(wrapped.config)
-    config.output_attentions = False  # TransformerLens turns it on for itself
+    config.output_attentions = False  # TransformerLens turns it on for its own use
     with torch.device("meta"):
         module = build_module(type(wrapped), config)
     named = {name.replace(_WRAPPED, ""): tensor for name, tensor in wrapped.state_dict().items()}
@@ -188,21 +189,21 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     if wrapped.can_generate():
         module.generation_config = copy.deepcopy(wrapped.generation_config)
     module.save_pretrained(folder, max_shard_size=2**60)  # one file
-    # transformers writes weights for their owner alone.
+    # transformers writes weights that only their owner can read.
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
     if model.tokenizer is not None:
         original_tokenizer(model.tokenizer).save_pretrained(folder)
 
 
 def _write_tensors(model: TransformerBridge, folder: Path) -> None:
-    """Write the tensors of a bridge by their names, and a configuration that it is built from."""
+    """Write the tensors of a bridge by name, and the configuration from which it can be built."""
     wrapped: Any = model.original_model
     config = _settings(model)
     if model.cfg.architecture != _NATIVE:
         config = json.loads(wrapped.config.to_json_string(use_diff=False))
         config["architectures"] = [type(wrapped).__name__]
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # Clones, since safetensors refuses tensors that share memory.
+    # Clone the tensors, since safetensors refuses tensors that share memory.
     tensors = {name: tensor.detach().clone() for name, tensor in _named(model).items()}
     write_tensors(folder / BRIDGE_WEIGHTS, tensors)
     if model.tokenizer is not None:
@@ -215,14 +216,16 @@ def _from_config(
     """Return arguments of `build_bridge_from_module` for a model with arbitrary weights."""
     config, architecture = read_json(folder / CONFIG), manifest["architecture"]
     if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} is not a model's: got {type(config).__name__}")
-    refuse(list(out_of_range(config, CONFIG)), "this is no configuration")
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a model configuration: got {type(config).__name__}"
+        )
+    refuse(list(out_of_range(config, CONFIG)), "this is not a valid configuration")
     require_few_layers(config, tensors)
     if architecture == _NATIVE:
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
         cfg = TransformerBridgeConfig.from_dict(config | chosen)
         model: Any = NativeModel(cfg).to(dtype=dtype)
-        cfg.seed = config.get("seed")  # building with it would reset the generators
+        cfg.seed = config.get("seed")  # building with it would reset the random generators
         return {"model": model, "architecture": architecture, "tl_config": cfg}
     name = next(iter(config.get("architectures") or ()), None)
     kind: Any = getattr(transformers, str(name), None)
@@ -230,7 +233,7 @@ def _from_config(
         raise ValueError(f"transformers has no PreTrainedModel named {name!r}")
     config_class: Any = kind.config_class
     hf_config = config_from(config_class, config)
-    # Not those of the file, which could name code from a hub.
+    # Do not use the implementations in the file, which could be code from the hub.
     hf_config._attn_implementation = manifest["attention"]
     hf_config._experts_implementation = "eager"
     model = build_module(kind, hf_config)
@@ -239,14 +242,14 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Give tensors their values. They share memory as before, unless their values contradict."""
+    """Copy values into tensors. Shared memory stays shared, unless the values differ."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # also for modules that share the tensor
+            tensor.data = values[name]  # this also changes modules that share the tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
@@ -276,12 +279,12 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
         try:
             settings[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            continue  # built from the wrapped model's configuration
+            continue  # these entries are built from the wrapped model's configuration
     return {key: value for key, value in settings.items() if key not in _DERIVED}
 
 
 def _named(model: Any) -> dict[str, Tensor]:
-    """Return every parameter, buffer and processed weight of the modules, once."""
+    """Return the parameters, buffers and processed weights of all modules, each tensor once."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
         # transformer-lens 3.9 keeps some processed weights as plain attributes.
@@ -293,7 +296,7 @@ def _named(model: Any) -> dict[str, Tensor]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the modules of the bridge, then the others of the wrapped model."""
+    """Return the modules of the bridge, then the other modules of the wrapped model."""
     modules = dict(model.named_modules())
     known = {id(module) for module in modules.values()}
     wrapped = model.original_model.named_modules(prefix="original_model")
@@ -342,12 +345,12 @@ def _different_logits(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for bridge in (model, twin.to(device, print_details=False)):
-        with keep_random_state(device):  # of dropout, in training
+        with keep_random_state(device):  # dropout in training mode draws random numbers
             logits.append(bridge(tokens))
     if torch.equal(*logits):
         return []
     difference = (logits[0] - logits[1]).abs().max().item()
     return [
-        f"its logits would differ by {difference:.2g}: it is no longer what its configuration "
-        "and enable_compatibility_mode's own options lead to"
+        f"its logits would differ by {difference:.2g}: the model cannot be rebuilt from its "
+        "configuration and enable_compatibility_mode's own options"
     ]

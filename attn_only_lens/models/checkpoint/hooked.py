@@ -1,8 +1,8 @@
-"""HookedTransformers, converted to two blocks a layer or with neuron-heads in place.
+"""Save and read HookedTransformers that are converted, or that have neuron-heads in place.
 
-Both are built from the configuration of the source, and then get their tensors. Tensors that do not
-fit are refused, by `save` and by `load`. Layers of a converted model may differ in size: the
-configuration is that of layer 0, and `layers` holds the sizes of all.
+Both kinds are built from the configuration of the source, and then get their tensors. `save` and
+`load` refuse tensors that do not fit. Layers of a converted model may differ in size: the
+configuration has the sizes of layer 0, and `layers` holds the sizes of all layers.
 """
 
 from dataclasses import asdict
@@ -63,7 +63,7 @@ def write_hooked(model: HookedTransformer, folder: Path, common: dict[str, Any])
 
 
 def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
-    """Read the model of a manifest; raise CheckpointError if the files do not fit it."""
+    """Read the model that a manifest describes; raise CheckpointError if the files do not fit."""
     tensors, _ = read_tensors(folder / WEIGHTS)
     with limit_size(tensors):
         model = _rebuilt(manifest, tensors)
@@ -73,7 +73,7 @@ def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
 
 
 def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the entries of a model's manifest, and its tensors, tied ones once."""
+    """Return the entries of a model's manifest, and its tensors, with tied tensors only once."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
         layout, cfg, gating = "two blocks a layer", model.cfg.layer_cfg(0), model.cfg.gating
@@ -107,7 +107,7 @@ def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tenso
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {name: tensor.detach() for name, tensor in named}
     reasons = reasons or skeleton_misfits(_skeleton(entries), tensors, entries["tied"])
-    refuse(reasons, "this model is not what its configuration leads to, and could not be loaded")
+    refuse(reasons, "this model cannot be rebuilt from its configuration, so it is not saved")
     return entries, tensors
 
 
@@ -116,8 +116,8 @@ def _rebuilt(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     tied, frozen = manifest["tied"], manifest["frozen"]
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrong = skeleton_misfits(model, tensors, tied)
-    wrong += [f"{name} is no parameter" for name in {*tied, *tied.values(), *frozen} - names]
-    wrong += [f"{name} is tied in a ring" for name in tied.keys() & tied.values()]
+    wrong += [f"{name} is not a parameter" for name in {*tied, *tied.values(), *frozen} - names]
+    wrong += [f"{name} is tied to a tied name" for name in tied.keys() & tied.values()]
     refuse(wrong, MISFIT)
     fill(model, tensors, tied, set(frozen))
     if manifest["layout"] == "in place":
@@ -136,11 +136,11 @@ def expose_again(model: Any, manifest: dict[str, Any]) -> None:
 
 
 def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
-    """Return the model without weights, its neuron-heads not yet exposed."""
+    """Return the model without weights, and without exposed neuron-heads."""
     require_hooked_transformer()
     config = manifest["config"]
-    refuse(reasons_against_config(config, "config"), "this is no configuration")
-    # Code from a hub never runs, whatever the file says.
+    refuse(reasons_against_config(config, "config"), "this is not a valid configuration")
+    # Code from the hub never runs, even if the file asks for it.
     chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
     source = stock_skeleton({"device": "cpu", **config, **chosen})
     gating = Gating.from_json(manifest["gate"])

@@ -1,12 +1,12 @@
-"""Save a model with neuron-heads to a folder, and load it: safetensors and JSON, no pickle, no hub.
+"""Save a model with neuron-heads to a folder of safetensors and JSON, and load it without pickles.
 
-    gate.json           a manifest: kind of model, gate, state, digest of every file
-    model.safetensors   its weights; `bridge.safetensors`, if only `load` can use them
-    tokenizer/          the tokenizer's own files; of a bridge they lie in the folder itself
-    config.json         of a bridge: the configuration
+    gate.json           the manifest: kind of model, gate, state, digest of every file
+    model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
+    tokenizer/          the tokenizer's own files; for a bridge they are in the folder itself
+    config.json         the configuration, only for a bridge
 
-The folder of a bridge is one of transformers where that is possible (`bridge.py`). A folder is
-written next to its destination, and moved there when it is complete.
+A bridge is saved as a Hugging Face folder where possible (`bridge.py`). A folder is written next to
+its destination, and moved there when it is complete.
 """
 
 import os
@@ -45,7 +45,7 @@ from attn_only_lens.storage import (
 from attn_only_lens.tl import HookedTransformer
 
 MANIFEST = "gate.json"
-_UNBUILDABLE = "cannot be built by these versions of transformers and TransformerLens"
+_UNBUILDABLE = "cannot be built with the installed versions of transformers and TransformerLens"
 
 
 class _Manifest(TypedDict):
@@ -61,9 +61,9 @@ class _Manifest(TypedDict):
 
 
 class _Kind(NamedTuple):
-    """A kind of model: its entries of the manifest, and how to save and load it.
+    """A kind of model: its entries in the manifest, and its functions to save and load it.
 
-    `closed` are patterns of files that would be read with the model, so that none may be added.
+    `closed` has patterns of files that are read with the model, so no such file may be added.
     """
 
     fields: Any
@@ -84,16 +84,17 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
     """Write a model with neuron-heads to a folder, completely or not at all.
 
-    A `TransformerBridge` without processed weights is written as a folder of transformers, with its
+    A `TransformerBridge` without processed weights is written as a Hugging Face folder, with its
     neuron-heads in `gate.json`: `from_pretrained` and `TransformerBridge.boot_transformers` open
     it, too. Weights that `enable_compatibility_mode` processed, models of `boot_native` and grown
-    sizes that transformers does not know are written in a form that only `load` opens. The
-    files are read again and compared, which takes the memory of a second model for a moment.
+    sizes that transformers does not know are written in a form that only `load` opens. The files
+    are read again and compared with the model, which needs memory for a second model for a moment.
 
     Args:
-        model: a model that `convert` or `load` returned, or a model with `expose_neuron_heads`, in
-            its present state. Hooks are not saved.
-        folder: the destination; an earlier save there is replaced, anything else is refused.
+        model: a model that `convert` or `load` returned, or a model with exposed neuron-heads, in
+            its current state. Hooks are not saved.
+        folder: the destination. An earlier save there is replaced; a folder with other files is
+            refused.
         source_name: the name of the source; by default `cfg.model_name`.
 
     Returns:
@@ -101,8 +102,8 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
     Raises:
         CheckpointError: the model has no neuron-heads; or it could not be loaded again, because
-            its configuration does not lead to its parameters, activation, code, hooks or processing
-            options, or its tokenizer needs its own code; or the folder holds something else.
+            its parameters, activation, code, hooks or processing options cannot be rebuilt from its
+            configuration, or its tokenizer needs its own code; or the folder holds other files.
 
     Example:
         >>> import tempfile, torch
@@ -138,7 +139,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
 
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Read a saved model: no pickle, no network, no code, no other folder."""
+    """Read a saved model, without pickles, network, custom code or other folders."""
     manifest = read_manifest(folder)
     kind = _KINDS[manifest["model"]]
     check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)
@@ -148,7 +149,7 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
         model.tokenizer.padding_side = manifest["padding_side"]
     if dtype is not None:
         model.to(dtype, print_details=False)
-    # By name: of a torch.device, a HookedTransformer keeps only the type, without the index.
+    # Pass the name, since a HookedTransformer ignores the index of a torch.device.
     return model.to(str(device), print_details=False)
 
 
@@ -161,7 +162,7 @@ def is_saved(folder: str | os.PathLike[str]) -> bool:
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
-    """Write the manifest of a model whose files are in a folder already."""
+    """Write the manifest of a model whose other files are already in the folder."""
     names = ("attn_only_lens", "transformer_lens")
     versions = {name: version(name.replace("_", "-")) for name in names}
     _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))

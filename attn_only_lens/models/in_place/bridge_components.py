@@ -1,9 +1,10 @@
-"""Check that the model wrapped by a bridge runs the modules of the bridge, and nothing around them.
+"""Check that the wrapped model runs its bridge's modules, and no modules around them.
 
-A bridge replaces modules of the wrapped model by its own: `block.mlp.out` takes the place of
-`layer.mlp.down_proj`. A user may later put another module there, such as an adapter, which reads
-activations before edits, and which no weight of the bridge shows. (Joint attention keeps the
-model's own module.) `known_mlps` and `require_bridge_weights` check modules inside a component.
+A bridge replaces modules of the wrapped model by its own modules: `block.mlp.out` takes the place
+of `layer.mlp.down_proj`. A user may later put another module there, such as an adapter. It would
+read activations before edits, and its effect would not be in the bridge's weights. (Joint attention
+keeps the wrapped model's own module.) `known_mlps` and `require_bridge_weights` check the modules
+inside a component.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def component_reasons(model: Any) -> list[str]:
     return [
         f"{name}: got a {_kind(placed)} as {path} of the model that the bridge wraps; expected "
         "this component of the bridge: put it back, or build the bridge again from a model "
-        "without adapters (call peft's merge_and_unload() before, as it takes a bridge apart)"
+        "without adapters (call peft's merge_and_unload() before, because it breaks a bridge)"
         for name, component, owner, path in _components(model)
         if (placed := _module_at(owner, path)) is not None
         and placed is not component
@@ -45,7 +46,7 @@ def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
 
 
 def _components(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield each component of a bridge: name, module, the module that runs it, its path in that."""
+    """Yield each component of a bridge: name, module, parent module, and path from the parent."""
     for name, module in model._modules.items():
         if name == "blocks":
             for layer, block in enumerate(module):

@@ -3,7 +3,7 @@
 Exposing changes the `__class__` of a model to a subclass, and `undo` changes it back, so all
 references to the model stay valid. The subclasses of models refuse hooks on `mlp.hook_neuron_write`
 while it is off, which TransformerLens would silently never call. The subclasses of MLPs send their
-output through it.
+output through this hook point.
 """
 
 import warnings
@@ -38,7 +38,7 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens; refuse replaced MLPs, whose neuron-heads would not fire."""
+        """Run the model; refuse replaced MLPs, whose neuron-heads would not fire."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
         with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
@@ -51,19 +51,19 @@ class ExposedTransformer(_Exposed, HookChecks):
     _host = HookedHost
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens; refuse weights into which another model's norms were folded."""
+        """Run the model; refuse shared weights into which another model's norms were folded."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that `forward` refuses, since a copy would run."""
+        """Refuse to copy or pickle a model that `forward` refuses, because the copy would run."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
     def load_and_process_state_dict(
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
-        """As in TransformerLens; refuse to fold norms into weights that another model shares."""
+        """Load weights as TransformerLens does; refuse to fold norms into shared weights."""
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
         super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
@@ -97,7 +97,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
                 self._hook_registry.pop(f"blocks.{layer.layer}.mlp.{name}", None)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """As in TransformerLens; if attention has no such hook point, switch only the MLPs."""
+        """Turn the results of heads on or off; if attention has none, switch only the MLPs."""
         try:
             super().set_use_attn_result(use_attn_result)
         except NotImplementedError as error:
@@ -108,7 +108,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
             heads.results = use_attn_result
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens; refuse the names of hook points that do not fire."""
+        """Run the model as TransformerLens does; refuse names of hook points that do not fire."""
         wanted = how.get("names_filter", args[3] if len(args) > 3 else None)
         names = [wanted] if isinstance(wanted, str) else wanted
         for name in names if isinstance(names, list) else []:
@@ -129,13 +129,13 @@ class _ExposedMLPBridge:
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """As in TransformerLens."""
+        """Run the MLP as TransformerLens does, with separate values of its heads."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """An MLP of a HookedTransformer with neuron-heads; it has no hook point for its output."""
+    """A HookedTransformer's MLP with neuron-heads; such an MLP has no hook point for its output."""
 
     _neuron_heads: InPlace
 

@@ -1,17 +1,17 @@
 """Neuron-heads of an MLP that stays in place.
 
-An MLP of TransformerLens computes  q → hook_pre → act → hook_post → W_out,  a gated one also
-u → hook_pre_linear. Its code still runs, and its hook points are tapped:
+A TransformerLens MLP computes  q → hook_pre → act → hook_post → W_out.  A gated MLP also computes
+u → hook_pre_linear. The MLP's own code still runs, and its hook points are tapped:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads
     the output of W_out          is replaced by Σ hook_result + bias if hook_result is live
 
-An edit at one hook point reaches all later ones: hook_pre, hook_q, hook_k, hook_v,
-hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (In the MLP they have the names in
-`POINTS`.) An edit of a neuron at hook_post is shared equally by its heads, so the results add up to
-the output minus its bias. Exact heads replace nothing while none of their hook points is live;
-bilinear heads always replace the activations.
+An edit at one hook point affects all later hook points, in this order: hook_pre, hook_q, hook_k,
+hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` lists the names
+that the hook points of heads have in the MLP.) An edit of a neuron at hook_post is shared equally
+by its heads, so the results add up to the output minus its bias. Exact heads replace nothing while
+none of their hook points is live; bilinear heads always replace the activations.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.host import POINTS, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # of an activation that is computed in several steps
+_ROUNDINGS = 16  # allowed for an activation that is computed in several steps
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def activation_error(
 ) -> Float[Tensor, ""]:
     """Return the largest |post - (act(q) · u + b_in)|, in units of the error that rounding allows.
 
-    `gate` is the exact gate of act; `post` entered hook_post; `b_in` is the bias of a GatedMLP.
+    `gate` is the exact gate of act; `post` is the input of hook_post; `b_in` is a GatedMLP's bias.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in
@@ -103,17 +103,17 @@ class InPlace(NeuronHeads):
     ) -> None:
         self.mlp: Any = mlp
         self.mlp_points = mlp_points
-        self.cfg = cfg  # the model's, for use_attn_result
+        self.cfg = cfg  # the model's configuration, for use_attn_result
         self.act_fn = act_fn
         self.layer = layer
         self.gating = gating
         self.results = False  # if True, overrides cfg.use_attn_result
-        self.passing = passing  # the model's
+        self.passing = passing  # shared by all MLPs of the model
         self._add_hook_points()
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this layer (looked up, so that a saved model holds no code)."""
+        """The gate of this layer; it is looked up by name, so that a saved model holds no code."""
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
@@ -124,7 +124,7 @@ class InPlace(NeuronHeads):
 
     @property
     def output_module(self) -> nn.Module:
-        """The hook point after W_out, or the MLP; BERT's layers run no module `mlp`."""
+        """The hook point after W_out (BERT's layers run no module `mlp`), or else the MLP."""
         return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
@@ -145,7 +145,7 @@ class InPlace(NeuronHeads):
 
     @property
     def b_O(self) -> Float[Tensor, "d_model"] | float:
-        """The output bias, which no head writes."""
+        """The output bias, which is not part of any head's output."""
         if self.mlp_points.out is None:
             gated = isinstance(self.mlp, GatedMLP)
             return self.mlp.b_out + (self.mlp.b_in @ self.mlp.W_out if gated else 0.0)
@@ -182,7 +182,7 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context with separate values, since a hook may run the MLP inside a pass."""
+        """Return a context with its own values, since a hook may run the MLP during a pass."""
         return self.passing.new_pass(self.passing.values)
 
     # The taps call these methods in this order
@@ -200,10 +200,10 @@ class InPlace(NeuronHeads):
         if q is None:
             raise UnsupportedCallError(
                 f"layer {self.layer}: the output projection of its MLP ran without the rest of the "
-                "MLP, or a copy of it ran (modules_to_save of peft); call undo() and "
+                "MLP, or a copy of the projection ran (peft's modules_to_save); call undo() and "
                 "expose_neuron_heads again"
             )
-        values.pop((self.layer, "written"), None)  # left by a run of the MLP alone that failed
+        values.pop((self.layer, "written"), None)  # a failed run of the MLP alone may leave this
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
@@ -222,13 +222,13 @@ class InPlace(NeuronHeads):
     ) -> None:
         gate = self.gating.activation(self.act_fn)
         error = activation_error(gate, post, float32_if_half(q), up, self._b_in)
-        why = "its dropout, in training mode" if self.mlp.training else "changed since?"
+        why = "dropout in training mode" if self.mlp.training else "was it changed after exposing?"
         message = (
             f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "
             f"pre-activations ({why}), which its neuron-heads would silently ignore; call "
             "model.eval(), or undo() and expose_neuron_heads again"
         )
-        if torch.compiler.is_compiling():  # no values yet: the graph checks them when it runs
+        if torch.compiler.is_compiling():  # the compiled graph checks the values when it runs
             torch._assert_async(error <= 1.0, message)
         elif _every_example(error).max() > 1.0:
             raise UnsupportedCallError(message)
@@ -255,7 +255,7 @@ class InPlace(NeuronHeads):
         return post
 
     def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
-        # A copy: an in-place edit at hook_q must not change the tensor that hook_pre has shown.
+        # Copy q, since an in-place edit at hook_q must not change the output of hook_pre.
         q = q.clone() if is_live(self.hook_q) else q
         return self._through_hooks(q, up, lambda: self._plain_z(q, up, post))
 
@@ -268,11 +268,11 @@ class InPlace(NeuronHeads):
         return activation
 
     def _post(self, z: PreActivation) -> PreActivation:
-        """Return a new tensor, so that an in-place edit at hook_post does not change hook_z."""
+        """Return hook_post's input as a new tensor, so that an in-place edit keeps hook_z."""
         return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten it
 
     def attach(self) -> None:
-        """Give the MLP the hook points of the heads, and tap its own."""
+        """Add the heads' hook points to the MLP, and tap the MLP's own hook points."""
         self.mlp._neuron_heads = self
         for name, point in self.points.items():
             setattr(self.mlp, name, point.train(self.mlp.training))
@@ -299,12 +299,12 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """Bilinear neuron-heads of an MLP in place, several to a neuron."""
+    """Bilinear neuron-heads of an MLP in place, with several heads per neuron."""
 
     @property
     def _recomputes(self) -> bool:
-        # They always recompute, but the check costs as much as the activation: skip it without
-        # hooks and dropout.
+        # Bilinear heads always recompute the activation. But the check that follows costs as much
+        # as the activation, so it is skipped if there are no hooks and no dropout.
         return self.mlp.training or super()._recomputes or is_live(self.hook_z)
 
     def _without_hooks(
@@ -359,7 +359,7 @@ class UnknownMLPError(Exception):
 
 
 def find_hook_points(mlp: Any) -> MLPHookPoints:
-    """Return the hook points of an MLP; raise UnknownMLPError if a class is not known."""
+    """Return the hook points of an MLP; raise UnknownMLPError for an unknown class."""
     if mlp is None:
         raise UnknownMLPError("it has no MLP")
     kind = stock_class(mlp)
@@ -377,12 +377,12 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
     changed = [point.name for point in points if type(point) not in (HookPoint, *_TAPS)]
     if changed:
         raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
-    # OPT passes [batch · pos, d_mlp] and shows hooks [batch, pos, d_mlp].
+    # OPT computes [batch · pos, d_mlp], but hooks receive [batch, pos, d_mlp].
     converted = [point.name for point in points if point.hook_conversion is not None]
     if converted:
         raise UnknownMLPError(
-            f"its hook points {converted} show hooks a reshaped tensor (in OPT, one axis holds the "
-            "tokens of all prompts)"
+            f"its hook points {converted} pass a reshaped tensor to hooks (in OPT, one axis holds "
+            "the tokens of all prompts)"
         )
     return points
 
@@ -398,10 +398,10 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     if kind not in (nn.Linear, Conv1D):
         got = kind.__qualname__
         advice = "merge adapters, dequantise, or remove parametrizations first"
-        if kind.__module__.startswith("peft."):  # whose classes are called Linear too
+        if kind.__module__.startswith("peft."):  # peft's classes are called Linear, too
             got = f"{kind.__module__}.{got}"
             advice = (
-                "call merge_and_unload() before the model is bridged; or in a bridge, for every "
+                "call merge_and_unload() before you build the bridge; or in the bridge, for every "
                 "component with an adapter `layer`, call layer.merge() and "
                 "component.set_original_component(layer.get_base_layer())"
             )

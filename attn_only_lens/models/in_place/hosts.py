@@ -1,4 +1,4 @@
-"""Hosts of exposed models: a source layer is a block, with neuron-heads next to its MLP."""
+"""The hosts of exposed models, whose blocks are layers with neuron-heads next to the MLP."""
 
 from typing import Any, Literal
 
@@ -23,14 +23,14 @@ from attn_only_lens.models.norms import (
 from attn_only_lens.models.shared_weights import parted_reasons
 from attn_only_lens.models.two_blocks.known_modules import structure_reasons
 
-_AGAIN = "undo() and expose_neuron_heads again"
+_AGAIN = "call undo() and expose_neuron_heads again"
 
 
 def replaced_mlps(model: Any) -> list[str]:
-    """Return why the MLPs of an exposed model are not the exposed ones; empty if they are."""
+    """Return which MLPs of an exposed model were replaced after exposing; empty if none was."""
     heads, blocks = vars(model)["_neuron_heads"], model.blocks
     if len(heads) != len(blocks):
-        return [f"it has {len(blocks)} blocks; expected {len(heads)}, as when exposed; {_AGAIN}"]
+        return [f"it has {len(blocks)} blocks, but had {len(heads)} when exposed; {_AGAIN}"]
     reasons = [
         f"blocks.{neurons.layer}.mlp was replaced by a {type(mlp).__qualname__}; {_AGAIN}"
         for neurons, block in zip(heads, blocks, strict=True)
@@ -52,7 +52,7 @@ class _InPlaceHost(ModelHost):
 
     @property
     def neurons(self) -> list[InPlace]:
-        """The neuron-heads of each layer."""
+        """The neuron-heads of all layers."""
         heads: list[InPlace] = vars(self.model)["_neuron_heads"]
         return heads
 
@@ -67,11 +67,11 @@ class _InPlaceHost(ModelHost):
         return [self.model.cfg.n_heads] * len(self.model.blocks)
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the layer: blocks are layers."""
+        """Return the index of the layer, since each layer is one block."""
         return layer
 
     def _mlp_reasons(self) -> list[str]:
-        """Return why MLPs, or their hook points, are not the exposed ones."""
+        """Return which MLPs, or hook points of MLPs, were replaced after exposing."""
         reasons = replaced_mlps(self.model)
         for heads in [] if reasons else self.neurons:
             try:
@@ -88,12 +88,12 @@ class _InPlaceHost(ModelHost):
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook point of the source."""
+        """Return the name of a hook point of the stream, which is the same as in the source."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
 class HookedHost(HookedTransformerHost, _InPlaceHost):
-    """An exposed `HookedTransformer`, with the norms of its configuration."""
+    """The host of an exposed `HookedTransformer`, whose configuration says which norms it has."""
 
     def reasons(self) -> list[str]:
         """Return which MLPs were replaced, and which modules have an unknown class."""
@@ -113,21 +113,21 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
 
 
 class BridgeHost(_InPlaceHost):
-    """An exposed `TransformerBridge`, which runs to find its norms and check its matrices."""
+    """The host of an exposed `TransformerBridge`; runs it to find norms and check matrices."""
 
     def reasons(self) -> list[str]:
         """Return which MLPs, or other components, were replaced or wrapped."""
         return self._mlp_reasons() + component_reasons(self.model)
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return which torch hooks read z before edits."""
+        """Return which torch hooks receive z before it is edited."""
         if kind == "neuron":
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
         return unseen_edit_reasons(self.model, z)
 
     def norms(self) -> list[LayerNorms]:
-        """Return the norms of each layer, by a run on two tokens."""
+        """Run the model on two tokens, and return the norms of each layer."""
         return bridge_norms(self.model)
 
     def reads_centred(self) -> bool:
@@ -135,19 +135,19 @@ class BridgeHost(_InPlaceHost):
         return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:
-        """Return the norm before the unembedding, by a run on two tokens."""
+        """Run the model on two tokens, and return the norm before the unembedding."""
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Also compare the matrices with the modules that apply them."""
+        """Check modules and hooks, and compare the matrices with the modules that apply them."""
         super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the length of a cache of transformers among the arguments."""
+        """Return the number of tokens in a transformers cache among the arguments, or 0."""
         caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Cache)]
         return max((int(cache.get_seq_length()) for cache in caches), default=0)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay by the forward pass of the wrapped model."""
+        """Return a replay that uses the forward pass of the wrapped model."""
         return BridgeReplay(self.model, recording, metric, precise)

@@ -1,9 +1,10 @@
 """Recognise MLPs whose neurons can be exposed as heads, by their computation, not by their names.
 
-An MLP is known if the input of hook_post is act(q), or act(q) · u, + b_in, for an activation that
-has a gate. The check runs the MLP with random u, and with q from -12 to 12 and up to 10^4 on both
-sides, where a clipped activation shows. It cannot see dropout, because the MLP runs in evaluation
-mode, nor later changes: `InPlace` checks again whenever heads replace the activations.
+An MLP is known if the input of hook_post is act(q), act(q) · u or act(q) · u + b_in, for an
+activation that has a gate. The check runs the MLP with random u, and with q from -12 to 12. A few
+values of |q| up to 10^4 reveal a clipped activation. The check cannot see dropout, because the MLP
+runs in evaluation mode, nor later changes, so `InPlace` checks again whenever heads replace the
+activations.
 
 BERT has no module for its MLP: the bridge's `mlp` only names modules of the layer, whose hook
 points fire when the layer runs.
@@ -39,7 +40,7 @@ from attn_only_lens.tl import GatedMLP, HookedTransformer
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
-_FAR = 1e4  # its product with u is within float16
+_FAR = 1e4  # float16 can hold its product with u
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def non_finite_weights(model: Any) -> list[str]:
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
     }
-    # One look at all norms, since each look waits for the device. Large finite entries may have an
-    # infinite norm, so the entries decide.
+    # Read all norms at once, since each read waits for the device. Large finite entries may have an
+    # infinite norm, so the entries are checked if a norm is not finite.
     devices = {parameter.device for parameter in named.values()}
     by_device = ([x for x in named.values() if x.device == device] for device in devices)
     norms = [norm for parameters in by_device for norm in torch._foreach_norm(parameters)]
@@ -113,12 +114,12 @@ def non_finite_weights(model: Any) -> list[str]:
         if count
     ]
     more = len(wrong) - _SHOWN
-    return [*wrong[:_SHOWN], *[f"and {more} more of its parameters have"] * (more > 0)]
+    return [*wrong[:_SHOWN], *[f"and {more} more of its parameters have such entries"] * (more > 0)]
 
 
 @torch.no_grad()
 def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
-    """Run an MLP alone, or its layer if it is no module, and return its output."""
+    """Run an MLP alone, or its layer if the MLP is not a module, and return the MLP's output."""
     if points.layer is None:
         output = _run(mlp, x)
         if not isinstance(output, Tensor):
@@ -132,7 +133,9 @@ def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
     finally:
         handle.remove()
     if len(seen) != 1:
-        raise UnknownMLPError(f"its W_out ran {len(seen)} times in one pass of its layer, not once")
+        raise UnknownMLPError(
+            f"its W_out ran {len(seen)} times in one forward pass of its layer; expected once"
+        )
     return seen[0]
 
 
@@ -142,7 +145,7 @@ def _run(module: nn.Module, x: Tensor) -> Any:
             return module(x)
     except UnknownMLPError:
         raise
-    except Exception as error:  # foreign code may raise anything
+    except Exception as error:  # custom code may raise any error
         raise UnknownMLPError(f"its MLP does not run alone: {error}") from error
 
 
@@ -211,7 +214,7 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
 
 
 def _queries(shape: tuple[int, ...]) -> Tensor:
-    """Return even steps from -12 to 12, and a few far values at both ends."""
+    """Return evenly spaced values from -12 to 12, and a few much larger ones at both ends."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far
@@ -219,7 +222,7 @@ def _queries(shape: tuple[int, ...]) -> Tensor:
 
 
 def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping[str, Gate]) -> str:
-    """Return the activation that made `post` from q and u, preferring the name in `cfg`."""
+    """Return the name of the activation that computed `post`; prefer the name in `cfg`."""
     post, q = post.cpu(), q.double()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
     errors = {name: activation_error(gate, post, q, u, b_in).item() for name, gate in gates.items()}
@@ -228,6 +231,6 @@ def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping
     if errors[name] <= 1.0:
         return str(name)
     raise UnknownMLPError(
-        "its MLP's activations are not q times a weight in [0, 1] of q alone: expected one of "
+        "its MLP's activations are not q times a weight p(q) in [0, 1]: expected one of "
         f"{', '.join(sorted(gates))}"
     )

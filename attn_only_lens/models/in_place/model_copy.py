@@ -2,10 +2,10 @@
 
 `deepcopy` preserves ties and views if its memo already holds the counterpart of every tensor: an
 alias, or a view of a storage that is copied once (joint attention has q, k and v as views of one
-weight). It cannot copy closures. A bridge's closures that capture the input of a norm or an MLP are
-removed from the copy, whose blocks hook new ones when they run; those by which transformer-lens 4
-shows BERT's MLPs are made again. A bridge with other closures is refused
-(`engine/model_checks.py`).
+weight). It cannot copy closures. Hooks with closures that capture the input of a norm or an MLP are
+removed from the copied bridge, whose blocks attach new hooks when they run. Hooks with which
+transformer-lens 4 implements the hook points of BERT's MLPs are made again for the copy. A bridge
+with other closures is refused (`engine/model_checks.py`).
 """
 
 import copy
@@ -70,7 +70,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """Make the hooks of placeholders on a copied hook point again, bound to the copies."""
+    """Make the placeholder hooks on a copied hook point again, bound to the copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)

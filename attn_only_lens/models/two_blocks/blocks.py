@@ -1,6 +1,6 @@
-"""The two blocks that one layer of the source becomes, and the neurons of its MLP as heads.
+"""The two blocks that replace one layer of the source, with the neurons of its MLP as heads.
 
-For token t with normalised residual x_t, head i of a plain MLP computes
+For a token with normalised residual x, the head of neuron i of a plain MLP computes
 
     q = x · W_in[:, i] + b_in[i]      the query, and the value: W_Q = W_V
     scores    (self, bias) = (0, -logit p(q))
@@ -90,7 +90,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this block's activation (looked up, so that a saved model holds no code)."""
+        """The gate of this block; it is looked up by name, so that a saved model holds no code."""
         return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
 
     @property
@@ -115,7 +115,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         """Return the pre-activation q, and u in a gated MLP."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
-        # The calls of the source: other ways to write these products round differently.
+        # Use the same calls as the source, since other forms of these products round differently.
         gate = F.linear(x, self.W_gate.T.contiguous())
         return gate, F.linear(x, self.W_in.T.contiguous())
 
@@ -135,7 +135,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     # Weights in a head's shape
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """Multiply the row of each neuron by a factor of its heads: value, w, b or c."""
+        """Multiply each neuron's row by a factor of each of its heads: "value", "w", "b" or "c"."""
         return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
@@ -183,7 +183,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     def _refuse_product_value(self, name: str) -> None:
         if self.value_is_product:
             raise UnsupportedCallError(
-                f"{name} of a neuron-head of a gated MLP: its value is the product "
+                f"{name} of a neuron-head in a gated MLP does not exist: its value is the product "
                 "(x · W_gate) · (x · W_in), which no value matrix computes. Use W_gate and W_in of "
                 "model.blocks[i].attn, or hook_v for the values themselves"
             )
@@ -208,7 +208,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_j b_in[i] + c_j, with a large number for c_j = ∞."""
+        """Query biases: b_j b_in[i] + c_j, where a large number stands for c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
@@ -226,8 +226,8 @@ class _WithoutMLP(nn.Module):
             raise AttributeError(
                 f"{type(self).__name__} has no mlp: the neurons of source layer l are the heads of "
                 "block 2l + 1. Use model.blocks[2 * l + 1].attn, which has W_in, b_in, W_out, "
-                "b_out and in gated MLPs W_gate; its hook_q is the MLP's hook_pre, its hook_z the "
-                "MLP's hook_post"
+                "b_out and, for gated MLPs, W_gate; its hook_q is the MLP's hook_pre, and its "
+                "hook_z is the MLP's hook_post"
             )
         return super().__getattr__(name)
 
@@ -235,9 +235,9 @@ class _WithoutMLP(nn.Module):
 class AttentionBlock(_WithoutMLP, TransformerBlock):
     """Block 2l: the attention heads of source layer l, in a stock block without its MLP.
 
-    Its `cfg` claims a parallel MLP: a stock block then calls `apply_mlp` with its input after the
-    hooks of resid_pre, which the neurons of a parallel model must read, and adds the result to
-    resid_pre + attn_out.
+    Its `cfg` says that the MLP is parallel. A stock block then calls `apply_mlp` with its input
+    after the hooks of resid_pre, and adds the result to resid_pre + attn_out. The neurons of a
+    parallel model must read this input.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -269,7 +269,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """As the stock block; its entry in the key-value cache has the sizes of its heads."""
+        """Run the stock block, with a key-value cache entry of the same sizes as its heads."""
         entry = past_kv_cache_entry
         # TransformerLens gives all entries one size; an empty entry can be replaced.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
@@ -279,7 +279,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         return super().forward(resid_pre, shortformer_pos_embed, entry, attention_mask)
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
-        """Return zero for the missing MLP; in a parallel model, leave the input in `passing`."""
+        """Return zero for the missing MLP; in a parallel model, store the input in `passing`."""
         if self.cfg.neurons_read_along:
             self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)
@@ -312,7 +312,7 @@ class NeuronBlock(_WithoutMLP):
         past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Return the stream after this block. Its heads see one token each: no mask, no cache."""
+        """Return the stream after this block, without mask or cache: heads see only one token."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
         stream = self._layer_input() if self.cfg.neurons_read_along else resid_pre
@@ -344,8 +344,8 @@ class NeuronBlock(_WithoutMLP):
 class NoMLP(HookPoint):
     """`hook_mlp_out` of a block without an MLP: zero, for TransformerLens' `attribution_patch`.
 
-    That function requires this hook point in every block, and a gradient. A hook may only read
-    here, and only through `model.hooks`: an edit would silently change nothing.
+    That function requires this hook point in every block, and a gradient. Only `model.hooks` may
+    add a hook, and the hook may only read the value, because an edit would silently have no effect.
     """
 
     def add_hook(
@@ -357,21 +357,21 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """As in TransformerLens, but only for `model.hooks`, which passes a level."""
+        """Add a hook for `model.hooks`, which passes a level; refuse all other calls."""
         if level is None:
-            raise UnsupportedCallError(f"a hook on {self.name}: {NO_MLP}")
+            raise UnsupportedCallError(f"a hook on {self.name} is refused: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
 
     def zero(self, like: Tensor) -> Tensor:
-        """Return zero, as a full tensor only if a hook is live."""
+        """Return zero, as a scalar or, if a hook is live, as a tensor of the same shape."""
         if not is_live(self):
             return like.new_zeros(())
-        with torch.inference_mode(False):  # a tensor of inference mode has no version counter
+        with torch.inference_mode(False):  # inference tensors have no version counter
             zero = torch.zeros_like(like)
         zero = require_grad_like(zero, like)
         version = zero._version
         hooked: Tensor = self(zero)
         # Compare addresses, because backward hooks return an alias of their input.
         if hooked.data_ptr() != zero.data_ptr() or zero._version != version:
-            raise UnsupportedCallError(f"an edit at {self.name}: {NO_MLP}")
+            raise UnsupportedCallError(f"an edit at {self.name} has no effect: {NO_MLP}")
         return hooked

@@ -1,8 +1,8 @@
-"""Build converted models: around the parameters of a source, or from a configuration and tensors.
+"""Build converted models, from the parameters of a source, or from a configuration and tensors.
 
 Without a source, a skeleton is built on the meta device: nothing is computed and no random number
-is drawn. Each block asks its own `cfg` for sizes, so a layer of another size gets a block built
-from a configuration of that size.
+is drawn. Each block reads its sizes from its own `cfg`, so a layer of another size gets a block
+that is built from a configuration with that size.
 """
 
 import copy
@@ -58,7 +58,7 @@ def convert_as(
 
 
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
-    """Copy the model's `__dict__` deeply, but share its tensors (also tied ones) and tokenizer."""
+    """Copy the model's `__dict__` deeply, but share its tensors, tied or not, and its tokenizer."""
     memo: dict[int, Any] = {id(model.cfg): cfg}
     for tensor in [*model.parameters(), *model.buffers()]:
         alias = tensor.detach().clone() if copy_weights else tensor.detach()
@@ -84,7 +84,7 @@ def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
     positions = fields.get("positional_embedding_type", _POSITIONS[0])
     if positions not in _POSITIONS:
         raise ValueError(f"got positional_embedding_type={positions!r}; expected {_POSITIONS}")
-    # Building must not set a seed, load a tokenizer or look for a device; `update` restores these.
+    # Building must not set a seed, load a tokenizer or use a device; `update` restores the fields.
     neutral = {"seed": None, "tokenizer_name": None, "init_weights": False, "device": "cpu"}
     cfg = HookedTransformerConfig(**{**fields, **neutral})
     with quiet(), torch.device("meta"):
@@ -148,10 +148,10 @@ def rebuild(
     new = converted_skeleton(stock_skeleton(fields | changes), gating, sizes)
     tied = tied or {}
     UnsupportedModelError.raise_if(
-        skeleton_misfits(new, tensors, tied), "these weights make no model of these sizes"
+        skeleton_misfits(new, tensors, tied), "these weights do not fit a model of these sizes"
     )
     fill(new, tensors, tied, frozen)
-    for name, value in vars(model).items():  # tokenizer, dataset, and attributes of users
+    for name, value in vars(model).items():  # tokenizer, dataset, and user-added attributes
         if not name.startswith("_") and name not in ("cfg", "mod_dict", "hook_dict"):
             setattr(new, name, value)
     return new.train(model.training)
@@ -160,7 +160,7 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return why tensors do not fit a skeleton; `tied` names need no tensors."""
+    """Return why tensors do not fit a skeleton; names in `tied` need no tensors."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
@@ -188,7 +188,7 @@ def fill(
     tied: Mapping[str, str],
     frozen: Collection[str],
 ) -> None:
-    """Put tensors that fit into a skeleton; `frozen` parameters get no gradient."""
+    """Put tensors that fit into a skeleton; parameters in `frozen` get no gradient."""
 
     def put(name: str, tensor: Tensor) -> None:
         path, _, leaf = name.rpartition(".")

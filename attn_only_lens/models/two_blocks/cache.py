@@ -42,7 +42,8 @@ class HeadRows(Tensor):
     Notebooks for stock models split these rows by `cfg.n_layers`. A converted model counts two
     blocks for each layer, so each result would silently hold half the heads of a layer. This class
     raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`. The result of an
-    operation is again a `HeadRows` if its first axis is equally long, else a plain tensor.
+    operation is again a `HeadRows` if its first axis has the same length; otherwise it is a plain
+    tensor.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -59,7 +60,7 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Return a view of a stack of the heads of a model with this number of blocks."""
+        """Return a stack of heads as `HeadRows`, for a model with this number of blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
@@ -85,13 +86,13 @@ class HeadRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             kept = isinstance(result, Tensor) and result.ndim and rows is not None and rows.ndim
-            # An operation in place returns the tensor itself, which stays a leaf.
+            # An in-place operation returns the tensor itself, which must stay a leaf.
             if rows is None or not kept or result is rows or func is Tensor.as_subclass:
                 return result
             split = rows.n_blocks, len(rows) // rows.n_blocks, *rows.shape[1:]
             if func.__name__ in _RESHAPES and result.shape == split:
                 raise UnsupportedCallError(
-                    f"a stack of {len(rows)} heads, split into cfg.n_layers = {rows.n_blocks} "
+                    f"a stack of {len(rows)} heads was split into cfg.n_layers = {rows.n_blocks} "
                     "rows: a converted model has two blocks for each source layer, so a row would "
                     f"hold half the heads of a layer. Split it into its {rows.n_blocks // 2} "
                     "layers: layer=model.cfg.n_layers // 2"
@@ -123,7 +124,7 @@ class AttentionOnlyCache(ActivationCache):
             self.has_pos_embed = False  # they are added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
-        """As in TransformerLens, `cache["pattern", 11]`; raise an error for points of an MLP."""
+        """Return an activation, as in `cache["pattern", 11]`; refuse the hook points of MLPs."""
         if key not in self.cache_dict:
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
@@ -150,7 +151,7 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Return the residual stream before each source layer, up to the input of block `layer`.
 
-        With `incl_mid`, also before the neurons of each layer (`3_mid`).
+        With `incl_mid`, also return the stream before the neurons of each layer (`3_mid`).
         """
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
@@ -203,7 +204,7 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of the attention heads before block `layer`, as the source model does.
 
-        Rows and labels are those of the source: `L0H0`, `L0H1`, … Split the rows by source layers:
+        Rows and labels are the same as for the source: `L0H0`, `L0H1`, … Split the rows by layers:
         `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
@@ -212,8 +213,9 @@ class AttentionOnlyCache(ActivationCache):
             incl_remainder: whether to add a row with the rest of the stream.
             pos_slice: positions; all by default.
             apply_ln: whether to apply the norm at the input of block `layer`.
-            neurons: whether to add neuron-heads, block by block. This takes d_mlp vectors of
-                d_model a token; `stack_neuron_results` with `project_output_onto` takes far less.
+            neurons: whether to add neuron-heads, block by block. This takes d_mlp vectors of size
+                d_model per token; `stack_neuron_results` with `project_output_onto` takes far less
+                memory.
         """
         stack = _Stack(self, layer, pos_slice, apply_ln)
         for block in range(stack.end):
@@ -233,7 +235,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of each neuron-head of block `layer`: z · W_out, after its norm."""
+        """Return the output of each neuron of block `layer`: z · W_out, after the output norm."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -260,7 +262,7 @@ class AttentionOnlyCache(ActivationCache):
         apply_ln: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Stack the outputs of every neuron before block `layer`, as the source does: `L0N0`, …"""
+        """Stack the outputs of all neurons before block `layer`, labelled `L0N0`, `L0N1`, …"""
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(neurons_block(0), stack.end, 2):
             stack.add_neurons(block, neuron_slice)
@@ -276,7 +278,7 @@ class AttentionOnlyCache(ActivationCache):
         return_labels: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Return attention heads, neurons (or neuron blocks), embeddings and summed biases."""
+        """Return the outputs of heads and neurons (or neuron blocks), embeddings and biases."""
         refuse_mlp_input(mlp_input)
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(0, stack.end, 2):
@@ -298,7 +300,7 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation over blocks; torch refuses activations of several shapes."""
+        """Stack an activation over blocks; torch raises an error if shapes differ."""
         blocks = range(self._end(layer))
         return torch.stack([self[activation_name, block, sublayer_type] for block in blocks])
 
@@ -312,7 +314,7 @@ class AttentionOnlyCache(ActivationCache):
         has_batch_dim: bool = True,
         recompute_ln: bool = False,
     ) -> Tensor:
-        """As in TransformerLens, for the norm at the input of block `layer`."""
+        """Apply the norm at the input of block `layer` to a stack, as TransformerLens does."""
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
         self._require_norm(end)
@@ -321,7 +323,7 @@ class AttentionOnlyCache(ActivationCache):
         )
 
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "AttentionOnlyCache":
-        """As in TransformerLens; the result is again a cache of a converted model."""
+        """Slice the batch as TransformerLens does; the result is again an `AttentionOnlyCache`."""
         sliced = super().apply_slice_to_batch_dim(batch_slice)
         return AttentionOnlyCache(sliced.cache_dict, self.model, sliced.has_batch_dim)
 
@@ -360,10 +362,10 @@ class AttentionOnlyCache(ActivationCache):
 
 
 class _OutputNorm:
-    """The norm between the heads of one block and the stream, at the scales of one forward pass.
+    """The norm between a block's heads and the stream, with the scales of one forward pass.
 
-    At a fixed scale it is a linear map. Applied to the result of each head, it makes the results
-    add up to the output of the block (OLMo 2; Gemma 2 and 3).
+    With a fixed scale, the norm is a linear map. If it is applied to the result of each head, the
+    results add up to the output of the block (OLMo 2; Gemma 2 and 3).
     """
 
     def __init__(self, cache: AttentionOnlyCache, block: int, positions: Slice) -> None:
@@ -380,25 +382,26 @@ class _OutputNorm:
             self.scale = positions.apply(scale, dim=-2)
 
     def rescale(self, written: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Centre directions and apply the gain, which are the same at every position."""
+        """Centre output vectors and apply the gain; both are the same at every position."""
         return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
-        """Divide amounts [..., pos, any] by the scale at each position."""
+        """Divide activations [..., pos, any] by the scale at each position."""
         return amounts if self.scale is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
-        """Return what the output bias of the block and the bias of the norm add to the stream."""
+        """Return the part of the stream that the biases of the block and of the norm add."""
         output: Any = self.block.attn
         written = self.divide(self.rescale(output.b_O))
         return written if self.norm.bias is None else written + self.norm.bias
 
 
 class _Stack:
-    """Components of the stream before a block at some positions, normed and projected on request.
+    """Components of the stream before a block, at some positions; optionally normed and projected.
 
     At a fixed scale s, LN(x) @ P = x @ (P - mean of P over d_model) / s for a projection P, since
-    centring is its own transpose. So no component of size d_model is normed.
+    centring is its own transpose. So components are projected first, and the norm is applied to
+    the small results.
     """
 
     def __init__(
@@ -446,13 +449,13 @@ class _Stack:
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
 
     def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Return `finish` of a stack of heads, as `HeadRows`."""
+        """Return the result of `finish` for a stack of heads, as `HeadRows`."""
         components, labels = self.finish(incl_remainder, return_labels=True)
         rows = HeadRows.of(components, self.cache.model.cfg.n_layers)
         return (rows, labels) if return_labels else rows
 
     def finish(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Join the components, add the rest of the stream if asked to, and norm them."""
+        """Join the components, add the rest of the stream on request, and apply the norm."""
         cache, end = self.cache, self.end
         stream = cache["resid_post", end - 1] if end else cache["resid_pre", 0]
         stream = self._project(self.at_positions(stream))

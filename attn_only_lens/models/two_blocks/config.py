@@ -1,8 +1,8 @@
 """The configuration of a converted model, each block's live view of it, and the sizes of layers.
 
-Source layer l is block 2l, its attention heads, and block 2l + 1, its neurons. A block writes a sum
-over its heads, so layers may differ in their heads and neurons (`rebuild`), and queries and keys
-may have another width than values. Only d_model is the same everywhere.
+Block 2l holds the attention heads of source layer l, and block 2l + 1 holds its neurons. The output
+of a block is a sum over its heads. So layers may differ in their heads and neurons (`rebuild`), and
+queries and keys may have another width than values. Only d_model is the same everywhere.
 """
 
 import copy
@@ -18,12 +18,12 @@ from attn_only_lens.tl import HookedTransformerConfig
 
 
 def heads_block(layer: int) -> int:
-    """Return the block of the attention heads of a source layer."""
+    """Return the index of the block with the attention heads of a source layer."""
     return 2 * layer
 
 
 def neurons_block(layer: int) -> int:
-    """Return the block of the neuron-heads of a source layer."""
+    """Return the index of the block with the neuron-heads of a source layer."""
     return 2 * layer + 1
 
 
@@ -33,7 +33,7 @@ def block_layer(block: int) -> int:
 
 
 def block_kind(block: int) -> HeadKind:
-    """Return the kind of heads in a block."""
+    """Return the kind of heads in a block, "attention" or "neuron"."""
     return "neuron" if block % 2 else "attention"
 
 
@@ -60,7 +60,7 @@ class LayerSizes:
 
     @property
     def stock_fields(self) -> dict[str, Any]:
-        """The fields of a `HookedTransformerConfig`: all but d_value."""
+        """The fields that a `HookedTransformerConfig` has, too: all fields except d_value."""
         return {name: size for name, size in asdict(self).items() if name != "d_value"}
 
     def n_params(self, cfg: HookedTransformerConfig) -> int:
@@ -70,14 +70,14 @@ class LayerSizes:
 
 
 def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
-    """Return the sizes of every layer of a stock model with MLPs."""
+    """Return the sizes of a layer of a stock model with MLPs, whose layers have equal sizes."""
     groups = None if cfg.n_key_value_heads is None else int(cfg.n_key_value_heads)
     heads, width, neurons = int(cfg.n_heads), int(cfg.d_head), int(cfg.d_mlp or 0)
     return LayerSizes(heads, groups, width, width, neurons, float(cfg.attn_scale))
 
 
 def by_layer(values: Sequence[Any]) -> str:
-    """Say which source layers have which value: "37 in layers 0, 2 and 41 in layer 1"."""
+    """Return a text with the layers of each value: "37 in layers 0, 2 and 41 in layer 1"."""
     layers: dict[Any, list[str]] = {}
     for layer, value in enumerate(values):
         layers.setdefault(value, []).append(str(layer))
@@ -95,8 +95,9 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     """A `HookedTransformerConfig` with two blocks for each source layer.
 
     `n_layers` counts blocks. `n_heads` raises an error: code that loops over `n_layers` × `n_heads`
-    would silently skip most neuron-heads. If source layers differ in size, `d_mlp` raises an error
-    too, and `n_key_value_heads`, `d_head` (of queries and keys) and `attn_scale` are of layer 0.
+    would silently skip most neuron-heads. If source layers differ in size, `d_mlp` raises an error,
+    too, and `n_key_value_heads`, `d_head` (of queries and keys) and `attn_scale` have the values of
+    layer 0.
     """
 
     gating: Gating
@@ -106,8 +107,8 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedCallError(
-            "the configuration of a converted model is made by attn_only_lens.convert(model) or "
-            "attn_only_lens.load(folder), not from fields"
+            "the configuration of a converted model cannot be made from fields: use "
+            "attn_only_lens.convert(model) or attn_only_lens.load(folder)"
         )
 
     def __repr__(self) -> str:
@@ -117,16 +118,16 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         """Raise an error: a `HookedTransformerConfig` of these fields describes another model."""
         raise UnsupportedCallError(
             "to_dict of the configuration of a converted model: HookedTransformerConfig has no "
-            "fields for blocks of two kinds. Use model.source_cfg.to_dict(), or "
-            "model.cfg.layer_cfg(l).to_dict() if layers differ, for the source; and "
+            "fields for blocks of two kinds. Use model.source_cfg.to_dict() for the source, or "
+            "model.cfg.layer_cfg(l).to_dict() if layers differ. Use "
             "attn_only_lens.save(model, folder) to keep the model"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _READ_ONLY:
             raise UnsupportedCallError(
-                f"cfg.{name} is read-only after conversion: blocks and gates were made for it. "
-                "Set it on the source, and convert again"
+                f"cfg.{name} is read-only after conversion: blocks and gates were made for its "
+                "current value. Set it on the source, and convert again"
             )
         super().__setattr__(name, value)
 
@@ -150,7 +151,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
-        """The number of neurons of a source layer; raises if layers differ."""
+        """The number of neurons in each source layer; raise an error if layers differ."""
         counts = [sizes.d_mlp for sizes in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
@@ -170,7 +171,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
                 "source_cfg of a converted model whose layers differ, or whose values have another "
-                "width than queries and keys: no stock model is like it. "
+                "width than queries and keys: no stock model has these sizes. "
                 f"It has {by_layer(self.layer_sizes)}. Use model.cfg for common settings, "
                 "model.cfg.layer_sizes[l] or model.blocks[i].cfg for sizes, and "
                 "model.cfg.layer_cfg(l) for a stock configuration with every layer like layer l"
@@ -199,7 +200,8 @@ def attention_only_config(
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
-        # Key-value caches are allocated by this number, or by n_heads, which raises.
+        # TransformerLens allocates key-value caches by this number, or by n_heads, which raises an
+        # error.
         n_key_value_heads=first.n_key_value_heads or first.n_heads,
         gating=gating,
         layer_sizes=sizes,
@@ -211,7 +213,7 @@ def attention_only_config(
 class BlockConfig:
     """A block's view of the model's configuration, with fixed overrides.
 
-    It is live: a copy would miss later calls such as `model.set_use_attn_result(True)`.
+    It is not a copy, which would miss later calls such as `model.set_use_attn_result(True)`.
     """
 
     _root: AttentionOnlyConfig
@@ -232,7 +234,7 @@ class BlockConfig:
         raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
     def of_attention(self) -> "BlockConfig":
-        """Return the view of TransformerLens' attention, which reads d_head as the width of z."""
+        """Return the view for TransformerLens' attention, which uses d_head as the width of z."""
         view = copy.copy(self)
         view.__dict__["_overrides"] = self._overrides | {"d_head": self.d_value}
         return view
@@ -247,5 +249,5 @@ def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron
         heads = {"n_heads": n_heads, "d_head": 1, "d_value": 1, "n_key_value_heads": None}
         return {**common, **heads, "d_mlp": sizes.d_mlp}
-    # `AttentionBlock` says why its block claims to have a parallel MLP.
+    # The docstring of `AttentionBlock` explains why parallel_attn_mlp is True.
     return {**common, **asdict(sizes), "use_hook_mlp_in": False, "parallel_attn_mlp": True}

@@ -43,12 +43,14 @@ def reasons_against(
         f"[0, 1]; expected one of {', '.join(sorted(GATES))}": (
             not cfg.attn_only and silu is None and cfg.act_fn not in GATES
         ),
-        f"it is a mixture of {cfg.num_experts} experts: which MLP runs is routed": cfg.num_experts,
+        f"it is a mixture of {cfg.num_experts} experts: a router chooses the MLPs that run": (
+            cfg.num_experts
+        ),
         "its weights are quantized; load it in float32, bfloat16 or float16": (
             cfg.load_in_4bit or cfg.quantization_method is not None
         ),
-        f"it is spread over {cfg.n_devices} devices; load it on one (n_devices=1), convert, "
-        "then move it": cfg.n_devices > 1,
+        f"it is spread over {cfg.n_devices} devices; load it on one device (n_devices=1), convert "
+        "it, then move it": cfg.n_devices > 1,
         f"its normalization_type is {cfg.normalization_type!r}; expected one of {_NORM_TYPES}": (
             cfg.normalization_type not in _NORM_TYPES
         ),
@@ -71,7 +73,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return why the computation of a model is unknown, apart from the classes of its modules."""
+    """Return why the computation of a model is unknown; the classes of modules are not checked."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(

@@ -1,4 +1,4 @@
-"""A converted model, a `HookedTransformer` in which every head has a name; and its host."""
+"""The converted model, a `HookedTransformer` in which every head has a name, and its host."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -47,7 +47,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A weight of the heads of all source layers in one tensor; None if they have none."""
+    """A weight of all source layers in one tensor; None if the layers have no such weight."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -75,8 +75,8 @@ class HeadStack(QKAndOV):
     """The weights of all attention heads, or of all neuron-heads, of a converted model.
 
     The first axis is the source layer; grouped keys and values are repeated for each query head.
-    d_value is d_head, unless growth widened one of the two. If source layers differ in size, asking
-    for a stack raises UnsupportedCallError.
+    d_value equals d_head, unless growth widened one of the two. If source layers differ in size,
+    reading a weight raises UnsupportedCallError.
 
     Attributes:
         kind: "attention" or "neuron".
@@ -101,7 +101,7 @@ class HeadStack(QKAndOV):
     W_K = StackedWeight()
     """Key weights [layer, head_index, d_model, d_head]; zero for neuron-heads."""
     W_V = StackedWeight()
-    """Value weights [layer, head_index, d_model, d_value]; raises for gated neuron-heads."""
+    """Value weights [layer, head_index, d_model, d_value]; refused for gated neuron-heads."""
     W_O = StackedWeight()
     """Output weights [layer, head_index, d_value, d_model]."""
     b_Q = StackedWeight()
@@ -109,7 +109,7 @@ class HeadStack(QKAndOV):
     b_K = StackedWeight()
     """Key biases [layer, head_index, d_head]; zero for neuron-heads."""
     b_V = StackedWeight()
-    """Value biases [layer, head_index, d_value]; raises for gated neuron-heads."""
+    """Value biases [layer, head_index, d_value]; refused for gated neuron-heads."""
 
     @property
     def labels(self) -> list[str]:
@@ -122,13 +122,13 @@ class HeadStack(QKAndOV):
 
 
 class TwoBlocksHost(HookedTransformerHost):
-    """A converted model: two blocks for each layer."""
+    """The host of a converted model, which has two blocks for each source layer."""
 
     in_place = False
 
     @property
     def neurons(self) -> list[Any]:
-        """The attention module of each neuron block."""
+        """The attention modules of the neuron blocks."""
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
@@ -157,20 +157,20 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.cfg.n_heads for block in self.model.blocks[::2]]
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return block 2l or 2l + 1."""
+        """Return the index of the block: 2l for attention heads, 2l + 1 for neuron-heads."""
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates of the model, for each layer."""
+        """Return the gates of each layer, which are the same in all layers."""
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook point of the input of a block, or of the output of the second."""
+        """Return the hook name of a block's input or, for "post", of the second block's output."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
     def norms(self) -> list[LayerNorms]:
-        """Return the norms of each source layer, half of them in each block."""
+        """Return the norms of each source layer, from its two blocks."""
         blocks = self.model.blocks
         names = ("ln1", "ln1_post")
         modules = [
@@ -201,12 +201,13 @@ class _TwoBlocksReplay(HookedReplay):
 
 
 class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
-    """A `HookedTransformer` of attention only, as `convert` returns it.
+    """An attention-only `HookedTransformer`, as `convert` returns it.
 
     Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of
-    width 1. A layer argument of TransformerLens means a block; names of heads refer to source
-    layers (`L5H3`, `L5N1234`). A call that has no correct answer raises `UnsupportedCallError` and
-    names the call to use. After growth, layers may differ in size: see `cfg.layer_sizes`.
+    width 1. In TransformerLens' methods, the argument `layer` means a block; names of heads refer
+    to source layers (`L5H3`, `L5N1234`). A call that has no correct answer raises
+    `UnsupportedCallError` and names the call to use. After growth, layers may differ in size: see
+    `cfg.layer_sizes`.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -225,20 +226,20 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise UnsupportedCallError(
-            "an AttentionOnlyTransformer is made by attn_only_lens.convert(model) or "
-            "attn_only_lens.load(folder), not from a configuration"
+            "an AttentionOnlyTransformer cannot be made from a configuration: use "
+            "attn_only_lens.convert(model) or attn_only_lens.load(folder)"
         )
 
     @property
     def passing(self) -> PassState:
-        """The values that blocks leave for each other in a forward pass."""
+        """The values that blocks pass to later blocks in a forward pass."""
         return cast(PassState, self.blocks[0].passing)
 
     # Names and weights
 
     @property
     def source_cfg(self) -> HookedTransformerConfig:
-        """A stock configuration of the source model, at the present dtype and device.
+        """A stock configuration of the source model, with the current dtype and device.
 
         Raises:
             UnsupportedCallError: layers differ, or values are wider or narrower than queries.
@@ -266,7 +267,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return head_labels(block_layer(block), block_kind(block), n_heads, shared)
 
     def all_head_labels(self, neurons: bool = False) -> list[str]:
-        """Return the names of all attention heads, and with `neurons` of neuron-heads, by block."""
+        """Return the names of all attention heads and, with `neurons`, of all neuron-heads."""
         blocks = range(0, len(self.blocks), 1 if neurons else 2)
         return [label for block in blocks for label in self.head_labels(block)]
 
@@ -311,13 +312,13 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     # Running
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` count blocks."""
+        """Run like `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` are blocks."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         with self.passing.new_pass():  # a hook may run the model again
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that `forward` refuses, since a copy would run."""
+        """Refuse to copy or pickle a model that `forward` refuses, because the copy would run."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -329,7 +330,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         names_filter: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As `HookedTransformer.run_with_cache`, with an `AttentionOnlyCache`.
+        """Run like `HookedTransformer.run_with_cache`, and return an `AttentionOnlyCache`.
 
         Raises:
             UnsupportedCallError: `names_filter` names a hook point that does not fire.
@@ -343,11 +344,11 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return out, cache
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Toggle `hook_mlp_in`, the neuron block's own copy of its input stream."""
+        """Turn `hook_mlp_in` on or off, the neuron block's own copy of its input stream."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Toggle `hook_attn_in` of the attention heads (not with grouped queries)."""
+        """Turn `hook_attn_in` of attention heads on or off; refused for grouped-query attention."""
         if use_attn_in and any(sizes.n_key_value_heads for sizes in self.cfg.layer_sizes):
             raise UnsupportedCallError(
                 "hook_attn_in with grouped-query attention: call set_use_split_qkv_input instead"

@@ -1,6 +1,6 @@
-"""Calls that have no correct answer on a converted model, and what to use instead.
+"""Refuse calls that have no correct answer on a converted model, and name the calls to use instead.
 
-Hooks that could never fire are refused too; TransformerLens would ignore them silently.
+Hooks that could never fire are refused, too; TransformerLens would silently ignore them.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,7 @@ _MLP_OUT = "hook_mlp_out"
 
 
 class Refusals:
-    """A mixin before `HookedTransformer`: each member raises before anything is changed."""
+    """A mixin whose members replace those of `HookedTransformer`, and only raise errors."""
 
 
 def _refuse_all() -> None:
@@ -94,7 +94,7 @@ def _refuse_all() -> None:
                 raise UnsupportedCallError(text)
 
             refuse.__name__ = name
-            refuse.__doc__ = f"Raises: use {use}."
+            refuse.__doc__ = f"Raise an error; use {use} instead."
             setattr(Refusals, name, refuse if kind is None else kind(refuse))
 
 
@@ -104,13 +104,14 @@ _refuse_all()
 class ConvertedHookChecks(HookChecks):
     """Add hooks to a converted model, and refuse those that could never fire.
 
-    Each `hook_mlp_out` is zero. A function of names that selects it must also select the block's
-    output, `hook_attn_out` or `attn.hook_z`, and is called only for that. Its name may be hooked
-    only together with `attn.hook_z` of every block, as `attribution_patch` does.
+    Each `hook_mlp_out` is zero. A filter of hook names that selects it must also select the block's
+    output, `hook_attn_out` or `attn.hook_z`; the hook is then added only to the output. A hook on
+    the name `hook_mlp_out` is allowed only together with hooks on `attn.hook_z` of every block, as
+    in `attribution_patch`.
     """
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse hooks that never fire or would see an absent MLP, among hooks added together."""
+        """Refuse a group of hooks, added in one call, if one would never fire or needs an MLP."""
         names = {name for name in wanted if isinstance(name, str)}
         functions = [list(filter(select, self.hook_dict)) for select in wanted if callable(select)]
         selected = names.union(*functions)
@@ -122,7 +123,8 @@ class ConvertedHookChecks(HookChecks):
             if not matched:
                 raise UnsupportedCallError(
                     "the function given for hook names matches no hook point of the converted "
-                    "model: mlp names are under blocks.{2l+1}.attn; model.hook_dict lists all"
+                    "model: hook points of MLPs are under blocks.{2l+1}.attn; model.hook_dict "
+                    "lists all names"
                 )
             if all(map(self._silence, matched)):
                 self._require_firing(matched[0])
@@ -137,7 +139,8 @@ class ConvertedHookChecks(HookChecks):
             return (
                 f"no hook point {hook_name!r}: source layer l is block 2l (attention heads) and "
                 "block 2l + 1 (neuron-heads, under attn: hook_q, hook_k, hook_v, "
-                "hook_attn_scores, hook_pattern, hook_z, hook_result); model.hook_dict lists all"
+                "hook_attn_scores, hook_pattern, hook_z, hook_result); model.hook_dict lists all "
+                "names"
             )
         if hook_name.endswith(_MLP_OUT):
             return f"{hook_name}: {NO_MLP}"
@@ -150,7 +153,7 @@ class ConvertedHookChecks(HookChecks):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return a name unchanged, and a function of names that selects no output of an MLP."""
+        """Return a name unchanged, or a filter of names that never selects `hook_mlp_out`."""
         if isinstance(wanted, str):
             return wanted
         return lambda name: wanted(name) and not name.endswith(_MLP_OUT)
