@@ -1,8 +1,8 @@
-"""Names that either transformer-lens 3.9 or 4 lacks, so that the package works with both.
+"""Names that exist in only one of transformer-lens 3.9 and 4, so that the package works with both.
 
-Under 4, the classes of 3.9 are classes without instances: `isinstance` is False, and making an
-instance raises an error that says what to use instead. So the package imports all these names from
-here, without branches.
+Under 4, the classes that only 3.9 has are replaced by placeholder classes: `isinstance` returns
+False, and creating an instance raises an error that says what to use instead. So the package
+imports all these names from here, without branches.
 """
 
 import warnings
@@ -45,7 +45,7 @@ _NEEDED = (
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
 USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
-"""The end of an error about a model that is no HookedTransformer; empty under 3.9."""
+"""The end of an error message about a model that is not a HookedTransformer; empty under 3.9."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def require_hooked_transformer(what: str = "this") -> None:
 
 @contextmanager
 def no_remote_code() -> Iterator[None]:
-    """Stop TransformerLens 3.9 from running code of the hub, which it does for some models."""
+    """Stop TransformerLens 3.9 from running code from the Hugging Face Hub for some models."""
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return
@@ -106,7 +106,7 @@ else:
     from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
 
     class _Absent:
-        """A class of transformer-lens 3.9."""
+        """A placeholder for a class that only transformer-lens 3.9 has."""
 
         def __init__(self, *args: object, **kwargs: object) -> NoReturn:
             require_hooked_transformer()
