@@ -75,9 +75,7 @@ def agreement(
     reasons = option_reasons("feature", feature, get_args(Feature))
     if structure is not None:
         reasons += option_reasons("structure", structure, get_args(Structure))
-        reasons += ["got a structure with feature='gender'; leave it out"] * (
-            feature == "gender"
-        )
+        reasons += ["got a structure with feature='gender'; leave it out"] * (feature == "gender")
     pairs = _gender(seed) if feature == "gender" else _number(seed, structure or "prepositional")
     return collect("agreement", tokenizer, n, seed, pairs, reasons)
 

@@ -100,7 +100,7 @@ def faults(site: Path) -> tuple[list[str], list[str]]:
                 continue
             if _REMOTE.match(link) or ":" in link.split("/")[0]:
                 out.add(link)
-                wrong += [f"{name}: {link} is not an https address"] * (not well_formed(link))
+                wrong += [f"{name}: {link} is not an https URL"] if not well_formed(link) else []
             else:
                 target, anchor = _target(site, path, link)
                 if not target.is_file():
