@@ -234,7 +234,7 @@ def test_unknown_words(name, tokenizers):
         return
     with pytest.raises(InputError, match=f"'{expected[0]}'") as caught:
         bind(p.probability(expected[0]), stub(tokenizers[name]), pair_of(1))
-    assert caught.match("would be measured instead")
+    assert caught.match("the metric would read")
 
 
 def test_an_unknown_answer_says_what_to_do():
