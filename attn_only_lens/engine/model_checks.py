@@ -128,8 +128,8 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
         return []
     more = ", …" * (len(names) > _NAMED)
     return [
-        f"hooks are attached to it ({', '.join(names[:_NAMED])}{more}) and {so}; remove them "
-        f"first: {removal}"
+        f"hooks are attached to the model ({', '.join(names[:_NAMED])}{more}) and {so}; remove "
+        f"them first: {removal}"
     ]
 
 
