@@ -5,7 +5,7 @@ pos         a token of the prompt; `query_pos` if it attends, `key` if it is att
 d_model     a coordinate of the residual stream
 d_mlp       a neuron of an MLP, and so a neuron-head of the converted model
 head_index  a head of one block; an attention block has `n_heads`, a neuron block has `d_mlp`
-d_head      a coordinate inside a head; a neuron-head has one
+d_head      a coordinate inside a head; a neuron-head has only one coordinate
 d_vocab     a token of the vocabulary
 key         in a neuron-head's pattern: `SELF` is the token itself, `BIAS` the static bias token
 """

@@ -101,7 +101,7 @@ def keep_random_state(device: torch.device) -> Iterator[None]:
         True
     """
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    which = () if device.type == "mps" else (device,)  # MPS takes no device
+    which = () if device.type == "mps" else (device,)  # MPS functions take no device argument
     states = torch.get_rng_state(), None if module is None else module.get_rng_state(*which)
     try:
         yield

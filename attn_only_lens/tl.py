@@ -41,7 +41,7 @@ _VERSION = version("transformer-lens")
 _NEEDED = (
     f"needs HookedTransformer, which transformer-lens {_VERSION} does not have: "
     "pip install 'transformer-lens<4' for 3.9; or build a TransformerBridge, and use "
-    "attn_only_lens.expose_neuron_heads on that"
+    "attn_only_lens.expose_neuron_heads on the bridge"
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
 USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
@@ -97,7 +97,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
     ) -> dict[str, Tensor]:
-        """Convert a HookedTransformer's state dict to that of a native bridge (only under 4)."""
+        """Convert a HookedTransformer's state dict for a native bridge (only under version 4)."""
         raise UnsupportedCallError(
             f"this needs transformer-lens 4, and {_VERSION} is installed: use the HookedTransformer"
         )
@@ -113,7 +113,7 @@ else:
 
         @classmethod
         def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
-            """Refuse to make an instance."""
+            """Refuse to create an instance."""
             require_hooked_transformer()
 
     def convert_llama_weights(*args: object) -> NoReturn:

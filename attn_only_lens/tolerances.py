@@ -46,7 +46,7 @@ def disagreement(
     size: Tensor | float | None = None,
     mask: Tensor | None = None,
 ) -> str:
-    """Return a text that says how much two computations differ; "" if they differ by rounding.
+    """Return a text that says how much two computations differ; "" if only rounding differs.
 
     Args:
         computed: one result.
@@ -65,7 +65,7 @@ def disagreement(
         return ""
     error = (computed - expected).abs().max()
     largest = expected.abs().max() if size is None else torch.as_tensor(size, device=error.device)
-    difference, scale = torch.stack([error, largest.to(error)]).tolist()  # one wait for the device
+    difference, scale = torch.stack([error, largest.to(error)]).tolist()  # wait once for the device
     return beyond_rounding(difference, tolerance * scale)
 
 

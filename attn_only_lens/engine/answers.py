@@ -112,7 +112,7 @@ def _tokens_of_prompts(
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or {pair.n_all}, one for each prompt"
-        hint = "; for several answers to every prompt, give a list in a list, [[33, 34]]" * several
+        hint = "; for several answers to every prompt, give a nested list, [[33, 34]]" * several
         reasons.append(f"{role}: got {len(rows)} answers; expected {expected}{hint}")
         return []
     numbers = range(pair.n_all) if pair.among is None else pair.among[0]
@@ -213,7 +213,7 @@ def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]
-    give = repr(spelt[0]) if spelt else f"its number, {respelt}"
+    give = repr(spelt[0]) if spelt else f"token {respelt}"
     amount = f"{times:,.0f}" if times < 1e6 else "more than a million"
     how = "with" if expected.startswith(" ") else "without"
     return (

@@ -85,7 +85,7 @@ class BothRuns:
     heads: dict[str, Tensor]
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Return recordings of the clean and the corrupted run, with head outputs, no streams."""
+        """Return recordings of the clean and the corrupted run, with heads but without streams."""
         host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
@@ -334,7 +334,7 @@ def _gate_hooks(host: Any, layer: int, runs: BothRuns) -> Hooks:
 
 
 class _Steps:
-    """Records or replaces the norms of a model and the functions inside its attention."""
+    """Record or replace the norms of a model and the nonlinear functions inside its attention."""
 
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
@@ -394,7 +394,7 @@ class _Steps:
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)
         scale = (linear * without_bias).sum(-1, keepdim=True) / square
-        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # a stream of zeros
+        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # zero streams make the scale nan
         middle = norm.centred(mean(x))
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:

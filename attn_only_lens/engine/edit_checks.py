@@ -128,8 +128,8 @@ def require_edits_read(
     for (layer, name), effect in zip(names.items(), effects, strict=True):
         if effect <= 1.0 and all(torch.equal(before[look], after[look]) for look in looks[layer]):
             reasons.append(
-                f"{name} shows an activation that the model does not read back, so an edit of it "
-                f"has no effect; patch another part, or {other_kind} alone"
+                f"{name} shows a copy of an activation, which the model does not use, so an edit "
+                f"of it has no effect; patch another part, or {other_kind} alone"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     for layer in layers:
@@ -252,7 +252,7 @@ def _relative_errors(
 
 
 def _relative_error(a: Residual, b: Residual, recording: Recording) -> Tensor:
-    if recording.mask is not None:  # no token attends to padding, and none is patched there
+    if recording.mask is not None:  # ignore padding: no token attends to it, no patch changes it
         real = recording.mask.bool().to(a.device)
         a, b = a[real], b[real]
     alike = (a.isfinite() == b.isfinite()).all()

@@ -103,7 +103,7 @@ def gradients(
     )
     unused = [name for name, gradient in zip(nodes, gradients, strict=True) if gradient is None]
     UnsupportedModelError.raise_if(
-        [f"{name} has no gradient: it is not read back by the model" for name in unused],
+        [f"{name} has no gradient: the model does not use what this hook shows" for name in unused],
         "this model cannot be attributed here",
     )
     return dict(zip(nodes, gradients, strict=True))

@@ -277,7 +277,7 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected that of a chat model; or give texts
+        the model has no tokenizer; expected the tokenizer of a chat model; or give texts
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
@@ -293,7 +293,7 @@ def chat_tokens(
                 )
                 for tokenize in (True, False)
             )
-        except Exception as error:  # a template is a program, and may raise anything
+        except Exception as error:  # a template is a program and may raise any error
             reasons.append(f"prompt {i}: the template does not accept this prompt: {error}")
             continue
         rows.append(row)

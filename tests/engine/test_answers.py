@@ -325,7 +325,7 @@ def test_a_space_more_or_less(name, right, tokenizers):
                 assert len(caught) == (is_far and not is_right), (role, times)
                 if caught:
                     text = ARE[name][right][1]
-                    give = f"its number, {ids[right]}" if text is None else f"give {text!r}"
+                    give = f"give token {ids[right]}" if text is None else f"give {text!r}"
                     message = str(caught[0].message)
                     assert give in message
                     assert f"{role.strip()}: " in message
