@@ -1,4 +1,4 @@
-"""The errors of this package, which say what was given, what was expected, and what to do."""
+"""The package's errors, which say what was given, what was expected, and what to do."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -227,7 +227,7 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
-    """Return a metric: the summed probability of correct answers minus that of wrong answers.
+    """Return a metric: the summed probability of correct answers minus the one of wrong answers.
 
     Hanna et al. (2023) use this metric for the greater-than task, where every later year is
     correct.

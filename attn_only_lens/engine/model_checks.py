@@ -137,7 +137,7 @@ def reasons_not_to_run(model: Any) -> list[str]:
     """Return reasons why runs of a model with neuron-heads would not be comparable."""
     if not has_neuron_heads(model):
         return []
-    reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
+    reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")
     return host_of(model).reasons() + reasons + dropout_reasons(model)
 
 

@@ -41,7 +41,7 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
     Returns:
         The pairs, all different, in random order. The `metric` is the summed probability of all
-        later years minus that of all other years.
+        later years minus the summed probability of all other years.
 
     Raises:
         InputError: the tokenizer does not split years in two, or fewer than n pairs fit it.

@@ -225,7 +225,7 @@ def test_means_are_taken_before_other_contexts(model, close):
     with p.steered(model, steering(model)):
         expected = model(text)
         with (
-            pytest.raises(InputError, match="must be outermost"),
+            pytest.raises(InputError, match="must be the outermost"),
             p.ablated(model, "L0N3", **means),
         ):
             pass

@@ -212,7 +212,7 @@ REFUSED = {
     "half a brace": ("A {thing", {}, "got template 'A {thing'"),
     "a format": ("A {thing:>9}", {}, "got template 'A {thing:>9}'"),
     "no text": ([7], {}, "got template 7"),
-    "no list": (None, {}, "got None; expected texts"),
+    "no list": (None, {}, "got None; expected templates"),
     "none": ([], {}, "got no templates"),
 }
 
@@ -298,7 +298,7 @@ def test_what_makes_no_prompts():
         lambda: tasks.greater_than(ends, 3): ["special tokens after a text"],
         lambda: tasks.agreement(known, 3, feature="gender", structure="simple"): ["leave it out"],
         lambda: tasks.induction(known, 3, length=2): ["got length=2; expected 3 or more"],
-        lambda: tasks.induction(task_tokenizer(), 3, length=4000): ["4001 for prompts"],
+        lambda: tasks.induction(task_tokenizer(), 3, length=4000): ["4001 for 4000-token prompts"],
     }.items():
         with pytest.raises(InputError) as caught:
             call()

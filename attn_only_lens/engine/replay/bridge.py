@@ -1,4 +1,4 @@
-"""The replay of TransformerBridges: the bridged model's own forward pass, with some blocks skipped.
+"""The replay for TransformerBridges: the bridged model's forward pass without some of its blocks.
 
 If a transformers model takes a cache, it runs only the tokens from a patch on, after recorded keys
 and values (`key_values.py`). Each start position is tested before its first use: noise is added to
