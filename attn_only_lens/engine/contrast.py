@@ -291,7 +291,7 @@ def _require_complete(result: Contrast) -> None:
     tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
     if off := disagreement(total, total.new_tensor(result.total), tolerance, size=size):
         reason = (
-            f"the contributions of the tokens do not add up to {result.total:.6g}, the change of "
+            f"the tokens' contributions do not add up to {result.total:.6g}, the change of "
             f"the metric ({off}): the model has a nonlinear step without a known rule (if that is "
             "fused attention, load it with attn_implementation='eager'), or tokens enter the model "
             "after its first block; use method='gradient'"

@@ -141,7 +141,7 @@ def attention_edit(
     def hook(value: Tensor, hook: Any) -> Tensor:
         if value.shape != rows.shape:  # otherwise torch would broadcast one position to others
             reason = (
-                f"{hook.name} shows {list(value.shape)} where {n_variants} variants run from "
+                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"
             )
             raise UnsupportedModelError([reason], "these hook points cannot be patched")

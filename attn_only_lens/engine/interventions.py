@@ -37,7 +37,7 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 
 DIRECTIONS = ("denoise", "noise")
-"""Patch clean activations into the corrupted run, or corrupted ones into the clean run."""
+"""Patch clean activations into the corrupted run, or corrupted activations into the clean run."""
 Ablation = Literal["zero", "mean", "resample", "bias"]
 ABLATIONS: tuple[str, ...] = get_args(Ablation)
 AblateTo = Literal["zero", "mean", "bias"]
@@ -190,13 +190,13 @@ def steered(
         steering: for each head name, the value to add to z. For a neuron-head, it is a number,
             which also changes the neuron's activation by this number. For an attention head, it is
             a vector [d_head]. Name heads that share a neuron one by one, such as `L5N1234.2`.
-        positions: as for `ablated`.
+        positions: see `ablated`.
 
     Raises:
         InputError: names are unknown, several heads share a named neuron, values are not finite
             numbers or have the wrong length, or positions are invalid. The error lists every
             reason.
-        UnsupportedModelError: as for `ablated`.
+        UnsupportedModelError: see `ablated`.
 
     Example:
         >>> import torch

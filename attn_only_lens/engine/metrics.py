@@ -44,7 +44,7 @@ _Selected: TypeAlias = Float[Tensor, "site batch position column"]
 _Compute: TypeAlias = Callable[[_Selected], Float[Tensor, "site prompt"]]
 _Columns: TypeAlias = Int[Tensor, "column"] | None
 
-_NO_NUMBER = "this metric does not return one number for logits"
+_NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
 _ROUNDINGS = 8  # a metric is a difference and a mean; each step and each input is rounded once
 _NO_SLOPE = 64  # in units of float32 rounding or finer; smaller gradients are only rounding of sums
@@ -500,7 +500,7 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
         return []
     return [
         f"{as_metric(metric).name} compares with another run, and there is only one run here; "
-        "expected a metric of the logits of one run"
+        "expected a metric that needs the logits of only one run"
     ]
 
 

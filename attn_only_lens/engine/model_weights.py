@@ -70,7 +70,7 @@ def _description(model: Any) -> dict[str, Any]:
             if isinstance(value, float) and not name.startswith("_")
         },
     }
-    if not getattr(model.cfg, "has_stock_sizes", True):  # otherwise cfg has them
+    if not getattr(model.cfg, "has_stock_sizes", True):  # otherwise, cfg contains the sizes
         described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
     return described
 

@@ -316,7 +316,7 @@ def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StopForward(Exception):
-    """Stops a forward pass that is no longer needed."""
+    """Stop a forward pass that is no longer needed."""
 
 
 def run_blocks(

@@ -81,7 +81,7 @@ def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
         layers: source layers, counted from 0; None for all.
 
     Raises:
-        InputError: layers that are not numbers, negative or repeated.
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -98,7 +98,7 @@ def heads(layers: int | Iterable[int] | None = None) -> Selection:
         layers: source layers, counted from 0; None for all.
 
     Raises:
-        InputError: layers that are not numbers, negative or repeated.
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -115,7 +115,7 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
         layers: source layers, counted from 0; None for all.
 
     Raises:
-        InputError: layers that are not numbers, negative or repeated.
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
 
     Example:
         >>> from attn_only_lens import patching as p

@@ -246,7 +246,7 @@ def _norms(model: Any) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, and the norms among them."""
+    """Modules' inputs and outputs in a forward pass, with a test of which modules are norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}

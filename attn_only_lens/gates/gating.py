@@ -133,7 +133,7 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate of the neurons of a source layer; raise ValueError if there is none."""
+        """Return the gate for a source layer's neurons; raise ValueError if there is none."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]

@@ -73,7 +73,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def value_is_product(self) -> bool:
-        """True if v is the product of two projections: exact heads of a gated MLP."""
+        """True if v is a product of two projections, which exact gates in a gated MLP have."""
 
     @abstractmethod
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:

@@ -78,7 +78,7 @@ class Host(ABC):
     @property
     @abstractmethod
     def n_heads(self) -> list[int]:
-        """The number of attention heads of each source layer."""
+        """The number of attention heads in each source layer."""
 
     @property
     def n_layers(self) -> int:
@@ -90,7 +90,7 @@ class Host(ABC):
         """Return the block that runs the attention heads, or the neurons, of a source layer."""
 
     def hook_name(self, layer: int, kind: HeadKind, point: str) -> str:
-        """Return the full name of a hook point (a key of `POINTS`) of the heads of a layer."""
+        """Return the full name of a hook point (a key of `POINTS`) for a layer's heads."""
         block = self.block(layer, kind)
         if kind == "neuron" and self.in_place:
             return f"blocks.{block}.mlp.{POINTS[point]}"
@@ -114,7 +114,7 @@ class Host(ABC):
         """Return the hook point of the residual stream before, within or after a source layer."""
 
     def write_hook(self, layer: int, kind: HeadKind) -> str:
-        """Return the hook point of the sum that the heads of a source layer add to the stream."""
+        """Return the hook point of the sum that a source layer's heads add to the stream."""
         sublayer = "mlp" if kind == "neuron" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
 
@@ -172,7 +172,7 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return the class that a module has without its neuron-heads."""
     kind = type(module)
-    return vars(kind).get("_stock", kind)  # not inherited: a subclass may compute something else
+    return vars(kind).get("_stock", kind)  # not inherited: subclasses may differ
 
 
 def has_neuron_heads(model: object) -> bool:

@@ -123,7 +123,7 @@ def require_neuron_heads(cache: Any) -> None:
 
 
 def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
-    """Return the cached activation at a hook point of the heads of a source layer."""
+    """Return the cached activation at a hook point of a source layer's heads."""
     hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(

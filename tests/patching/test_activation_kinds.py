@@ -368,7 +368,7 @@ def test_refused_before_anything_runs():
             sweep(model, **how)
     assert not calls
     handle.remove()
-    with pytest.raises(InputError, match="'bias' is for neuron-heads"):
+    with pytest.raises(InputError, match="got 'bias' for attention heads"):
         sweep(model, direction="bias")
     clean, corrupted, _ = pair()
     with pytest.raises(InputError, match="give two prompts or more"):

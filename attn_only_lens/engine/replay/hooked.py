@@ -52,7 +52,7 @@ class HookedReplay(Replay):
     @property
     def cached_numbers_per_token(self) -> int:
         """The number of floats that a block holds at once for a token's keys and values."""
-        rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
+        rotary = self.model.cfg.positional_embedding_type == "rotary"  # each run rotates keys
         tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in tensors), default=0)
         return (6 if rotary else 3) * max(self.host.n_heads) * width  # repeated for each head
