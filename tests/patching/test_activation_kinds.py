@@ -359,7 +359,7 @@ def test_refused_before_anything_runs():
         ({"part": "k"}, "got part='k'"),
         ({"direction": "sideways"}, "got direction='sideways'"),
         ({"direction": "zero", "part": "q"}, "an ablation is of z"),
-        ({"positions": [3, 3]}, "the same positions"),
+        ({"positions": [3, 3]}, "which are the same"),
         ({"sites": ["L0N37"]}, "neurons 0 to 36"),
         ({"batch_size": 0}, "got batch_size=0"),
         ({"batch_size": 2.0}, "got batch_size=2.0"),
