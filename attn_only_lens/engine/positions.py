@@ -77,7 +77,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
                 "a real token in every prompt, or 'each', which skips prompts without one there"
             )
         reasons += [
-            f"got {pos} and {earlier.label}, which are the same; expected each position once"
+            f"got {pos} and {earlier.label}, which are the same position; expected each once"
             for earlier in sets
             if torch.equal(earlier.chosen, at_position) and not without
         ]
