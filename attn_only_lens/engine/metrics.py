@@ -466,7 +466,7 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
     is_tensor = isinstance(value, Tensor)
     got = f"a {value.dtype} tensor {list(value.shape)}" if is_tensor else repr(value)
     reason = (
-        f"{name}: it returned {got}; expected one number, such as a mean over the batch, or a "
+        f"{name}: got {got} from the function; expected one number (such as a batch mean) or a "
         f"tensor of {batch} numbers, one for each prompt"
     )
     raise InputError([reason], _NO_NUMBER)
