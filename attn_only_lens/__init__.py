@@ -1,7 +1,7 @@
 """MLP neurons as attention heads: convert a HookedTransformer, then analyse every head alike.
 
-`__init__.pyi` lists the public names. They are imported when they are first used: torch and
-TransformerLens take seconds.
+`__init__.pyi` lists the public names. Each name is imported when it is first used, because torch
+and TransformerLens take seconds to import.
 """
 
 import lazy_loader

@@ -1,11 +1,11 @@
-"""Checks of options; numbers of NumPy, torch and pandas are treated like Python's."""
+"""Check options; treat NumPy, torch and pandas numbers like Python numbers."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def as_plain(value: Any) -> Any:
-    """Convert numbers of NumPy, torch or pandas to Python's; return other values unchanged.
+    """Convert NumPy, torch or pandas numbers to Python numbers; return other values unchanged.
 
     Example:
         >>> import numpy as np
@@ -20,18 +20,18 @@ def as_plain(value: Any) -> Any:
 
 
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
-    """Return whether a value is a whole number from `least` to `most`; True and 1.0 are not."""
+    """Return whether a value is an int from `least` to `most`; True and 1.0 do not count."""
     value = as_plain(value)
     return type(value) is int and least <= value <= most
 
 
 def is_number(value: Any, least: float = -float("inf"), most: float = float("inf")) -> bool:
-    """Return True for a finite Python number (no bool) from `least` to `most`."""
+    """Return whether a value is a finite int or float (not a bool) from `least` to `most`."""
     return type(value) in (int, float) and least <= value <= most and abs(value) < float("inf")
 
 
 def positive_reasons(**options: Any) -> list[str]:
-    """Return a reason for each option that is not a positive whole number."""
+    """Return one reason for each option that is not a positive whole number."""
     return [
         f"got {name}={value!r}; expected 1 or more"
         for name, value in options.items()
@@ -40,7 +40,7 @@ def positive_reasons(**options: Any) -> list[str]:
 
 
 def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
-    """Return the reason to refuse an option's value, if there is one."""
+    """Return the reason to refuse an option's value, or an empty list if it is valid."""
     if got in expected:
         return []
     return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]

@@ -1,13 +1,13 @@
-"""Axis names, the same everywhere in the package and in TransformerLens.
+"""Axis names, which are the same in the whole package and in TransformerLens.
 
 batch       one prompt
 pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
 d_model     a coordinate of the residual stream
 d_mlp       a neuron of an MLP, and so a neuron-head of the converted model
-head_index  a head of one block: `n_heads` of them in an attention block, `d_mlp` in a neuron block
-d_head      a coordinate inside a head: 1 for a neuron-head
+head_index  a head of one block; an attention block has `n_heads`, a neuron block has `d_mlp`
+d_head      a coordinate inside a head; a neuron-head has only one coordinate
 d_vocab     a token of the vocabulary
-key (of a neuron-head's pattern): `SELF` is the token itself, `BIAS` the static bias token
+key         in a neuron-head's pattern: `SELF` is the token itself, `BIAS` the static bias token
 """
 
 from typing import TypeAlias

@@ -1,7 +1,6 @@
 """Numbers that do not depend on the device, and the free memory of a device.
 
-Some devices have no float64 (MPS). Generators of random numbers draw different numbers on different
-devices.
+MPS devices have no float64. Random number generators draw different numbers on different devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 def to_float64_device(x: Tensor) -> Tensor:
-    """Return a tensor on a device that has float64: its own, or the CPU.
+    """Return a tensor on its own device if that has float64, and on the CPU otherwise.
 
     Example:
         >>> to_float64_device(torch.ones(2)).double().device
@@ -28,7 +27,7 @@ def to_float64_device(x: Tensor) -> Tensor:
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of small tensors on the CPU, by one transfer for each dtype and device.
+    """Copy small tensors to the CPU, with one transfer for each dtype and device.
 
     Example:
         >>> [x.shape for x in on_cpu([torch.ones(2, 3), torch.ones(5)])]
@@ -45,16 +44,16 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_all(numbers: Sequence[Tensor]) -> list[Any]:
-    """Return the values of tensors without axes, by one transfer for each dtype and device."""
+    """Return the values of scalar tensors, with one transfer for each dtype and device."""
     return [x.item() for x in on_cpu(numbers)]
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much more memory tensors can take on a device.
+    """Return how many more bytes tensors can take on a device.
 
-    For an accelerator, this is its free memory plus the unused memory of torch's allocator, without
-    the unused parts of blocks in use, into which no large tensor fits. For a device that shares the
-    memory of the machine (MPS), it is the free memory of the machine.
+    For an accelerator, this is its free memory plus the unused memory in torch's allocator. The
+    unused parts of allocated blocks do not count, because no large tensor fits into them. For a
+    device that shares the machine's memory (MPS), it is the free memory of the machine.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -81,7 +80,7 @@ def float32_if_half(x: Tensor) -> Tensor:
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Draw normal numbers in float64 on the CPU: the same for every device.
+    """Draw normal float64 numbers on the CPU, so that they do not depend on the device.
 
     Example:
         >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
@@ -93,7 +92,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random state of the CPU and of a device afterwards.
+    """Restore the random state of the CPU and of a device when the context ends.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):
@@ -102,7 +101,7 @@ def keep_random_state(device: torch.device) -> Iterator[None]:
         True
     """
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    which = () if device.type == "mps" else (device,)  # MPS takes no device
+    which = () if device.type == "mps" else (device,)  # MPS functions take no device argument
     states = torch.get_rng_state(), None if module is None else module.get_rng_state(*which)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The errors of this package, which say what was given, what was expected, and what to do."""
+"""The package's errors, which say what was given, what was expected, and what to do."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +28,10 @@ class AttnOnlyLensError(Exception):
 
 
 class InputError(AttnOnlyLensError, ValueError):
-    """Prompts, sites, weights or options that cannot be used; raised with every reason at once.
+    """Prompts, sites, weights or options cannot be used; the error lists every reason at once.
 
     Attributes:
-        reasons: all reasons.
+        reasons: every reason to refuse the input.
         problem: what cannot be done.
 
     Example:
@@ -49,20 +49,20 @@ class InputError(AttnOnlyLensError, ValueError):
 
     @classmethod
     def raise_if(cls, reasons: Sequence[str], *problem: str) -> None:
-        """Raise this error if there are any reasons for it."""
+        """Raise this error if there are any reasons."""
         if reasons:
             raise cls(reasons, *problem)
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
-        """Rebuild from the reasons; by default, the rendered text would be passed."""
+        """Rebuild the error from its reasons; by default, pickle would pass the rendered text."""
         return type(self), (self.reasons, self.problem)
 
 
 class InputWarning(UserWarning):
-    """Prompts or answers that can be used, but are probably not what the user meant.
+    """Prompts or answers can be used, but are probably not what the user meant.
 
-    The tokenizer does not know a word of a prompt, or the model expects an answer with, or without,
-    a space before it. To get errors instead, call
+    For example, the tokenizer does not know a word of a prompt, or the model expects an answer with
+    (or without) a space before it. To get errors instead, call
     `warnings.filterwarnings("error", category=InputWarning)`.
 
     Example:
@@ -78,11 +78,11 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models, a provenance or prompts that cannot be compared component by component.
+    """Models, a provenance or prompts cannot be compared component by component.
 
     Attributes:
-        so_far: if a batch after the first one failed, the `Comparison` on the batches before it,
-            without patching; else None.
+        so_far: if a batch after the first one failed, the `Comparison` on the earlier batches,
+            without patching; otherwise None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError
@@ -95,7 +95,7 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth that would change the function, or cannot be undone; nothing has been changed.
+    """A growth step would change the model's function, or cannot be undone; nothing has changed.
 
     Example:
         >>> from attn_only_lens.errors import GrowthError
@@ -111,7 +111,7 @@ class GrowthError(InputError):
 
 
 class UnsupportedModelError(InputError):
-    """A model that cannot be converted or analysed exactly; nothing has been changed.
+    """A model cannot be converted or analysed exactly; nothing has been changed.
 
     Example:
         >>> from attn_only_lens.errors import UnsupportedModelError
@@ -126,7 +126,7 @@ class UnsupportedModelError(InputError):
 
 
 class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
-    """A TransformerLens call that has no right answer on a converted model.
+    """A TransformerLens call has no right answer on a converted model.
 
     The message names the call to use instead.
 
@@ -143,7 +143,7 @@ class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
 
 
 class UnknownHeadError(AttnOnlyLensError, ValueError):
-    """A name that does not have the form `L5H3` or `L5N1234`, or a head that the model lacks.
+    """A name does not have the form `L5H3` or `L5N1234`, or the model lacks the named head.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -157,7 +157,7 @@ class UnknownHeadError(AttnOnlyLensError, ValueError):
 
 
 class CheckpointError(AttnOnlyLensError, ValueError):
-    """A saved file or folder that is missing, damaged, changed, or of another version.
+    """A saved file or folder is missing, damaged or changed, or has another format version.
 
     Example:
         >>> from attn_only_lens import load

@@ -1,8 +1,8 @@
 """Compute float32 matrix products in full float32, whatever the user's settings are.
 
 With `torch.set_float32_matmul_precision("high")`, GPUs round the factors of a float32 matrix
-product to TF32's 10 bits. Then the outputs of a model for batches of different sizes differ by
-1e-3, instead of 1e-6 in float32. So code that compares numbers with a tolerance uses
+product to TF32's 10 bits. Then a model's outputs for batches of different sizes differ by 1e-3,
+instead of 1e-6 in full float32. So code that compares numbers within a tolerance uses
 `full_precision`.
 """
 
@@ -24,7 +24,7 @@ _restore: Callable[[], None] | None = None
 def full_precision() -> Iterator[bool]:
     """Compute float32 matrix products in full float32; restore the user's setting afterwards.
 
-    The setting belongs to the process, so other threads compute in full float32 too.
+    The setting is global to the process, so other threads compute in full float32 too.
 
     Example:
         >>> torch.set_float32_matmul_precision("high")
@@ -62,17 +62,17 @@ def matmul_precision() -> str:
 
 
 def _backends() -> list[Any]:
-    """Return the backends with a separate setting; there are none before torch 2.9."""
+    """Return the backends with a separate precision setting; torch before 2.9 has none."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
     settings = [getattr(backend, "matmul", None) for backend in every]
     return [setting for setting in settings if hasattr(setting, "fp32_precision")]
 
 
 def _set_products(precision: str) -> Callable[[], None]:
-    """Set the precision of float32 products, and return a function that restores the user's."""
+    """Set the precision of float32 products; return a function that restores the old settings."""
     backends: list[Any] = _backends()
     before = [backend.fp32_precision for backend in backends]
-    # A backend without a setting uses the one above it.
+    # A backend without its own setting uses its parent's setting.
     above = [
         getattr(backend, "fp32_precision", None)
         for backend in (torch.backends.cudnn, torch.backends.mkldnn)

@@ -1,8 +1,8 @@
-"""Names that either transformer-lens 3.9 or 4 lacks, so that the package works with both.
+"""Names that exist in only one of transformer-lens 3.9 and 4, so that the package works with both.
 
-Under 4, the classes of 3.9 are classes without instances: `isinstance` is False, and making an
-instance raises an error that says what to use instead. So the package imports all these names from
-here, without branches.
+Under 4, the classes that only 3.9 has are replaced by placeholder classes: `isinstance` returns
+False, and creating an instance raises an error that says what to use instead. So the package
+imports all these names from here, without branches.
 """
 
 import warnings
@@ -41,11 +41,11 @@ _VERSION = version("transformer-lens")
 _NEEDED = (
     f"needs HookedTransformer, which transformer-lens {_VERSION} does not have: "
     "pip install 'transformer-lens<4' for 3.9; or build a TransformerBridge, and use "
-    "attn_only_lens.expose_neuron_heads on that"
+    "attn_only_lens.expose_neuron_heads on the bridge"
 )
 HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
 USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
-"""The end of an error about a model that is no HookedTransformer; empty under 3.9."""
+"""The end of an error message about a model that is not a HookedTransformer; empty under 3.9."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def require_hooked_transformer(what: str = "this") -> None:
 
 @contextmanager
 def no_remote_code() -> Iterator[None]:
-    """Stop TransformerLens 3.9 from running code of the hub, which it does for some models."""
+    """Stop TransformerLens 3.9 from running code from the Hugging Face Hub for some models."""
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return
@@ -97,7 +97,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
     ) -> dict[str, Tensor]:
-        """Convert a HookedTransformer's state dict to that of a native bridge (only under 4)."""
+        """Convert a HookedTransformer's state dict for a native bridge (only under version 4)."""
         raise UnsupportedCallError(
             f"this needs transformer-lens 4, and {_VERSION} is installed: use the HookedTransformer"
         )
@@ -106,14 +106,14 @@ else:
     from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
 
     class _Absent:
-        """A class of transformer-lens 3.9."""
+        """A placeholder for a class that only transformer-lens 3.9 has."""
 
         def __init__(self, *args: object, **kwargs: object) -> NoReturn:
             require_hooked_transformer()
 
         @classmethod
         def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
-            """Refuse to make an instance."""
+            """Refuse to create an instance."""
             require_hooked_transformer()
 
     def convert_llama_weights(*args: object) -> NoReturn:

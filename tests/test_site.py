@@ -185,16 +185,19 @@ def test_links_and_loads_that_are_there_are_no_faults(tmp_path):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ('<a href="gone.html">x</a>', "gone.html leads nowhere"),
-        ('<a href="#gone">x</a>', "#gone has no such anchor"),
-        ('<a href="sub/index.html#gone">x</a>', "sub/index.html#gone has no such anchor"),
-        ('<a href="sub/gone/">x</a>', "sub/gone/ leads nowhere"),
-        ('<a href="http://a.org">x</a>', "http://a.org is no https address"),
-        ('<a href="https://a b.org">x</a>', "https://a b.org is no https address"),
-        ('<a href="https:///path">x</a>', "https:///path is no https address"),
-        ('<a href="//a.org">x</a>', "//a.org is no https address"),
-        ('<a href="javascript:go()">x</a>', "javascript:go() is no https address"),
-        ('<img src="gone.png">', "loads gone.png, which is not there"),
+        ('<a href="gone.html">x</a>', "gone.html leads to no file on the site"),
+        ('<a href="#gone">x</a>', "#gone leads to an anchor that does not exist"),
+        (
+            '<a href="sub/index.html#gone">x</a>',
+            "sub/index.html#gone leads to an anchor that does not exist",
+        ),
+        ('<a href="sub/gone/">x</a>', "sub/gone/ leads to no file on the site"),
+        ('<a href="http://a.org">x</a>', "http://a.org is not an https URL"),
+        ('<a href="https://a b.org">x</a>', "https://a b.org is not an https URL"),
+        ('<a href="https:///path">x</a>', "https:///path is not an https URL"),
+        ('<a href="//a.org">x</a>', "//a.org is not an https URL"),
+        ('<a href="javascript:go()">x</a>', "javascript:go() is not an https URL"),
+        ('<img src="gone.png">', "loads gone.png, which does not exist"),
         ('<img src="https://a.org/x.png">', "loads https://a.org/x.png"),
         ('<script src="//a.org/x.js"></script>', "loads //a.org/x.js"),
         ('<link rel="stylesheet" href="https://a.org/x.css">', "loads https://a.org/x.css"),
@@ -245,7 +248,7 @@ def test_every_module_of_the_reference_is_checked():
 
 def test_the_build_fails_on_a_fault(tmp_path):
     page(tmp_path, '<a href="gone.html">x</a>')
-    with pytest.raises(PluginError, match=r"gone.html leads nowhere\n  - the ref"):
+    with pytest.raises(PluginError, match=r"gone.html leads to no file on the site\n  - the ref"):
         checked.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
 
 

@@ -277,9 +277,9 @@ def test_prompts_that_are_no_chat(tmp_path):
         (plain, "w1", "has no chat template"),
         (silent, "w1", "prompt 0: the template returns no tokens"),
         (strict, ["w1", "w2"], "(?s)prompt 0: .*roles must alternate.*prompt 1: "),
-        (strict, [], "expected a text, texts, or messages"),
-        (strict, [{"role": "user"}], "expected a text, texts, or messages"),
-        (strict, 5, "expected a text, texts, or messages"),
+        (strict, [], "expected a text, a list of texts, or messages"),
+        (strict, [{"role": "user"}], "expected a text, a list of texts, or messages"),
+        (strict, 5, "expected a text, a list of texts, or messages"),
     ):
         with pytest.raises(InputError, match=message):
             chat_tokens(bridge, prompts)

@@ -1,1 +1,1 @@
-"""Forward passes: prompts, metrics, sites, recordings, gradients, and replays of a part of one."""
+"""Run models: prompts, metrics, sites, recordings, gradients, and replays of a forward pass."""

@@ -1,8 +1,8 @@
 """The answers that a metric compares: tokens, or texts that are one token.
 
-A list has one item per prompt, or a single item for all prompts. An item is one answer or, for a
-metric that sums over several answers, a list of answers. In most vocabularies, " are" and "are"
-are different tokens; the clean run's logits show which of them the model expects.
+A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
+or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
+"are" are different tokens; the clean run's logits show which of them the model expects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,21 +31,21 @@ from attn_only_lens.errors import InputError
 Answer: TypeAlias = str | int
 Answers: TypeAlias = Answer | Sequence[Answer | Sequence[Answer]] | Tensor
 AnswerRows: TypeAlias = tuple[tuple[Any, ...], ...]
-"""A row of answers for each prompt, or one row for all prompts; not checked yet."""
+"""Unchecked answers: one row of answers for each prompt, or one row for all prompts."""
 _Tokens: TypeAlias = list[tuple[int, ...]]
 
 PROBLEM = "this metric does not fit the model or its prompts"
 _FAR_MORE_PROBABLE = 10.0
-"""Warn if another spelling of an answer is this many times as probable.
+"""Warn if another spelling of an answer is at least this many times as probable.
 
-On 2,011 next tokens of English texts, 0.2 % of these warnings are wrong for SmolLM2-135M.
+For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
-_SHOWN = 4  # answers in a name
-_SPACES = (" ", "Ġ", "▁")  # in vocabularies of words, of bytes, and of SentencePiece
+_SHOWN = 4  # the number of answers that a metric's name shows
+_SPACES = (" ", "Ġ", "▁")  # the space in word, byte-level and SentencePiece vocabularies
 
 
 def answer_rows(answers: Any) -> AnswerRows:
-    """Return answers in any accepted form as rows.
+    """Convert answers from any accepted form to rows.
 
     Example:
         >>> answer_rows("12"), answer_rows([7, " are"]), answer_rows(torch.tensor([[3, 5]]))
@@ -60,7 +60,7 @@ def answer_rows(answers: Any) -> AnswerRows:
 
 
 def answers_label(rows: AnswerRows) -> str:
-    """Return a short text of answers, for the name of a metric.
+    """Return a short text that lists the answers, for the name of a metric.
 
     Example:
         >>> answers_label(((7,),)), answers_label(((7,), (8,))), answers_label(((1, 2), (3,)))
@@ -84,8 +84,8 @@ def answer_tokens(
 ) -> dict[str, _Tokens]:
     """Return the tokens of each prompt's answers, by role: "correct", "wrong" or "answer".
 
-    Refuse invalid answers, with every reason. Warn if the clean run makes an answer far more
-    probable with its leading space added or removed.
+    Raise InputError with every reason if answers are invalid. Warn if an answer is far more
+    probable on the clean prompts when its leading space is added or removed.
     """
     reasons: list[str] = []
     tokens = {
@@ -108,11 +108,11 @@ def answer_tokens(
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return the tokens of each prompt's answers; add a reason for each invalid answer."""
+    """Return the tokens of each prompt's answers; append a reason for each invalid answer."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or {pair.n_all}, one for each prompt"
-        hint = "; for several answers to every prompt, give a list in a list, [[33, 34]]" * several
+        hint = "; for several answers to every prompt, give a nested list, [[33, 34]]" * several
         reasons.append(f"{role}: got {len(rows)} answers; expected {expected}{hint}")
         return []
     numbers = range(pair.n_all) if pair.among is None else pair.among[0]
@@ -136,7 +136,7 @@ def _token(model: Any, answer: Any) -> int | str:
     size, tokenizer = d_vocab_out(model), getattr(model, "tokenizer", None)
     if isinstance(answer, str):
         if tokenizer is None:
-            return f"got {answer!r}, and the model has no tokenizer; give its token"
+            return f"got {answer!r}, and the model has no tokenizer; give the answer's token"
         token = one_token(tokenizer, answer)
         if token is None:
             return _why_not_one(model, answer)
@@ -147,11 +147,11 @@ def _token(model: Any, answer: Any) -> int | str:
 
 
 def _why_not_one(model: Any, text: str) -> str:
-    """Return why a text is not one token of the vocabulary, and what to give instead."""
+    """Return the reason why a text is not one token, and what to give instead."""
     if unknown := unknown_words(model.tokenizer, text):
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "
-            f"{instead_of_unknown(model.tokenizer)} would be measured instead; expected a text "
+            f"the metric would read {instead_of_unknown(model.tokenizer)} instead; expected a text "
             "that it knows"
         )
     else:
@@ -173,7 +173,7 @@ def _why_not_one(model: Any, text: str) -> str:
 def _warn_of_spaces(
     model: Any, pair: PromptPair, answers: Mapping[str, _Tokens], logits: Logits
 ) -> None:
-    """Warn if another spelling of an answer is far more probable, in the geometric mean."""
+    """Warn if another spelling of an answer is far more probable, by the geometric mean."""
     rows = torch.arange(len(logits), device=logits.device)
     last = float32_if_half(logits.detach()[rows, pair.last.to(logits.device)])
     cases = dict[Any, str]()
@@ -191,10 +191,10 @@ def _warn_of_spaces(
 
 
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the token of the same word with or without its leading space; None if there is none.
+    """Return the token for the same word with its leading space added or removed, or None.
 
-    Search the vocabulary: SentencePiece adds a space to every text, so no text is tokenized to the
-    token without a space.
+    The token is searched in the vocabulary: SentencePiece adds a space to every text, so no text is
+    tokenized to the token without a space.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -202,18 +202,18 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
     for other in filter(None, others):
         number = tokenizer.convert_tokens_to_ids(other)
-        # If the vocabulary lacks a piece, its number is None, or that of the unknown token.
+        # If the vocabulary lacks a piece, the result is None or the unknown token.
         if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == other:
             return int(number)
     return None
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return a line of a warning: the other spelling is so many times as probable."""
+    """Return the line of the warning that says how probable the other spelling is."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]
-    give = repr(spelt[0]) if spelt else f"its number, {respelt}"
+    give = repr(spelt[0]) if spelt else f"token {respelt}"
     amount = f"{times:,.0f}" if times < 1e6 else "more than a million"
     how = "with" if expected.startswith(" ") else "without"
     return (

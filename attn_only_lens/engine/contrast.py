@@ -6,16 +6,17 @@ by the rule in `secants.py`, whose slopes are taken between the runs. A product 
 such as pattern times value, needs no rule: its gradient at the mean is already exact. So a backward
 pass from the metric returns multipliers M with
 
-    Σ M_y · Δy = Δmetric        Δy = y of the clean run less y of the corrupted run
+    Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
-for every set of activations y through which all paths of the model lead. These are named
-activations: normalised stream, queries, keys, values, scores, patterns, gates and z. The shares of
-three factors that change depend on which two are multiplied first; here, the model decides this.
+for every set of activations y that all paths from the tokens to the metric pass through. These can
+be the normalised stream, queries, keys, values, scores, patterns, gates and z. If all factors of a
+product of three change, their shares depend on which two are multiplied first; we follow the order
+in which the model multiplies them.
 
-The nonlinear steps are norms, the softmax of attention with soft caps and clamps, the patterns and
-products of neuron-heads, and the cap of the logits. Calls of torch's softmax are intercepted,
-because the hooks of some bridges see only a copy of the pattern. If a model has another nonlinear
-step, the sum over the first stream is wrong; every call checks this sum.
+The nonlinear steps are norms, the softmax in attention with soft caps and clamps, the patterns and
+products of neuron-heads, and the soft cap of the logits. Calls of torch's softmax are intercepted,
+because hooks on some bridges see only a copy of the pattern. If a model has another nonlinear step,
+the sum Σ M · Δ over the first block's input is wrong; every call checks this sum.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,11 +68,11 @@ _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 @dataclass(frozen=True, eq=False)
 class BothRuns:
-    """The activations of two runs: the rows of the clean run, then those of the corrupted run.
+    """The activations of two runs: first the rows of the clean run, then of the corrupted run.
 
     Attributes:
         pair: the prompts.
-        logits: of both runs.
+        logits: the logits of both runs.
         stream: the stream that enters the first block.
         norms: the inputs and outputs of norms.
         functions: the inputs and outputs of nonlinear functions in attention, in calling order.
@@ -86,7 +87,7 @@ class BothRuns:
     heads: dict[str, Tensor]
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Return the clean and the corrupted run with the outputs of all heads, without streams."""
+        """Return recordings of the clean and the corrupted run, with heads but without streams."""
         host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
@@ -101,7 +102,7 @@ class BothRuns:
         return side(0, self.pair.clean), side(1, self.pair.corrupted)
 
     def change(self, name: str) -> Tensor:
-        """Return the clean activation less the corrupted one, by hook name."""
+        """Return the clean activation at a hook minus the corrupted activation."""
         clean, corrupted = self.heads[name].chunk(2)
         return clean - corrupted
 
@@ -118,9 +119,10 @@ class Contrast:
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
         softmax: the output of each softmax; differentiable if the graph was kept.
-        softmax_changes: the change of each output between the runs.
-        total: Σ M Δ over the logits: the change of the metric, if all its functions have rules.
-        remainder: the change of the metric less the total.
+        softmax_changes: the change of each softmax output between the runs.
+        total: Σ M Δ over the logits; it is the change of the metric if all its functions have
+            rules.
+        remainder: the change of the metric minus the total.
     """
 
     runs: BothRuns
@@ -150,7 +152,7 @@ class Contrast:
 @torch.no_grad()
 @full_precision()
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on the clean and the corrupted prompts, and record the inputs of the rules."""
+    """Run a model on the clean and the corrupted prompts; record what the rules need."""
     host = host_of(model)
     points: dict[HeadKind, tuple[str, ...]] = {
         "attention": ("z",),
@@ -176,7 +178,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
 def run_softmax(
     model: Any, pair: PromptPair, tape: Tape
 ) -> list[Float[Tensor, "batch head_index query_pos key"]]:
-    """Return the patterns of each layer of the clean run, in a graph with the nodes of a tape."""
+    """Return each layer's patterns in the clean run, in a graph with the nodes of a tape."""
     steps = _Steps(model)
     with steps.recorded(), start_graph(model):
         run(model, pair.clean, pair.mask, tape.hooks)
@@ -193,8 +195,8 @@ def contrast(
     With `keep_graph`, the softmax can be differentiated further, to the nodes of the tape.
 
     Raises:
-        UnsupportedModelError: the sum over the first stream is not the change of the metric: the
-            model has a step without a rule.
+        UnsupportedModelError: the sum over the first block's input is not the change of the metric,
+            because the model has a nonlinear step without a rule.
     """
     steps = _Steps(model, runs)
     streams = list[Tensor]()
@@ -231,7 +233,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the multiplier of the logits; exact if all functions of the metric have rules."""
+    """Return the multiplier of the logits; it is exact if all the metric's functions have rules."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -248,7 +250,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the change of the metric less Σ M Δ; 0 if it is only rounding."""
+    """Return the change of the metric minus Σ M Δ, or 0 if this is only rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -259,7 +261,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32, and warn how much this affects the metric."""
+    """Run a half-precision model in float32; warn about how much this affects the metric."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -268,7 +270,7 @@ def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[
         changes.append(_change(model, pair, metric))
         reason = (
             f"slopes are taken in float32, with the same weights: {as_metric(metric).name} changes "
-            f"by {changes[1]:.6g} there, and by {changes[0]:.6g} in the model's precision"
+            f"by {changes[1]:.6g} in float32, and by {changes[0]:.6g} in the model's precision"
         )
         warn({"half precision": reason}, "this model is in half precision")
         yield
@@ -276,14 +278,14 @@ def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[
 
 @torch.no_grad()
 def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
-    """Return the change of a metric from the corrupted to the clean run."""
+    """Return the change of a metric from the corrupted run to the clean run."""
     logits = [run(model, tokens, pair.mask) for tokens in (pair.clean, pair.corrupted)]
     bound = bind(metric, model, pair, logits[0])
     return bound.of(logits[0]) - bound.of(logits[1])
 
 
 def _require_complete(result: Contrast) -> None:
-    """Require that the sum over the first stream is the change of the metric."""
+    """Require that the sum over the first block's input is the change of the metric."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
@@ -291,16 +293,16 @@ def _require_complete(result: Contrast) -> None:
     tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
     if off := disagreement(total, total.new_tensor(result.total), tolerance, size=size):
         reason = (
-            f"the contributions of the tokens do not add up to {result.total:.6g}, the change of "
-            f"the metric ({off}): the model has a nonlinear step without a known rule (fused "
-            "attention, for instance: load it with attn_implementation='eager'), or tokens enter "
-            "it after its first block; use method='gradient'"
+            f"the tokens' contributions do not add up to {result.total:.6g}, the change of "
+            f"the metric ({off}): the model has a nonlinear step without a known rule (if that is "
+            "fused attention, load it with attn_implementation='eager'), or tokens enter the model "
+            "after its first block; use method='gradient'"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
-    """Return hooks that replace z and v by the means of the runs, with gradients by the rules."""
+    """Return hooks that replace z and v with the means of the runs, with the rules' gradients."""
     host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
 
     def average(value: Tensor, hook: Any, name: str) -> Tensor:
@@ -346,7 +348,7 @@ def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
 
 
 class _Steps:
-    """Records or replaces the norms of a model and the functions inside its attention."""
+    """Record or replace the norms of a model and the nonlinear functions inside its attention."""
 
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
@@ -365,15 +367,15 @@ class _Steps:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Replace norms and functions by their rules in a forward pass."""
-        # The structure of a norm shows in any prompt: not all of them are moved to the CPU.
+        """Replace norms and functions with their rules in a forward pass."""
+        # One prompt shows a norm's structure, so only the first row is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
         with self._attached({m: self._norm(norms[m], *both) for m, both in self.norms.items()}):
             yield
 
     @contextmanager
     def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """Attach hooks to norms; intercept functions in attention, except inside its norms."""
+        """Attach hooks to norms; intercept functions in attention, but not in attention's norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -396,17 +398,17 @@ class _Steps:
                 if module in norm_hooks:
                     attach(module, norm_hooks[module], with_kwargs=True)
                 attach(module, leave)
-            # After the last block, the head of a masked language model has nonlinear functions too.
+            # A masked language model has nonlinear functions after its last block too.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
-        """Return a hook that gives a norm's mean output the gradient of its rule."""
+        """Return a hook that returns a norm's mean output, with the gradient of the rule."""
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)
         scale = (linear * without_bias).sum(-1, keepdim=True) / square
-        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # a stream of zeros
+        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # zero streams make the scale nan
         middle = norm.centred(mean(x))
 
         def back(gradient: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Test edits before they are trusted.
+"""Test edits before a sweep relies on them.
 
-A sweep runs some blocks on some positions and adds the change of a neuron's output. A hook might do
-something else: a layer need not run the module that is edited, and a hook point may show a copy of
-what the model reads. So before the first patch, all heads of a sweep are edited with noise in two
-ways, which must agree on the output of the block: with hooks in a whole run in which each block's
-input is restored, and as the sweep does it.
+A sweep runs some blocks on some positions and adds the change of a neuron's output to the stream. A
+hook in a whole run might have another effect: a layer may not run the edited module, or a hook
+point may show only a copy of what the model reads. So before the first patch, all heads in a sweep
+are edited with noise in two ways, which must give the same block outputs: with hooks in a whole run
+in which each block's input is restored, and with the sweep's own computation.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +36,8 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # of noise, relative to the activation
-_CLEAR_EFFECT = 8.0  # times the rounding of a stream: an error of that size would be seen
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # the size of the noise, relative to the activation
+_CLEAR_EFFECT = 8.0  # in units of a stream's rounding; the test would notice errors of this size
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -46,7 +46,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay if an edit in it differs from a hook in a whole run."""
+    """Refuse a replay if an edit in it has another effect than a hook in a whole run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
     tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
@@ -82,7 +82,7 @@ def require_same_edit(
                     f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
                     f"the output of block {block} by {_largest(expected, before):.2g} in a whole "
                     f"run; a sweep would be off by {_largest(edited[layer], expected):.2g}. "
-                    "Something lies between these heads and the stream, such as a replaced "
+                    "Another step changes the heads' output before the stream, such as a replaced "
                     "forward pass"
                 )
             elif effect < _CLEAR_EFFECT:
@@ -115,7 +115,7 @@ def require_edits_read(
         return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
-    # The softmax of a single key is 1 for any key, but the pattern then shows nan.
+    # With a single key, the pattern is 1 whatever the key is; with a nan key, it is nan.
     later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
     looked_at = list(chain(*looks.values()))
@@ -128,8 +128,8 @@ def require_edits_read(
     for (layer, name), effect in zip(names.items(), effects, strict=True):
         if effect <= 1.0 and all(torch.equal(before[look], after[look]) for look in looks[layer]):
             reasons.append(
-                f"{name} shows an activation that the model does not read back, so an edit of it "
-                f"has no effect; patch another part, or {other_kind} alone"
+                f"{name} shows a copy of an activation, which the model does not use, so an edit "
+                f"of it has no effect; patch another part, or {other_kind} alone"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     for layer in layers:
@@ -140,7 +140,7 @@ def require_edits_read(
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     """Refuse layers in which the heads that share keys and values are not consecutive.
 
-    The last value is set to nan; heads with a z of nan read it.
+    The last shared value is set to nan; the heads whose z is then nan read it.
     """
     model = replay.model
     layers = [x for x in layers if not replay.tested.covers(("groups", x), replay.recording)]
@@ -160,8 +160,8 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
         expected = list(range(n_heads - n_heads // n_shared, n_heads))
         if reading != expected:
             reasons.append(
-                f"layer {layer}: its last value is read by heads {reading}; expected heads "
-                f"{expected}; patch z"
+                f"layer {layer}: its last shared value is read by heads {reading}; expected heads "
+                f"{expected}; patch z instead"
             )
     UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
     for layer in layers:
@@ -169,12 +169,12 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
 
 
 def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that adds noise from position `first` on, along the axis of positions."""
+    """Return a hook that adds noise from position `first` on; `axis` is the axis of positions."""
 
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        # Not the mean: a head that attends only to itself may have the largest finite query.
+        # A mean would overflow if a head that attends only to itself has the largest finite query.
         size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
         return value + noise * (level * size.where(size > 0.0, 1.0))
 
@@ -182,7 +182,7 @@ def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tenso
 
 
 def _destroy(value: Tensor, hook: Any) -> Tensor:
-    # Weights of zero, as of heads that were grown, pass nan on.
+    # Unlike other values, nan also passes through zero weights, which grown heads have.
     return torch.full_like(value, torch.nan)
 
 
@@ -195,7 +195,7 @@ def _destroy_last(value: Tensor, hook: Any) -> Tensor:
 def _block_outputs(
     model: Any, recording: Recording, edits: Hooks, looks: Iterable[str]
 ) -> tuple[list[Residual], dict[str, Tensor]]:
-    """Return each block's output in a run with edits, from its recorded input; and hook points."""
+    """Return each block's output in an edited run from its recorded input, and some activations."""
     outputs: list[Residual] = []
     shown: dict[str, Tensor] = {}
 
@@ -216,7 +216,7 @@ def _block_outputs(
 
 
 def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
-    """Return the output of a block whose neurons have noise, as a sweep computes it."""
+    """Return the output that a sweep computes for a block whose neurons have noise."""
     heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
     if part in ("q", "pattern"):
         source = replace(target, gates=(target.v, shown[..., SELF].transpose(1, 2)))
@@ -233,7 +233,7 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tens
 
 
 def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
-    """Return the output of a block whose attention heads have noise, as a sweep computes it."""
+    """Return the output that a sweep computes for a block whose attention heads have noise."""
     name, block = hook_name(replay.model, layer, part), replay.host.block(layer, "attention")
     n_heads = shown.shape[1 if part == "pattern" else 2]
     positions = torch.ones_like(replay.recording.tokens, dtype=torch.bool)[None]
@@ -246,13 +246,13 @@ def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: T
 def _relative_errors(
     pairs: Sequence[tuple[Residual, Residual]], recording: Recording
 ) -> list[float]:
-    """Return the largest difference at a token of each pair of streams, in units of rounding."""
+    """Return each pair of streams' largest difference over tokens, in units of rounding."""
     errors = [_relative_error(a, b, recording) for a, b in pairs]
     return stacked(errors).tolist()
 
 
 def _relative_error(a: Residual, b: Residual, recording: Recording) -> Tensor:
-    if recording.mask is not None:  # no token attends to padding, and none is patched there
+    if recording.mask is not None:  # ignore padding: no token attends to it, no patch changes it
         real = recording.mask.bool().to(a.device)
         a, b = a[real], b[real]
     alike = (a.isfinite() == b.isfinite()).all()

@@ -1,7 +1,7 @@
-"""Turn patches of heads into changes of the stream and hooks.
+"""Turn patches of heads into changes of the stream, or into hooks.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks the run that is patched in. Later blocks see only the new z:
+marks values from the source run, which is patched in. Later blocks see only the new z:
 
     part          new z
     "z"           z' = w' v'
@@ -9,14 +9,15 @@ marks the run that is patched in. Later blocks see only the new z:
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-and the head's output to the stream changes by Δz times its neuron's row of W_out:
+and the head's contribution to the stream changes by Δz times its neuron's row of W_out. The change
+of z splits into three terms:
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
 
-The block of an attention head runs again, for many variants at once, with a hook that patches
-another head at other positions in each variant. With grouped queries, heads share keys and values.
-To patch one for a single head, the shared key or value is patched and the z of all other heads is
-restored; this equals a patch in a model where each head has its own copy.
+For attention heads, the block runs again for many variants at once, with a hook that patches other
+heads at other positions in each variant. In models with grouped queries, heads share keys and
+values. To patch a key or value for one head only, the shared key or value is patched and the z of
+all other heads is restored. This equals a patch in a model where each head has its own copy.
 """
 
 from collections.abc import Callable
@@ -47,21 +48,21 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z minus the changes by pattern alone and by value alone."""
+    """Return Δz minus the change from the pattern alone and the change from the value alone."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return the change of each site's neuron activation, given the change of z."""
+    """Return each site's change of its neuron's activation, given the change of z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
 def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Sum a quantity over the heads of each site: all heads of its neuron, or one head."""
+    """Sum a quantity over each site's heads: all heads of its neuron, or one head."""
     by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
@@ -74,7 +75,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run in which the neurons of a layer write an additional vector."""
+    """Return variants of a run in which a layer's neurons add `added` to the stream."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):
@@ -85,13 +86,13 @@ def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> 
 
 
 def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
-    """Return the heads and positions whose activations differ between two runs."""
+    """Return a mask of the heads and positions whose activations differ between two runs."""
     differs = (target != source).any(dim=-1)
     return differs.transpose(1, 2) if part == "pattern" else differs
 
 
 def of_group(heads: Int[Tensor, "head"], n_heads: int, n_shared: int) -> Int[Tensor, "head"]:
-    """Return the number of the shared key or value that each head reads (`require_groups`)."""
+    """Return the index of the shared key or value that each head reads (see `require_groups`)."""
     return heads // (n_heads // n_shared)
 
 
@@ -109,7 +110,7 @@ def share_edits(
     places: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Hooks:
-    """Return hooks that patch shared keys or values for one head in each variant."""
+    """Return hooks that patch a shared key or value for one head only, in each variant."""
     n_heads, n_shared = z.shape[2], source.shape[2]
     groups = one_hot(of_group(heads, n_heads, n_shared), n_shared).bool()
     other_heads = ~one_hot(heads, n_heads).bool()
@@ -126,9 +127,9 @@ def attention_edit(
     positions: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that patches, in each variant, its heads at its positions."""
+    """Return a hook that patches each variant's heads at that variant's positions."""
     n_variants = len(heads)
-    # A pattern is [batch, head_index, query_pos, key_pos], all else [batch, pos, head_index, …].
+    # A pattern is [batch, head_index, query_pos, key_pos]; others are [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1
     kept = source.narrow(position_axis, first, source.shape[position_axis] - first)
     rows = kept.repeat(n_variants, 1, 1, 1)
@@ -138,9 +139,9 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # otherwise one position would be broadcast to others
+        if value.shape != rows.shape:  # otherwise torch would broadcast one position to others
             reason = (
-                f"{hook.name} shows {list(value.shape)} where {n_variants} variants run from "
+                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"
             )
             raise UnsupportedModelError([reason], "these hook points cannot be patched")

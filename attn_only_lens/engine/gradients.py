@@ -1,15 +1,15 @@
-"""Gradients of a metric with respect to heads: one backward pass for all of them.
+"""Gradients of a metric with respect to all heads, from one backward pass.
 
-Gradients are taken at nodes: activations that hooks keep. The graph starts at the stream that
-enters the first block, so parameters need no gradients. Δ is the change from the run that is
-patched to the other run.
+Gradients are taken at nodes, which are activations that hooks keep. The graph starts at the stream
+that enters the first block, so parameters need no gradients. In the table, Δ is the change from the
+patched run to the other run.
 
 heads        part                    node            Δ
-neuron       "z" "pattern" "value"   z               change of z by that part (`edits.py`)
+neuron       "z" "pattern" "value"   z               change of z from that part (`edits.py`)
 neuron       "q", gate linear        q               q' - q
 neuron       "q", gate closed        z               (w(q') - w(q)) v
 attention    any                     its hook point  the change of its activation; shared keys and
-                                                     values: through each head (`Tape`)
+                                                     values have a gradient for each head (`Tape`)
 attention    "q", gate closed        z               softmax(q' · K) V - z (`_attribution.py`)
 """
 
@@ -32,7 +32,7 @@ from attn_only_lens.heads import host_of
 
 
 class Tape:
-    """Hooks that keep, in one forward pass, the tensors at which gradients are taken."""
+    """Hooks that keep the tensors of one forward pass at which gradients are taken."""
 
     def __init__(
         self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
@@ -42,12 +42,12 @@ class Tape:
         self._seen: dict[str, Tensor] = {}
 
     def anew(self) -> "Tape":
-        """Return an empty tape for the same hook points."""
+        """Return a new, empty tape for the same hook points."""
         return Tape(self.names, self._readers)
 
     @property
     def nodes(self) -> dict[str, Tensor]:
-        """The tensors, by hook name."""
+        """The kept tensors, by hook name."""
         require_seen({name: name for name in self.names}, self._seen)
         return self._seen
 
@@ -57,7 +57,7 @@ class Tape:
 
         def remember(name: str) -> Callable[[Tensor, Any], Tensor]:
             def hook(value: Tensor, hook: Any) -> Tensor:
-                # A constant, such as a frozen pattern, becomes a leaf, to have a gradient.
+                # A constant, such as a frozen pattern, gets no gradient unless it becomes a leaf.
                 node = value.view_as(value) if value.requires_grad else as_leaf(value)
                 self._seen[name] = node
                 return node
@@ -73,7 +73,10 @@ class Tape:
         *,
         keep_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the gradients at every node and at `more` tensors; the graph is usually freed."""
+        """Return the gradients at every node and at the tensors in `more`.
+
+        The graph is freed unless `keep_graph` is true or attention heads share a node.
+        """
         nodes = self.nodes
         shared = {
             name: z
@@ -87,7 +90,7 @@ class Tape:
 
 
 def as_leaf(value: Tensor) -> Tensor:
-    """Return a copy that is a leaf and requires a gradient."""
+    """Return a detached tensor that is a leaf and requires a gradient."""
     return value.detach().requires_grad_()
 
 
@@ -100,7 +103,7 @@ def gradients(
     )
     unused = [name for name, gradient in zip(nodes, gradients, strict=True) if gradient is None]
     UnsupportedModelError.raise_if(
-        [f"{name} has no gradient: it is not read back by the model" for name in unused],
+        [f"{name} has no gradient: the model does not use what this hook shows" for name in unused],
         "this model cannot be attributed here",
     )
     return dict(zip(nodes, gradients, strict=True))
@@ -111,9 +114,9 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return, for each head, the gradient at shared keys or values through the z of this head only.
+    """Return each head's gradient at shared keys or values, which passes through its own z only.
 
-    A backward pass handles one head of every group, or a single head if a norm joins all keys.
+    A backward pass handles one head in every group, or a single head if a norm joins all keys.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared
@@ -132,7 +135,7 @@ def gradient_by_head(
 
 @contextmanager
 def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[None]:
-    """Change the stream that enters the first block."""
+    """Apply `change` to the stream that enters the first block, inside a `with`."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         stream = change(input_stream(args, kwargs))
@@ -146,7 +149,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the graph at the stream that enters the first block; yield a list of these streams."""
+    """Start the graph at the first block's input; yield a list that collects these streams."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:
@@ -174,7 +177,7 @@ def site_estimates(
     target: Recording,
     source: Recording,
 ) -> Float[Tensor, "site batch pos"]:
-    """Return the estimates of each head and position: gradient times change."""
+    """Return the estimate for each site and position: gradient times change."""
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         runs = target.neurons[sites.layer], source.neurons[sites.layer]
         estimates = gradient.squeeze(-1) * change_of_z(*runs, part)
@@ -191,7 +194,7 @@ def site_estimates(
 def by_site(
     model: Any, sites: LayerSites, by_head: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Select the numbers of attention heads, or sum those of the heads of each neuron."""
+    """Select the values of the sites' attention heads, or sum values over each neuron's heads."""
     if sites.kind == "neuron":
         return sum_by_site(host_of(model).neurons[sites.layer], sites, by_head)
     return by_head[:, :, sites.index.to(by_head.device)].permute(2, 0, 1)
@@ -199,7 +202,7 @@ def by_site(
 
 @contextmanager
 def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
-    """Yield a list of the outputs of the unembedding, before any soft cap, one for each run."""
+    """Yield a list that collects each run's unembedding output, before any soft cap."""
     seen: list[Tensor] = []
 
     def look(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -211,7 +214,7 @@ def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def silent_scale_edits() -> Iterator[None]:
-    """Silence the warning of bridges about edits of norm scales, which are intended here."""
+    """Silence the bridges' warning about edits of norm scales, because these are intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
         yield

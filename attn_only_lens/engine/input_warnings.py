@@ -1,4 +1,4 @@
-"""Warn about prompts and answers once per call, at the line of the user's code."""
+"""Warn about prompts and answers once per call, and point to the line of the user's code."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_only_lens.errors import InputWarning
 
-_SHOWN = 3  # cases in a warning
+_SHOWN = 3  # the number of cases that a warning lists
 _INTERNAL = ("attn_only_lens", "contextlib", "torch")
 _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
 _REPR = Repr()
@@ -19,7 +19,7 @@ _REPR.maxstring = 60
 
 @contextmanager
 def warned_once() -> Iterator[None]:
-    """Warn about each case once, until the outermost of nested contexts ends.
+    """Warn about each case only once until the outermost of the nested contexts ends.
 
     Example:
         >>> import warnings
@@ -41,7 +41,7 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Raise one `InputWarning` about all cases that are new in this call, if there are any."""
+    """Issue one `InputWarning` about all cases that are new in this call, if there are any."""
     before = _warned.get()
     if before is not None:
         cases = {case: text for case, text in cases.items() if case not in before}
@@ -51,17 +51,17 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
     texts = list(cases.values())
     lines = texts[:_SHOWN] + [f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)
     message = "".join([f"{problem}:", *(f"\n  - {line}" for line in lines)])
-    level, frame = 1, sys._getframe()  # the level on the stack of the code that calls the package
+    level, frame = 1, sys._getframe()  # find the stack level of the code that calls the package
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, InputWarning, stacklevel=level)
 
 
 def shortened(text: str) -> str:
-    """Return a text in quotes, with its middle left out if it is long."""
+    """Return a text in quotes; if it is long, leave out its middle."""
     return _REPR.repr(text)
 
 
 def quoted(texts: Sequence[str]) -> str:
-    """Return texts in quotes, separated by commas; at most three."""
+    """Return at most three texts in quotes, separated by commas."""
     return ", ".join(map(repr, texts[:_SHOWN])) + ", …" * (len(texts) > _SHOWN)

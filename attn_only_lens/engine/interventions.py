@@ -1,12 +1,12 @@
 """Ablate or steer heads, in recorded activations or in every run of a model inside a `with`.
 
-    ablated    z is 0 ("zero"), its mean over real tokens ("mean"), the z of another prompt
-               ("resample"), or what it is with all attention on the bias token ("bias")
-    steered    z + the value given for the head
+    ablated    z becomes 0 ("zero"), its mean over real tokens ("mean"), the z of another prompt
+               ("resample"), or its value with all attention on the bias token ("bias")
+    steered    z becomes z + the value given for the head
 
-In a context, positions count from the start of the text, with a key-value cache too.
-Sources: activation addition is Turner et al., "Steering Language Models With Activation
-Engineering" (2023); mean ablation is Wang et al., "Interpretability in the Wild" (2022).
+Positions in a context count from the start of the text, also with a key-value cache.
+Sources: activation addition is from Turner et al., "Steering Language Models With Activation
+Engineering" (2023); mean ablation is from Wang et al., "Interpretability in the Wild" (2022).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 
 DIRECTIONS = ("denoise", "noise")
-"""Patch clean activations into the corrupted run, or corrupted ones into the clean run."""
+"""Patch clean activations into the corrupted run, or corrupted activations into the clean run."""
 Ablation = Literal["zero", "mean", "resample", "bias"]
 ABLATIONS: tuple[str, ...] = get_args(Ablation)
 AblateTo = Literal["zero", "mean", "bias"]
@@ -51,11 +51,11 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Ablate z of every recorded head; means are those of the reference run."""
+    """Ablate z of every recorded head; take means from the reference run."""
     if to == "bias" and recording.hooked:
         reason = (
-            "'bias' is for neuron-heads: attention heads have no bias token; patch neuron_heads(), "
-            "or ablate to 'zero'"
+            "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
+            "ablate to 'zero'"
         )
         raise InputError([reason], "these heads cannot be ablated like this")
 
@@ -75,23 +75,23 @@ def ablate(
 def resample_reasons(
     clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
-    """Return why prompts cannot be resampled from a reference, or from each other without one."""
+    """Return reasons why 'resample' cannot take z from a reference, or from the other prompts."""
     reasons = []
     if reference is None:
         if len(real) < 2:
             reasons.append(
-                "'resample' takes activations of other prompts: give two prompts or more, or a "
+                "'resample' takes activations from other prompts: give two prompts or more, or a "
                 "reference"
             )
         if not torch.equal(real, real.roll(-1, 0)):
             reasons.append(
-                "'resample' would take activations at padding of other prompts: give prompts of "
-                "one length, or a reference"
+                "'resample' would take activations from the padding of other prompts: give prompts "
+                "of one length, or a reference"
             )
     elif reference.shape != clean.shape:
         reasons.append(
-            f"got reference prompts {list(reference.shape)}; expected {list(clean.shape)}, a "
-            "row for each clean prompt, token for token"
+            f"got reference prompts {list(reference.shape)}; expected {list(clean.shape)}, one row "
+            "for each clean prompt, aligned token by token"
         )
     elif rows := (clean == reference).all(dim=1).nonzero().flatten().tolist():
         reasons.append(
@@ -117,21 +117,23 @@ def ablated(
     """Ablate heads in every run of a model inside a `with`.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; it is edited itself.
+        model: a model that `convert` returned, or a model with exposed neuron-heads. This model
+            itself is edited, not a copy.
         names: `L5H3`, `L5N1234`, a list of names, or a selection such as `heads(layers=5)`;
             `L5N1234@13` edits that head only at position 13.
-        to: "zero"; "mean", over all real tokens of `prompts`; or "bias", all attention of a
-            neuron-head on the bias token, so that it writes nothing.
-        prompts: texts or tokens for the means. The model must have no hooks when means are taken:
-            if contexts are nested, the one with to="mean" must be the outermost.
-        mask: 1 for real tokens and 0 for padding, if the prompts are tokens.
-        positions: for names without a position: numbers from 0, which count prompt tokens, padding
-            and generated tokens; by default all positions.
+        to: "zero"; "mean", the mean over all real tokens of `prompts`; or "bias", which puts all
+            attention of a neuron-head on the bias token, so that its output is 0.
+        prompts: texts or tokens for the means. The model must have no hooks when means are taken.
+            So if contexts are nested, the context with to="mean" must be the outermost.
+        mask: if the prompts are tokens, 1 for real tokens and 0 for padding.
+        positions: the positions for names without a position: numbers from 0, which count prompt
+            tokens, padding and generated tokens; by default all positions.
 
     Raises:
-        InputError: with every reason: unknown names, no prompts for means, prompts for another
-            ablation, attention heads ablated to "bias", or invalid positions.
-        UnsupportedModelError: the model does not use the z of the hook point, or a torch hook would
+        InputError: names are unknown, prompts are missing for "mean" or given for another
+            ablation, attention heads are ablated to "bias", or positions are invalid. The error
+            lists every reason.
+        UnsupportedModelError: the model does not use z from the hook point, or a torch hook would
             see z without the edit.
 
     Example:
@@ -150,11 +152,11 @@ def ablated(
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
     if (prompts is None) == (to == "mean"):
         got = "no prompts" if prompts is None else "prompts"
-        reasons.append(f"got {got} with to={to!r}; give prompts if to='mean', and only then")
+        reasons.append(f"got {got} with to={to!r}; give prompts if and only if to='mean'")
     if mask is not None and prompts is None:
-        reasons.append("got a mask without prompts; it marks the real tokens of prompts")
+        reasons.append("got a mask without prompts; a mask marks the real tokens of prompts")
     if to == "mean" and (unready := reasons_not_to_run(model)):
-        reasons += [*unready, "if contexts are nested, the one with to='mean' must be outermost"]
+        reasons += [*unready, "of nested contexts, the one with to='mean' must be the outermost"]
     InputError.raise_if(reasons, _ABLATED)
     pair = None if prompts is None else single_prompts(model, prompts, mask)
     run = _recorded(model, places, "pattern" if to == "bias" else "z", pair)
@@ -167,7 +169,7 @@ def ablated(
         new = torch.zeros_like(z[0, 0]) if pair is None else z[pair.real.to(z.device)].mean(dim=0)
         if not new.isfinite().all():
             reason = (
-                f"the mean of z is not finite in layer {place.layer}: some models give nan to "
+                f"the mean of z is not finite in layer {place.layer}: some models compute nan for "
                 "padding on the left; pad on the right, or give prompts of one length"
             )
             raise InputError([reason], _ABLATED)
@@ -180,19 +182,21 @@ def ablated(
 def steered(
     model: Any, steering: Steering, *, positions: int | Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Add a value to z of heads in every run of a model inside a `with`.
+    """Add a value to the z of each steered head, in every run of a model inside a `with`.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; it is edited itself.
-        steering: by head name, the value that is added to z: a number for a neuron-head, which also
-            changes the activation of its neuron by this number; a vector [d_head] for an attention
-            head. Name heads that share a neuron one by one, such as `L5N1234.2`.
-        positions: as for `ablated`.
+        model: a model that `convert` returned, or a model with exposed neuron-heads. This model
+            itself is edited, not a copy.
+        steering: for each head name, the value to add to z. For a neuron-head, it is a number,
+            which also changes the neuron's activation by this number. For an attention head, it is
+            a vector [d_head]. Name heads that share a neuron one by one, such as `L5N1234.2`.
+        positions: see `ablated`.
 
     Raises:
-        InputError: with every reason: unknown names, a neuron of several heads, values that
-            are not finite numbers or have the wrong length, or invalid positions.
-        UnsupportedModelError: as for `ablated`.
+        InputError: names are unknown, several heads share a named neuron, values are not finite
+            numbers or have the wrong length, or positions are invalid. The error lists every
+            reason.
+        UnsupportedModelError: see `ablated`.
 
     Example:
         >>> import torch
@@ -205,7 +209,9 @@ def steered(
         [[False, False, True]]
     """
     if not isinstance(steering, Mapping) or not steering:
-        raise InputError(["got no steering; expected such as {'L5N1234': 4.0}"], _STEERED)
+        raise InputError(
+            ["got no steering; expected a dictionary such as {'L5N1234': 4.0}"], _STEERED
+        )
     places, reasons = _places(model, list(steering), positions)
     InputError.raise_if(reasons, _STEERED)
     vectors = {str(name): value for name, value in steering.items()}
@@ -227,13 +233,13 @@ def steered(
 def _numbers(
     name: str, value: Any, z: Float[Tensor, "head_index d"], kind: HeadKind
 ) -> list[float] | str:
-    """Return the numbers to add to z of a head, or why they are invalid."""
+    """Return the numbers to add to a head's z, or the reason why they are invalid."""
     n_heads, d_head = z.shape
     plain = as_plain(value)
     is_list = isinstance(plain, list | tuple)
     numbers = list(map(as_plain, plain)) if is_list else [plain]
     if n_heads > 1:
-        return f"{name}: {n_heads} heads share it; steer {name}.0 … {name}.{n_heads - 1}"
+        return f"{name}: {n_heads} heads share this neuron; steer {name}.0 … {name}.{n_heads - 1}"
     if len(numbers) == d_head and all(map(is_number, numbers)):
         return numbers
     got = f"{len(numbers)} numbers" if is_list else repr(value)
@@ -241,7 +247,7 @@ def _numbers(
     return f"{name}: got {got}; expected {expected}, which is added to its z"
 
 
-# Heads and positions of edits
+# The heads and positions that are edited
 
 
 @dataclass(frozen=True)
@@ -249,8 +255,8 @@ class _Place:
     """Heads of one layer, and the positions at which they are edited.
 
     Attributes:
-        heads: the indices of each head, or of the heads of a neuron, by name.
-        positions: None for all.
+        heads: for each name, the indices of its head, or of its neuron's heads.
+        positions: the edited positions; None for all positions.
     """
 
     layer: int
@@ -261,7 +267,7 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Edit:
-    """A vector that replaces z or the pattern of heads, or is added to it."""
+    """A vector that replaces the z or the pattern of heads, or is added to z."""
 
     place: _Place
     point: Literal["z", "pattern"]
@@ -270,7 +276,7 @@ class _Edit:
 
 
 def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
-    """Return heads with their positions, and every reason to refuse the positions."""
+    """Return the heads to edit with their positions, and every reason to refuse the positions."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
@@ -282,7 +288,7 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
             by_position[position].append(head)
     if default is not None and None not in by_position:
         reasons.append(
-            f"got positions={positions!r} and names with positions; expected one of the two"
+            f"got positions={positions!r} and names with positions; give only one of the two"
         )
     places: list[_Place] = []
     for position, heads in by_position.items():
@@ -290,8 +296,8 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
         edited = default if position is None else (position,)
         if edited is not None and not (edited and all(map(is_count, edited))):
             reasons.append(
-                f"got positions {list(edited)}; expected numbers from 0 (a text that grows has "
-                "no roles and no fixed end), or None for all"
+                f"got positions {list(edited)}; expected numbers from 0, or None for all (a text "
+                "that grows has no roles and no fixed end)"
             )
         for sites in resolve_sites(model, heads):
             is_neuron = sites.kind == "neuron"
@@ -312,9 +318,9 @@ def _z(run: Recording, model: Any, place: _Place) -> Float[Tensor, "batch pos he
 
 @contextmanager
 def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the number of tokens before those of this thread's pass.
+    """Yield a function that returns how many tokens precede the tokens of this thread's pass.
 
-    It is 0 if the pass starts at a later block.
+    The number is 0 if the pass starts at a later block.
     """
     host, key = host_of(model), object()
     values = host.passing.values
@@ -327,7 +333,7 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # if blocks were run without the model around them
+        values.pop(key, None)  # blocks may have run without the model around them
 
 
 @contextmanager
@@ -365,7 +371,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
 def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:
-    """Record z of prompts, or of two tokens; refuse a model that would not read edits."""
+    """Record z on the prompts, or on two tokens; refuse a model that would not read edits."""
     host, layers = host_of(model), {kind: list[int]() for kind in HEAD_KINDS}
     for layer, kind in dict.fromkeys((place.layer, place.kind) for place in places):
         layers[kind].append(layer)

@@ -7,11 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _Numbers: TypeAlias = int | Int[Tensor, "number"]
-_ROUNDED = 1.001  # larger than the rounding of products and norms in any dtype
+_ROUNDED = 1.001  # a factor that covers the rounding of products and norms in any dtype
 
 
 class LargestScores:
-    """The k largest scores so far, and the writer and reader of each.
+    """The k largest scores so far, with the writer and the reader of each score.
 
     Example:
         >>> largest = LargestScores(2)
@@ -63,9 +63,9 @@ class LargestScores:
         *,
         block: int,
     ) -> None:
-        """Add the products of all pairs of rows; skip pairs with ‖a‖ ‖b‖ too small to be kept.
+        """Add the products of all pairs of rows; skip pairs whose bound ‖a‖ ‖b‖ is too small.
 
-        It needs memory for 2 block d + 2 block² + 16 block min(k, block) numbers.
+        This needs memory for 2 block d + 2 block² + 16 block min(k, block) numbers.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

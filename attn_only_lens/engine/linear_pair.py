@@ -1,11 +1,11 @@
-"""The difference of two runs as linear maps between heads, with the rules of `secants.py`.
+"""The difference of two runs as linear maps between heads, with the rules in `secants.py`.
 
-The output of a head changes by a linear function of the changes of everything written before it,
+The change of a head's output is a linear function of the changes of all earlier outputs,
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
-with W_ts taken between the runs: through values, with the mean pattern; and through patterns, with
-the slope of softmax or of the gate. No biases are left.
+with W_ts taken between the runs. It has a path through values, with the mean pattern, and a path
+through patterns, with the slope of the softmax or of the gate. Biases cancel.
 """
 
 from dataclasses import dataclass, replace
@@ -40,17 +40,17 @@ class SecantNorm(FrozenNorm):
     """A norm between two runs: a linear map of the change of its input.
 
     Attributes:
-        norm: its matrix N and its bias.
-        stream: the mean of its inputs, without their mean if it centres.
+        norm: the norm's matrix N and its bias.
+        stream: the mean input of the two runs, centred if the norm subtracts the mean.
         scale: the harmonic mean of the scales s of both runs.
-        scales: 1 / s of both runs.
+        scales: 1 / s in both runs.
     """
 
     scales: tuple[Float[Tensor, "batch pos 1"], Float[Tensor, "batch pos 1"]]
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between the two halves of a batch."""
+        """Return the norm between two runs, which are the halves of a batch."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
@@ -64,13 +64,13 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the output for a share of the change of the input."""
+        """Return the change of the output that belongs to a part of the change of the input."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result
 
     def back(self, gradient: Residual, positions: Positions = slice(None)) -> Residual:
-        """Return the multiplier of the input from that of the output."""
+        """Return the multiplier of the norm's input, given the multiplier of its output."""
         gain: Tensor = self.norm.gain(gradient.to(self.stream.device))
         result: Tensor = self.norm.centred(self.at(positions)._secant(gain))
         return result
@@ -82,7 +82,7 @@ class SecantNorm(FrozenNorm):
 
 
 def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
-    """Return the linear maps of every sublayer, from a run of the clean and the corrupted rows."""
+    """Return every sublayer's linear maps, given one run on the clean and the corrupted rows."""
     host = host_of(model)
     sublayers: list[LinearSublayer] = []
     for writes in both.sublayers:
@@ -101,7 +101,7 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
 
 
 def _between(writes: SublayerWrites) -> SublayerWrites:
-    """Return the change of what a sublayer wrote."""
+    """Return the change of a sublayer's writes between the two runs."""
     clean, corrupted = writes.z.chunk(2)
     reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
     z, entered = clean - corrupted, mean(writes.entered)
@@ -120,7 +120,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return how q and u move each neuron's output through its value, with their projections."""
+    """Return how q and u change each neuron's output through its value, with their projections."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -137,11 +137,11 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return how q moves each neuron's output through its pattern, with its projection.
+    """Return how q changes each neuron's output through its pattern, with q's projection.
 
     Args:
-        writes: the neurons in a run of both rows.
-        gates: their values and weights in it.
+        writes: the neurons' writes in one run on both rows.
+        gates: the neurons' values and weights in this run.
     """
     heads, q, up = _leaves(writes)
     queries, _ = heads._query_and_value(*heads.projections(writes.entered))

@@ -1,33 +1,33 @@
-"""A run as linear maps between heads, with every pattern and every norm scale held.
+"""A run as linear maps between heads, with every pattern and every norm scale held constant.
 
 With patterns and norm scales constant, only linear maps and biases are left between the embedding
-and the logits. The output of a head t is then an affine function of everything written before it,
+and the logits. The output of a head t is then an affine function of all earlier outputs,
 
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
-over all attention heads and neuron-heads s before t, with x_0 the embedding and b_t the part of the
-biases. Each term passes through norms and projections, and through no other head. So the gradient c
-of a metric at z attributes the metric to every head and bias, and attributions add up:
+over all attention heads and neuron-heads s before t, with x_0 the embedding and b_t the biases'
+contribution. Each term passes through norms and projections, and through no other head. So the
+gradient c of a metric at z attributes the metric to every head and bias, and attributions add up:
 
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
-That is relevance propagation with frozen patterns and the LN rule: Achtibat et al., "AttnLRP"
+This is relevance propagation with frozen patterns and the LN rule: Achtibat et al., "AttnLRP"
 (2024); Rezaei Jafari et al., "RelP: Faithful and Efficient Circuit Discovery in Language Models via
-Relevance Patching" (2025). All terms are closed forms over the writes of a run (`writes.py`): a
-head writes a vector of the stream and a target reads a covector of it. W_ts is never formed.
+Relevance Patching" (2025). All terms are closed forms in the writes of a run (`writes.py`): a head
+adds a vector to the stream, and a target reads the stream with a covector. W_ts is never formed.
 
-An attention head puts out A V, with A its pattern and V = x N / s W_V + b_V. A neuron-head puts out
-p v, with p its pattern on its own token. In a gated MLP v = g u is a product. One of its factors is
-held, or each in one half of the value:
+An attention head outputs A V, with A its pattern and V = x N / s W_V + b_V. A neuron-head outputs
+p v, with p its pattern on its own token. In a gated MLP, v = g u is a product. One of its factors
+is held, or each factor in one half of the value:
 
     held="gate"    p g is constant: linear in the up projection u
     held="up"      p u is constant: linear in g, the gate's pre-activation
-    held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 of the run: half of each gradient (RelP)
+    held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 from the run: half of each gradient (RelP)
 
-Heads that share a neuron (bilinear gates) have values that are linear already.
+The values of heads that share a neuron (bilinear gates) are linear already.
 
-A soft cap of attention scores is part of the pattern. A soft cap of the logits comes after the
-linear model and counts as part of the metric. `linearize` checks that heads are linear as claimed.
+A soft cap on attention scores is part of the pattern. A soft cap on the logits comes after the
+linear model and counts as part of the metric. `linearize` checks that the heads are linear.
 """
 
 from collections.abc import Sequence
@@ -53,19 +53,19 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 Held = Literal["gate", "up", "half"]
 HELD: tuple[str, ...] = get_args(Held)
 Nodes: TypeAlias = slice | Int[Tensor, "target"]
-"""Heads of an attention sublayer, or neurons."""
+"""Indices of a sublayer's attention heads or neurons."""
 Place: TypeAlias = int | Int[Tensor, "target"]
-"""One position for all nodes, or one for each."""
+"""One position for all nodes, or one position for each node."""
 Outputs: TypeAlias = Float[Tensor, "batch pos node d_head"]
 
 
 @dataclass(frozen=True, eq=False)
 class LinearSublayer:
-    """The attention heads, or the neurons, of one source layer, linear in the stream they read.
+    """One source layer's attention heads or neurons, as a linear function of the stream they read.
 
     Attributes:
-        writes: the sublayer in the run.
-        constant: the outputs of its nodes at a stream of 0.
+        writes: the sublayer's writes in the run.
+        constant: the outputs of the sublayer's nodes when the stream is 0.
     """
 
     writes: SublayerWrites
@@ -80,7 +80,7 @@ class LinearSublayer:
         raise NotImplementedError
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream that is read, from that at the nodes' outputs."""
+        """Return the gradient at the stream that is read, given the one at the nodes' outputs."""
         raise NotImplementedError
 
     def covectors(
@@ -90,22 +90,22 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at the stream at `key`, given one at the outputs of nodes."""
+        """Return the gradient at the stream at `key`, given the gradient at some nodes' outputs."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
-        """Return what the nodes write together: [part, batch, pos, d_model]."""
+        """Return the sum that all nodes add to the stream: [part, batch, pos, d_model]."""
         return self.writes.writes.change(z.flatten(3) @ self.writes.matrix.flatten(0, 1))
 
     def write_vectors(
         self, z: Float[Tensor, "batch target d_head"], nodes: Nodes, position: Place
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return what each of some nodes writes at its position."""
+        """Return the vector that each given node adds to the stream at its position."""
         by_node = torch.einsum("btd,tdm->btm", z, self.writes.matrix[nodes])
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradient at the nodes' outputs, from that at the stream behind them."""
+        """Return the gradient at the nodes' outputs, given the one at the stream after them."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -118,7 +118,7 @@ class LinearAttention(LinearSublayer):
     W_V: Float[Tensor, "head_index d_model d_head"]
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return A V."""
+        """Return the heads' outputs A V."""
         values = torch.einsum("abkm,hmd->abhkd", entering, self.W_V)
         return torch.einsum("bhqk,abhkd->abqhd", self.pattern, values)
 
@@ -136,12 +136,12 @@ class LinearAttention(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearNeurons(LinearSublayer):
-    """Neurons with fixed gates: a sum of projections W, each times a factor of the run."""
+    """Neurons with fixed gates: a sum of projections W, each times a factor from the run."""
 
     terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return Σ (x W) · factor."""
+        """Return the neurons' outputs Σ (x W) · factor."""
         terms = [(entering @ W) * factor for W, factor in self.terms]
         return sum(terms[1:], terms[0]).unsqueeze(-1)
 
@@ -151,7 +151,7 @@ class LinearNeurons(LinearSublayer):
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at `position`: neurons read no other position."""
+        """Return the gradient at the stream at `position`, the only position that neurons read."""
         terms = [
             (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
@@ -160,7 +160,7 @@ class LinearNeurons(LinearSublayer):
 
 
 def places(position: Place) -> Positions:
-    """Return positions to index [batch, pos, …] with, so that [batch, target, …] fits."""
+    """Return an index for the pos axis of [batch, pos, …] that broadcasts with [batch, target]."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 
@@ -170,9 +170,9 @@ class LinearRun:
 
     Attributes:
         model: the model.
-        run: its writes, with the patterns of attention heads recorded.
-        sublayers: in the order of computation.
-        logits: before any soft cap.
+        run: the run's writes, with the recorded patterns of attention heads.
+        sublayers: the sublayers in the order of computation.
+        logits: the logits before any soft cap.
     """
 
     model: Any
@@ -181,7 +181,7 @@ class LinearRun:
     logits: Float[Tensor, "batch pos d_vocab"]
 
     def n_before(self, index: int) -> int:
-        """Return how many sublayers have written before one reads."""
+        """Return how many sublayers write to the stream before the given sublayer reads it."""
         writes = self.sublayers[index].writes
         return len(self.run.before(writes.layer, writes.kind))
 
@@ -201,7 +201,7 @@ class LinearRun:
         return gradient, float(value.detach())
 
     def stream_gradient(self, gradient: Float[Tensor, "batch pos d_vocab"]) -> Residual:
-        """Return the gradient at the stream that is unembedded, from that at the logits."""
+        """Return the gradient at the stream that is unembedded, given the one at the logits."""
         with torch.enable_grad():
             change = torch.zeros_like(self.run.final.stream).requires_grad_()
             logits = self.model.unembed(self.run.final.change(change))
@@ -210,7 +210,7 @@ class LinearRun:
 
     @torch.no_grad()
     def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the logits of parts of the final stream; those of biases belong to the first."""
+        """Return the logits of parts of the final stream; biases are added to the first part."""
         final = self.run.final
         zero = torch.zeros_like(final.stream[:1, :1])
         base = self.model.unembed(zero)
@@ -221,13 +221,13 @@ class LinearRun:
 
     @torch.no_grad()
     def gradients(self, final: Residual) -> tuple[list[Outputs], list[Residual]]:
-        """Return gradients at every sublayer's outputs, and at the stream after n sublayers.
+        """Return the gradients at every sublayer's outputs, and at the stream after n sublayers.
 
         Args:
             final: the gradient at the stream that is unembedded.
         """
         n = len(self.sublayers)
-        readers: list[list[Residual]] = [[] for _ in range(n)]  # by the number of earlier writers
+        readers: list[list[Residual]] = [[] for _ in range(n)]  # index: number of earlier writers
         outputs: list[Outputs] = []
         streams = [final]
         for index in reversed(range(n)):
@@ -249,18 +249,19 @@ def linearize(
     held: Held = "half",
     names: Sequence[str] = (),
 ) -> LinearRun:
-    """Run a model once, and return the run as linear maps.
+    """Run a model once, and return this run as linear maps.
 
     Args:
         model: a model with neuron-heads.
-        tokens: its input.
-        mask: 1 for real tokens, 0 for padding.
-        held: the factor of gated neurons' values that is held.
+        tokens: the model's input.
+        mask: 1 for real tokens and 0 for padding.
+        held: the factor of gated neurons' values that is held constant.
         names: further hook points of attention heads to record.
 
     Raises:
-        InputError: unknown norms or matrices of a bridge; a run that is not finite.
-        UnsupportedModelError: writes do not add up, or heads are not linear in what they read.
+        InputError: a bridge has unknown norms or matrices, or the run is not finite.
+        UnsupportedModelError: writes do not add up to the stream, or heads are not linear in their
+            input.
     """
     host = host_of(model)
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
@@ -277,8 +278,7 @@ def linearize(
 
 
 def by_head(weights: Tensor, n_heads: int) -> Tensor:
-    """Return the weights for every query head, given those of the groups that share keys or
-    values."""
+    """Repeat weights for shared keys or values for each query head that reads them."""
     return weights.detach().repeat_interleave(n_heads // len(weights), dim=0)
 
 
@@ -318,13 +318,13 @@ def _neurons(writes: SublayerWrites, weight: Tensor, held: Held) -> LinearNeuron
 
 
 def _norm_bias(sublayer: LinearSublayer) -> Tensor | float:
-    """The outputs of nodes for the bias of the norm that they read through."""
+    """Return the nodes' outputs that come from the bias of the norm before them."""
     entered, bias = sublayer.writes.entered, sublayer.writes.reads.norm.bias
     return 0.0 if bias is None else sublayer.of_input(bias.to(entered).expand_as(entered)[None])[0]
 
 
 def _require_linear(linear: LinearRun) -> None:
-    """Compare the outputs of the linear heads with the recorded outputs."""
+    """Require that the outputs of the linear heads agree with the recorded outputs."""
     reasons, largest = list[str](), list[Tensor]()
     mask = linear.run.recording.mask
     for sublayer in linear.sublayers:
@@ -340,7 +340,7 @@ def _require_linear(linear: LinearRun) -> None:
         if not error <= LOGIT_TOLERANCE[torch.float32] * amplification * size:
             reasons.append(
                 f"layer {writes.layer}: the outputs of its {writes.kind} heads are not linear in "
-                f"their values (off by {error:.2g} of {size:.2g}), for instance because values "
-                "are clipped or normed"
+                f"their values (off by {error:.2g}, and the largest output is {size:.2g}), for "
+                "instance because values are clipped or normalised"
             )
-    UnsupportedModelError.raise_if(reasons, "this run is not linear with its patterns held")
+    UnsupportedModelError.raise_if(reasons, "this run is not linear with constant patterns")

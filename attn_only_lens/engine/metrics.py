@@ -1,7 +1,7 @@
 """Metrics: one number per prompt, computed from the logits and averaged over prompts.
 
-With ℓ the logits at a prompt's last real token, c and w the answers, P = softmax ℓ and C the clean
-run's softmax:
+Let ℓ be the logits at a prompt's last real token, c the correct and w the wrong answers,
+P = softmax ℓ, and C the clean run's softmax:
 
     logit_diff         ℓ[c] - ℓ[w]
     probability_diff   Σ P[c] - Σ P[w], over several answers c and w
@@ -44,25 +44,26 @@ _Selected: TypeAlias = Float[Tensor, "site batch position column"]
 _Compute: TypeAlias = Callable[[_Selected], Float[Tensor, "site prompt"]]
 _Columns: TypeAlias = Int[Tensor, "column"] | None
 
-_NO_NUMBER = "this metric does not return one number for logits"
+_NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # a metric is a difference and a mean; these and their inputs have one rounding each
-_NO_SLOPE = 64  # in roundings of float32 or finer: a smaller gradient is only the rounding of sums
-_VERSION = "1"  # of all metrics in this file: change it whenever one of them changes
+_ROUNDINGS = 8  # a metric is a difference and a mean; each step and each input is rounded once
+_NO_SLOPE = 64  # in units of float32 rounding or finer; smaller gradients are only rounding of sums
+_VERSION = "1"  # the version of all metrics in this file; change it whenever a metric changes
 
 
 @dataclass(frozen=True, eq=False)
 class BoundMetric:
-    """A metric of some prompts, as a function of the logits.
+    """A metric for some prompts, as a function of the logits.
 
     Attributes:
         name: the name of the metric, with its answers.
         positions: the position that it reads in each prompt; None if it reads all positions.
         columns: the tokens of the vocabulary that it reads; None if it reads all.
-        shape: [batch, pos, d_vocab] of the logits of a whole run.
-        compute: the formula: maps the selected logits to one number per prompt, or to one number
-            for all prompts, [site, 1].
-        weights: the weight of each prompt in the mean, summing to 1; None if they are equal.
+        shape: the shape [batch, pos, d_vocab] of a whole run's logits.
+        compute: the formula, which maps the selected logits to one number per prompt, or to one
+            number for all prompts, [site, 1].
+        weights: the weight of each prompt in the mean over prompts; the weights sum to 1. None if
+            all weights are equal.
     """
 
     name: str
@@ -73,22 +74,22 @@ class BoundMetric:
     weights: tuple[float, ...] | None = None
 
     def value(self, logits: _Selected) -> Float[Tensor, "site"]:
-        """Return the metric for every site: the mean over prompts. Differentiable."""
+        """Return the mean of the metric over prompts, for every site; it is differentiable."""
         return self.mean(self.of_prompts(logits))
 
     def of_prompts(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
-        """Return the metric of every prompt, for every site. Differentiable."""
+        """Return the metric of every prompt, for every site; it is differentiable."""
         values = self.compute(logits)
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
-            advice = "; some models give nan to padding on the left: pad on the right"
+            advice = "; some models compute nan for padding on the left: pad on the right"
             self._refuse(
                 f"it is not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
             )
         return values
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the weights of n numbers, one per prompt or one for all, in their mean."""
+        """Return the weights with which n numbers (one per prompt, or only one) are averaged."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
@@ -99,7 +100,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """Return the entries that this metric reads from the logits of whole runs."""
+        """Return the entries of whole runs' logits that this metric reads."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits {list(logits.shape)}; expected [..., batch, pos, d_vocab] ending in "
@@ -116,7 +117,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return the metric of every prompt of one whole run, computed twice, in float64."""
+        """Return each prompt's metric in one whole run, in float64; compute it twice to check."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         once, again = (self.of_prompts(selected)[0].cpu().double() for _ in range(2))
@@ -136,29 +137,30 @@ class BoundMetric:
 
     @torch.enable_grad()
     def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
-        """Return the gradient with respect to the logits that it reads; None if it is detached."""
+        """Return the metric's gradient at the logits that it reads; None if it is detached."""
         leaf = self.select(logits.detach()).clone().requires_grad_()
         value = self.value(leaf[None])[0]
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
 
     def _refuse(self, reason: str) -> None:
-        raise InputError([f"{self.name}: {reason}"], "this metric cannot be measured")
+        raise InputError([f"{self.name}: {reason}"], "this metric cannot be computed")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of any prompts, such as `logit_diff` returns.
+    """A metric that is not bound to prompts yet; for example, `logit_diff` returns one.
 
     Attributes:
         name: the name of the metric, with its answers.
-        bound: binds it to a model, prompts and the clean run's logits; `bind` calls it.
-        needs_reference: whether it compares with the clean run's logits.
-        version: differs between metrics of one name that compute different numbers; None if there
-            is no version.
-        answers: the answers that it compares.
-        source: the source text of a user's function; None if there is none.
-        by_prompt: whether the number of a prompt depends only on its own logits, so that the
-            metric can be measured on some of the prompts.
+        bound: a function that binds the metric to a model, prompts and the clean run's logits;
+            `bind` calls it.
+        needs_reference: whether the metric compares with the clean run's logits.
+        version: a version, which differs between metrics with one name that compute different
+            numbers; None if there is no version.
+        answers: the answers that the metric compares.
+        source: the source text of a user's function; None if the metric is not a user's function.
+        by_prompt: whether a prompt's number depends only on that prompt's logits, so that the
+            metric can be computed on some of the prompts.
     """
 
     name: str
@@ -170,10 +172,10 @@ class Metric:
     by_prompt: bool = field(default=True, repr=False)
 
     def identity(self) -> list[Any]:
-        """Return what identifies this metric when a job is resumed, as JSON."""
+        """Return JSON data that identifies this metric when a job is resumed."""
         if self.version is None:
             reason = (
-                f"{self.name} is a function of your own without a version; expected "
+                f"{self.name} is your own function, without a version; expected "
                 "p.custom(fn, version='1'): give another version whenever fn changes"
             )
             raise InputError([reason], "a resumed job must have the same metric")
@@ -184,7 +186,7 @@ AnyMetric: TypeAlias = Metric | Callable[[Logits], Tensor | float]
 
 
 def as_metric(metric: AnyMetric) -> Metric:
-    """Return a metric unchanged, and a plain function of the logits as a `custom` one."""
+    """Return a metric unchanged; convert a plain function of the logits to a `custom` metric."""
     return metric if isinstance(metric, Metric) else custom(metric)
 
 
@@ -200,19 +202,20 @@ def bind(
 
 
 def logit_diff(correct: Answers, wrong: Answers) -> Metric:
-    """Return the logit of a correct answer minus that of a wrong one, as a metric.
+    """Return a metric: the logit of a correct answer minus the logit of a wrong answer.
 
     Args:
-        correct: a token, a text that is one token, or a list or tensor with one for each prompt.
-        wrong: the same.
+        correct: a token, a text that is one token, or a list or tensor with one answer for each
+            prompt.
+        wrong: the wrong answers, in the same form as `correct`.
 
     Raises:
-        InputError: when bound: answers that are not one token, that the tokenizer does not know,
-            or that are the same.
+        InputError: when the metric is bound, answers are not one token, are unknown to the
+            tokenizer, or are the same.
 
     Warns:
         InputWarning: on the clean run, an answer is at least ten times as probable with a space
-            before it, or without its space. All metrics of answers warn about this.
+            before it, or without its space. All metrics with answers warn about this.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -224,18 +227,19 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
-    """Return the summed probability of correct answers minus that of wrong ones, as a metric.
+    """Return a metric: the summed probability of correct answers minus the one of wrong answers.
 
-    Hanna et al. (2023) use this metric for greater-than, where every later year is correct.
+    Hanna et al. (2023) use this metric for the greater-than task, where every later year is
+    correct.
 
     Args:
-        correct: as in `logit_diff`; or several answers to a prompt: a list or tensor with a row of
-            answers for each prompt, or with one row for all prompts, such as `[[33, 34]]`.
-        wrong: the same.
+        correct: answers as for `logit_diff`; or several answers to a prompt, in a list or tensor
+            with a row of answers for each prompt, or one row for all prompts, such as `[[33, 34]]`.
+        wrong: the wrong answers, in the same form as `correct`.
 
     Raises:
-        InputError: when bound: as in `logit_diff`; answers for another number of prompts, or the
-            same answer twice for a prompt.
+        InputError: see `logit_diff`; or answers are for another number of prompts, or a prompt has
+            the same answer twice.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -248,13 +252,14 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
 
 
 def probability(answer: Answers) -> Metric:
-    """Return the probability of an answer, as a metric.
+    """Return a metric: the probability of an answer.
 
     Args:
-        answer: a token, a text that is one token, or a list or tensor with one for each prompt.
+        answer: a token, a text that is one token, or a list or tensor with one answer for each
+            prompt.
 
     Raises:
-        InputError: when bound: as in `logit_diff`.
+        InputError: see `logit_diff`.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -265,13 +270,14 @@ def probability(answer: Answers) -> Metric:
 
 
 def log_probability(answer: Answers) -> Metric:
-    """Return the natural logarithm of the probability of an answer, as a metric.
+    """Return a metric: the natural logarithm of the probability of an answer.
 
     Args:
-        answer: a token, a text that is one token, or a list or tensor with one for each prompt.
+        answer: a token, a text that is one token, or a list or tensor with one answer for each
+            prompt.
 
     Raises:
-        InputError: when bound: as in `logit_diff`.
+        InputError: see `logit_diff`.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -288,9 +294,9 @@ def _of_answers(
     *,
     several: bool = False,
 ) -> Metric:
-    """Return a metric of scaled logits at the last position: Σ of correct less Σ of wrong answers.
+    """Return a metric: the sum of the correct minus the sum of the wrong answers' scaled logits.
 
-    Without a scale, only the logits of answers are read.
+    The logits are those at the last position. Without a scale, only the answers' logits are read.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
@@ -315,7 +321,7 @@ def _of_answers(
 def _index_and_signs(
     tokens: Collection[list[tuple[int, ...]]], device: torch.device
 ) -> tuple[Int[Tensor, "batch answer"], Int[Tensor, "batch answer"]]:
-    """Return the answers of each prompt, and 1 for correct, -1 for wrong and 0 for missing ones."""
+    """Return each prompt's answers, with the sign 1 if correct, -1 if wrong and 0 if missing."""
     rows = [
         [(token, sign) for sign, answers in zip((1, -1), roles, strict=False) for token in answers]
         for roles in zip(*tokens, strict=True)
@@ -326,13 +332,14 @@ def _index_and_signs(
 
 
 def kl() -> Metric:
-    """Return KL(clean ‖ patched) of the next-token distributions, in nats, as a metric.
+    """Return a metric: KL(clean ‖ patched) between next-token distributions, in nats.
 
-    It is 0 on the clean run, and so is its gradient there. For the distance to the corrupted run,
+    Both the metric and its gradient are 0 on the clean run. For the distance to the corrupted run,
     swap the prompts.
 
     Raises:
-        InputError: when bound: no logits of the clean run, or logits of another shape.
+        InputError: when the metric is bound, the clean run's logits are missing or have another
+            shape.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -352,7 +359,7 @@ def kl() -> Metric:
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
-            # If a clean probability is 0, the term is 0, not 0 · ∞.
+            # If a clean probability is 0, its term is 0 and not 0 · ∞.
             terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
             return terms.sum(dim=-1)
 
@@ -362,13 +369,14 @@ def kl() -> Metric:
 
 
 def loss() -> Metric:
-    """Return the cross-entropy of the clean prompts' next tokens, in nats, as a metric.
+    """Return a metric: the cross-entropy of the clean prompts' next tokens, in nats.
 
     The targets are the real tokens of the clean prompts, except each prompt's first token. The
     metric is the mean over all targets, so longer prompts weigh more.
 
     Raises:
-        InputError: when bound: prompts of one token, or tokens outside the output vocabulary.
+        InputError: when the metric is bound, all prompts have only one token, or tokens are outside
+            the output vocabulary.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -383,7 +391,7 @@ def loss() -> Metric:
         targets = pair.clean[:, 1:][rows, columns]
         reasons = []
         if not len(targets) and pair.among is None:
-            reasons.append("loss: no prompt has a second token, which the first would predict")
+            reasons.append("loss: no prompt has a second token for the first token to predict")
         elif len(targets) and targets.max() >= shape[2]:
             reasons.append(
                 f"loss: the prompts have token {targets.max()}, and the model has logits for "
@@ -409,21 +417,22 @@ def loss() -> Metric:
 def custom(
     fn: Callable[[Logits], Tensor | float], name: str | None = None, version: str | None = None
 ) -> Metric:
-    """Return any function of the logits of a whole run, as a metric.
+    """Return a metric that is any function of a whole run's logits.
 
-    It is called once per site and reads all logits, so it costs more than the other metrics. For
-    attribution, it must return a differentiable tensor. Results have standard errors if it returns
-    one number per prompt, as a tensor [batch].
+    The function is called once per site and reads all logits, so it costs more than the other
+    metrics. For attribution, it must return a differentiable tensor. Results have standard errors
+    if it returns one number per prompt, as a tensor [batch].
 
     Args:
-        fn: maps logits [batch, pos, d_vocab] to one number, or to one number per prompt.
-        name: the name in results; by default that of `fn`.
-        version: needed for `resume`, where name, version and source text identify `fn`; give
-            another version whenever `fn` changes.
+        fn: a function that maps logits [batch, pos, d_vocab] to one number, or to one number per
+            prompt.
+        name: the name in results; by default the name of `fn`.
+        version: a version, needed for `resume`, where name, version and source text identify `fn`;
+            give another version whenever `fn` changes.
 
     Raises:
-        InputError: `fn` cannot be called; when measured: it does not return finite numbers, returns
-            other numbers for the same logits, or changes them.
+        InputError: `fn` cannot be called. When the metric is computed: `fn` does not return finite
+            numbers, returns different numbers for the same logits, or changes the logits.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -449,7 +458,7 @@ def custom(
 
 
 def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
-    """Return a custom function's result as a row: one number, or one number per prompt."""
+    """Return a custom function's result as a tensor of one number, or of one per prompt."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.shape in ((), (batch,)):
         return value.reshape(-1)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -457,14 +466,14 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
     is_tensor = isinstance(value, Tensor)
     got = f"a {value.dtype} tensor {list(value.shape)}" if is_tensor else repr(value)
     reason = (
-        f"{name}: got {got} from it; expected one number, such as a mean over the batch, or a "
+        f"{name}: got {got} from the function; expected one number (such as a batch mean) or a "
         f"tensor of {batch} numbers, one for each prompt"
     )
     raise InputError([reason], _NO_NUMBER)
 
 
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
-    """Return batch, pos and vocabulary of the logits of a whole run."""
+    """Return the shape [batch, pos, d_vocab] of a whole run's logits."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
 
@@ -478,25 +487,25 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
     if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
         reason = (
-            f"got {clean_value} for the clean run and {corrupted_value} for the corrupted one, "
-            f"which {dtype} does not tell apart; expected prompts and a metric with a difference, "
-            "because scores are shares of it"
+            f"got {clean_value} for the clean run and {corrupted_value} for the corrupted run, "
+            f"which are equal up to rounding in {dtype}; expected prompts and a metric with a "
+            "difference, because scores are shares of this difference"
         )
         raise InputError([reason], "this metric is constant")
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
-    """Return why a metric cannot be measured on a single run."""
+    """Return reasons why a metric cannot be computed on a single run; empty if it can."""
     if not as_metric(metric).needs_reference:
         return []
     return [
         f"{as_metric(metric).name} compares with another run, and there is only one run here; "
-        "expected a metric of the logits of one run"
+        "expected a metric that needs the logits of only one run"
     ]
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return why gradients cannot be taken in this context."""
+    """Return reasons why gradients cannot be taken in this context; empty if they can."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]
@@ -517,10 +526,10 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 
 
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
-    """Refuse a metric that is flat at the run that is patched, such as `kl` at its minimum.
+    """Refuse a metric with zero gradient on the patched run, such as `kl` at its minimum.
 
-    If Σ |∂metric/∂logits · (reference - logits)| is tiny relative to the span of the metric, every
-    estimate from gradients is zero or a rounding.
+    If Σ |∂metric/∂logits · (reference - logits)| is tiny relative to the metric's range (clean
+    minus corrupted), every estimate from gradients is zero or only rounding.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None
@@ -529,7 +538,7 @@ def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: 
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         reason = (
             f"{metric.name}: its gradient is zero on the run that is patched, so every "
-            "estimate would be zero; expected a metric that is not flat there: use the other "
+            "estimate would be zero; expected a metric with a gradient on this run: use the other "
             "direction, another metric, or method='integrated'"
         )
         raise InputError([reason], _NO_GRADIENT)

@@ -1,9 +1,9 @@
-"""Check a model before it runs: hooks that users attached, and active dropout.
+"""Check a model for user-added hooks and active dropout before it runs.
 
-Libraries attach hooks too: transformers to collect outputs, TransformerBridge to capture inputs and
-(version 4) to show activations of components without a module, such as BERT's MLPs. These do not
-change what a model computes; any other hook may. The package that defines a hook identifies its
-owner.
+Libraries attach hooks too: transformers collects outputs; TransformerBridge captures inputs and, in
+version 4, shows the activations of components without a module, such as BERT's MLPs. These hooks do
+not change what a model computes, but any other hook may. The package that defines a hook tells us
+who attached it.
 """
 
 import re
@@ -21,7 +21,7 @@ from attn_only_lens.heads import has_neuron_heads, host_of
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("accelerate", "transformers")
 _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
-_EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or the like"
+_EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or similar"
 _WITH_WEIGHTS = re.compile(r"(blocks\.\d+\.(attn|mlp)|(pos_|un)?embed)\b")
 _NAMED = 3
 
@@ -31,12 +31,12 @@ class AttachedHooks:
     """The names of modules with hooks that a newly built model does not have.
 
     Attributes:
-        users: with hooks of users.
+        users: modules with user-added hooks.
         placeholders: hook points where transformer-lens 4 shows a component without a module.
-        own: with other hooks of TransformerLens, which refer to these modules.
-        on_weights: attention, MLPs and embeddings with torch hooks of users, which may change what
-            their weights compute.
-        removal: how to remove the hooks of users.
+        own: modules with other TransformerLens hooks, which refer to these modules.
+        on_weights: attention, MLPs and embeddings with user-added torch hooks, which may change
+            what their weights compute.
+        removal: instructions to remove the user-added hooks.
     """
 
     users: tuple[str, ...]
@@ -50,7 +50,7 @@ def find_hooks(model: Any) -> AttachedHooks:
     """Find the hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
     captures = _captures(model)
     users, placeholders, on_model, on_weights = (dict[str, None]() for _ in range(4))
-    added: set[str] = set()  # the ways in which users added hooks
+    added: set[str] = set()  # the methods with which users added hooks
     for name, module in modules_of(model):
         if not any(map(module.__dict__.__getitem__, _KINDS)):
             continue
@@ -73,7 +73,7 @@ def find_hooks(model: Any) -> AttachedHooks:
                 if not internal and _WITH_WEIGHTS.match(name):
                     on_weights[shown] = None
     if any(
-        _library(hook) not in (*_LIBRARIES, "torch")  # such as torch's counter of flops
+        _library(hook) not in (*_LIBRARIES, "torch")  # such as torch's flop counter
         for kind in _KINDS
         for hook in getattr(torch_module, f"_global{kind}").values()
     ):
@@ -86,7 +86,7 @@ def find_hooks(model: Any) -> AttachedHooks:
 
 
 def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield what identifies the hooks on each module, but for those that each run attaches."""
+    """Yield keys that identify the hooks on each module, except hooks that each run attaches."""
     captures = _captures(model)
     for name, module in modules_of(model):
         for hooks_id, key, _ in _torch_hooks(module):
@@ -95,7 +95,7 @@ def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _captures(model: Any) -> set[tuple[int, int]]:
-    """Return the dictionaries and keys of hooks that blocks of bridges attach when they run."""
+    """Return the dictionaries and keys of hooks that bridge blocks attach when they run."""
     return {
         (id(handle.hooks_dict_ref()), handle.id)
         for block in getattr(model, "blocks", ())
@@ -111,14 +111,14 @@ def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
             yield id(hooks), key, hook
 
 
-def hook_reasons(model: Any, so: str = "would not come along") -> list[str]:
-    """Return the reason to refuse a model with hooks of users, if there are any."""
+def hook_reasons(model: Any, so: str = "would be lost") -> list[str]:
+    """Return the reason to refuse a model with user-added hooks; empty if there are none."""
     hooks = find_hooks(model)
     return _hook_reasons(hooks.users, so, hooks.removal)
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
-    """Return the reason if hooks may change what a model's weights compute; empty if none do."""
+    """Return the reason to refuse hooks that may change what weights compute; empty if none."""
     so = "may change what its weights compute"
     return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
 
@@ -128,28 +128,28 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
         return []
     more = ", …" * (len(names) > _NAMED)
     return [
-        f"hooks are attached to it ({', '.join(names[:_NAMED])}{more}) and {so}; remove them "
-        f"first: {removal}"
+        f"hooks are attached to the model ({', '.join(names[:_NAMED])}{more}) and {so}; remove "
+        f"them first: {removal}"
     ]
 
 
 def reasons_not_to_run(model: Any) -> list[str]:
-    """Return why runs of a model would not be comparable, if it has neuron-heads."""
+    """Return reasons why runs of a model with neuron-heads would not be comparable."""
     if not has_neuron_heads(model):
         return []
-    reasons = hook_reasons(model, "would run on batches of variants, or be left out of them")
+    reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")
     return host_of(model).reasons() + reasons + dropout_reasons(model)
 
 
 def dropout_reasons(model: Any) -> list[str]:
-    """Return why two runs of a model would differ, if its dropout is active."""
+    """Return the reason why two runs would differ if dropout is active; otherwise empty."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
         return ["dropout is active; call model.eval() first"]
     return []
 
 
 def has_user_forward_hooks(module: nn.Module) -> bool:
-    """Return whether users attached torch's forward hooks, or forward pre-hooks, to a module."""
+    """Return whether a module has user-added torch forward hooks or forward pre-hooks."""
     return any(
         _library(hook) not in (*_LIBRARIES, "transformer_lens", "torch", "attn_only_lens")
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -157,9 +157,9 @@ def has_user_forward_hooks(module: nn.Module) -> bool:
 
 
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model, and of the one that a bridge wraps, each once.
+    """Yield each module of a model, and of the model that a bridge wraps, once.
 
-    A bridge has its components under several names; the shortest is yielded.
+    A bridge has several names for a component; the shortest name is yielded.
     """
     seen = {id(model)}
     left: deque[tuple[str, nn.Module]] = deque([("", model)])
@@ -177,13 +177,13 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_placeholder(handle: Any) -> bool:
-    """Return whether a hook, given by its handle, is a placeholder of transformer-lens 4."""
+    """Return whether the hook with this handle is a transformer-lens 4 placeholder."""
     hook = getattr(handle, "user_hook", None)
     return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
 
 
 def _lens_handles(module: nn.Module) -> dict[tuple[int, int], Any]:
-    """Return TransformerLens' handles of the hooks that were added to a hook point."""
+    """Return TransformerLens' handles for the hooks that were added to a hook point."""
     if not isinstance(module, HookPoint):
         return {}
     return {
@@ -193,7 +193,7 @@ def _lens_handles(module: nn.Module) -> dict[tuple[int, int], Any]:
 
 
 def _library(hook: Any) -> str:
-    """Return the package that a hook's code belongs to."""
+    """Return the name of the package that contains a hook's code."""
     return str(getattr(hook, "__module__", "")).split(".")[0]
 
 
@@ -202,12 +202,12 @@ def _removal(added: set[str], placeholders: bool) -> str:
     if "permanent" in added and placeholders:
         ways.append(
             "build the bridge again (reset_hooks(including_permanent=True) would also remove some "
-            "of TransformerLens)"
+            "of TransformerLens' own hooks)"
         )
     elif "permanent" in added:
         ways.append("model.reset_hooks(including_permanent=True)")
     elif "temporary" in added:
         ways.append("model.reset_hooks()")
     if "torch" in added:
-        ways.append("handle.remove(), of the handles that register_forward_hook and the like gave")
+        ways.append("handle.remove() on the handles that register_forward_hook etc. returned")
     return "; and ".join(ways)

@@ -1,9 +1,9 @@
-"""The weights of a model: a digest that identifies them, and float32 in place of half precision.
+"""A digest that identifies a model's weights, and float32 weights for half-precision models.
 
-The writes of all components of a model add up to its residual stream, up to rounding. In half
-precision the rounding is as large as the write of a single head, so analyses that split the stream
-compute in float32. A bridge with hooks cannot be copied: each tensor in half precision gets float32
-data for a while, then its half-precision data again, with the same views and ties.
+The writes of a model's components add up to its residual stream, up to rounding. In half precision,
+the rounding is as large as the write of a single head, so analyses that split the stream compute in
+float32. A bridge with hooks cannot be copied. So each half-precision tensor gets float32 data for
+the time of the analysis, and then its half-precision data again, with the same views and ties.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,23 +36,23 @@ _INCIDENTAL = frozenset(
         "tokenizer_name",
     }
 )
-"""Entries of the configuration that affect where and how a model runs, not what it computes."""
+"""Configuration entries that affect where and how a model runs, not what it computes."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
-_inside: dict[int, tuple[int, ExitStack]] = {}  # by id of a model: its analyses, and how to undo
+_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): its number of analyses, its restore
 
 
 def fingerprint(model: Any) -> str:
     """Return the SHA-256 of a model's parameters (names, shapes, types, bytes), cfg and gates.
 
-    Buffers are left out: masks and position tables follow from the configuration.
+    Buffers are left out, because masks and position tables follow from the configuration.
     """
     return tensor_digest(model.named_parameters(), _description(model))
 
 
 def _description(model: Any) -> dict[str, Any]:
-    """Describe the configuration, gates, constants of modules (such as ε) and sizes, as JSON."""
+    """Describe the configuration, gates, module constants (such as ε) and sizes as JSON data."""
     plain = {
         key: value if isinstance(value, bool | int | float | list) else str(value)
         for key, value in vars(model.cfg).items()
@@ -70,13 +70,13 @@ def _description(model: Any) -> dict[str, Any]:
             if isinstance(value, float) and not name.startswith("_")
         },
     }
-    if not getattr(model.cfg, "has_stock_sizes", True):  # otherwise cfg has them
+    if not getattr(model.cfg, "has_stock_sizes", True):  # otherwise, cfg contains the sizes
         described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
     return described
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate an analysis: if its first argument, `model`, is in half precision, use float32."""
+    """Decorate an analysis so that a half-precision `model`, its first argument, uses float32."""
 
     @wraps(analysis)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -88,9 +88,9 @@ def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextmanager
 def float32_weights(model: Any) -> Iterator[None]:
-    """Give a model in half precision float32 weights, and restore its own at the end, bit for bit.
+    """Give a half-precision model float32 weights; restore its own weights bit for bit at the end.
 
-    Several analyses, in threads, may run one model at once: the last one to end restores it.
+    Several analyses may run one model at once, in threads. The last analysis to end restores it.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -111,7 +111,7 @@ def float32_weights(model: Any) -> Iterator[None]:
 
 
 def _widen(model: nn.Module) -> ExitStack:
-    """Widen every tensor in half precision, and return a stack that undoes it."""
+    """Convert half-precision tensors to float32; return an ExitStack that restores them."""
     seen: set[int] = set()
 
     def restore(tensor: Tensor, narrow: Tensor, gradient: Tensor | None) -> None:
@@ -126,9 +126,9 @@ def _widen(model: nn.Module) -> ExitStack:
                     seen.add(id(tensor))
                     gradient = tensor.grad if tensor.is_leaf else None
                     undo.callback(restore, tensor, tensor.data, gradient)
-                    tensor.grad = None  # it would have to be of the same type
+                    tensor.grad = None  # a gradient must have the dtype of its tensor
                     tensor.data = tensor.data.float()
-        # TransformerLens' norms and rotary embeddings compute in the dtype of the configuration.
+        # TransformerLens' norms and rotary embeddings compute in cfg.dtype.
         for _, module in modules_of(model):
             cfg: Any = getattr(module, "cfg", None)
             if getattr(cfg, "dtype", None) in HALF:

@@ -1,12 +1,17 @@
 """Remember which tests a model has passed, until it changes.
 
 The tests compare two ways to compute the same thing, such as a replay and a whole run. They depend
-on what the model is, not on its prompts: a test that was passed holds for all prompts without
-padding that are no longer. A model is tested again when a parameter or buffer was replaced or
-written to, a hook or module was added or removed, a forward pass was replaced, or an option of its
-configuration, a plain attribute of a module, its dtype, device, mode or autocast has changed. Torch
-does not count writes through `.data`: those to vectors are noticed here by their contents, those to
-matrices are not. They change what a model computes, and not how it adds up.
+on the model, not on its prompts: a passed test also holds for all prompts without padding that are
+not longer than the tested prompts. A model is tested again when
+
+    a parameter or buffer was replaced or written to
+    a hook or module was added or removed
+    a forward pass was replaced
+    a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
+
+Torch does not count writes through `.data`. Such writes to vectors are noticed by the vectors'
+contents. Such writes to matrices are not noticed: they change a model's numbers, but not how the
+model adds them up.
 """
 
 import weakref
@@ -25,10 +30,10 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class PassedTests:
-    """The tests that a model has passed in its present state."""
+    """The tests that a model has passed in its current state."""
 
     def __init__(self) -> None:
-        self._lengths: dict[Hashable, int] = {}  # the longest prompts of each test
+        self._lengths: dict[Hashable, int] = {}  # for each test, the longest prompts that passed it
 
     def covers(self, test: Hashable, recording: Recording) -> bool:
         """Return whether a test need not be repeated on these prompts."""
@@ -85,7 +90,7 @@ def _state(model: Any) -> Iterator[object]:
 
 
 class _Reference:
-    """Equal for the same living object alone; it does not keep the object alive."""
+    """A reference that equals only a reference to the same living object; it is a weak one."""
 
     __slots__ = ("reference",)
 
@@ -98,26 +103,26 @@ class _Reference:
         value = self.reference()
         return value is not None and value is other.reference()
 
-    __hash__ = None  # type: ignore[assignment]  # states are compared alone
+    __hash__ = None  # type: ignore[assignment]  # states are only compared
 
 
 def _reference(value: Any) -> Any:
     try:
         return _Reference(value)
-    except TypeError:  # it has no weak references: unlike any other
+    except TypeError:  # the object allows no weak references, so it counts as changed
         return object()
 
 
 def _tensor_state(tensor: Tensor) -> object:
-    # Tensors of inference mode do not count writes: this is unlike any other state.
+    # Inference-mode tensors do not count writes, so their state counts as changed.
     version = object() if tensor.is_inference() else tensor._version
     return _reference(tensor), version, tensor.dtype, str(tensor.device)
 
 
 def _contents(tensors: list[Tensor]) -> bytes:
-    """Return the numbers of small tensors: gains, which say how outputs are added, and biases."""
+    """Return the bytes of small tensors: biases, and gains, which scale how outputs are added."""
     known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
     if not known:
         return b""
-    # One read, whatever the number of devices and dtypes.
+    # Read all tensors at once, whatever the number of devices and dtypes.
     return torch.cat([x.to(known[0].device) for x in known]).cpu().numpy().tobytes()

@@ -1,9 +1,9 @@
-"""Sets of positions to patch; all positions of a set are patched together.
+"""Sets of positions to patch; all positions in a set are patched together.
 
-A number from 0 is a column of the token tensor, padding included; -1 is the last real token of
-each prompt. `"each"` and `"all"` leave out padding. Roles, such as
-`{"subject": [2, 4], "end": -1}`, name a position in each prompt, counted in the real tokens of that
-prompt, from its start or its end.
+A number from 0 is a column of the token tensor, which includes padding; -1 is the last real token
+of each prompt. `"each"` and `"all"` leave out padding. Roles, such as
+`{"subject": [2, 4], "end": -1}`, name a position in each prompt. It counts that prompt's real
+tokens, from the start or the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ class PositionSet:
     """Positions that are patched together.
 
     Attributes:
-        label: its name in the results: "all", the given number, or the role.
-        chosen: the positions of each prompt, without padding.
+        label: the name of the set in results: "all", the given number, or the role.
+        chosen: True at the positions in each prompt, and False at padding.
     """
 
     label: int | str
@@ -42,7 +42,7 @@ class PositionSet:
         return int(self.label) if inside else None
 
     def of_prompts(self, prompts: Sequence[int], n_pos: int) -> "PositionSet":
-        """Return the same set for some prompts, cut to the first n_pos positions."""
+        """Return this set for some of the prompts, cut to the first n_pos positions."""
         return PositionSet(self.label, self.chosen[list(prompts), :n_pos])
 
 
@@ -74,10 +74,10 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if without:
             reasons.append(
                 f"got {pos}, which is padding, or before the start, in prompts {without}; expected "
-                "a real token of every prompt, or 'each', which skips prompts without one"
+                "a real token in every prompt, or 'each', which skips prompts without one there"
             )
         reasons += [
-            f"got {pos} and {earlier.label}, the same positions; expected each position once"
+            f"got {pos} and {earlier.label}, which are the same position; expected each once"
             for earlier in sets
             if torch.equal(earlier.chosen, at_position) and not without
         ]
@@ -87,7 +87,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
 
 
 def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
-    """Return a set for each role; see `resolve_positions`."""
+    """Return one set of positions for each role; see `resolve_positions`."""
     lengths = pair.real.sum(dim=1)
     batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
     if not roles:
@@ -114,7 +114,7 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
         if outside:
             continue
         columns = torch.tensor(per_prompt, device=lengths.device)
-        columns = torch.where(columns < 0, columns, columns - lengths)  # counted from the end
+        columns = torch.where(columns < 0, columns, columns - lengths)  # count from the end
         sets.append(PositionSet(role, _from_end(pair, columns[:, None])))
     InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)

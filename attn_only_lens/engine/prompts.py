@@ -1,4 +1,4 @@
-"""Pairs of clean and corrupted prompts, and prompts of chat models.
+"""Pairs of clean and corrupted prompts, and prompts for chat models.
 
 A patch moves an activation from a position of one run to the same position of the other, so both
 prompts of a pair must have the same number of tokens and the same padding.
@@ -30,18 +30,20 @@ Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor | np.ndarra
 Message: TypeAlias = Mapping[str, str]
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
-_PROBLEM_OF_CHAT = "these are not prompts of a chat"
+_PROBLEM_OF_CHAT = "these prompts cannot be used for a chat"
 
 
 @dataclass(frozen=True, eq=False)
 class PromptPair:
-    """Clean and corrupted prompts, aligned token by token. Made and checked by `prompt_pair`.
+    """Clean and corrupted prompts, aligned token by token, which `prompt_pair` makes and checks.
 
     Attributes:
-        clean: tokens of the clean prompts.
-        corrupted: tokens of the corrupted prompts.
-        mask: 1 for real tokens and 0 for padding, the same for both; None if all are real.
-        among: the indices of these prompts, and the total number; None if these are all prompts.
+        clean: the tokens of the clean prompts.
+        corrupted: the tokens of the corrupted prompts.
+        mask: 1 for real tokens and 0 for padding, the same for both prompts; None if all tokens are
+            real.
+        among: if the pair holds a subset of the prompts, their indices and the total number of
+            prompts; otherwise None.
     """
 
     clean: Tokens
@@ -58,7 +60,7 @@ class PromptPair:
 
     @property
     def last(self) -> Int[Tensor, "batch"]:
-        """The position of the last real token of each prompt, whichever side is padded."""
+        """The position of each prompt's last real token, whichever side is padded."""
         positions = torch.arange(self.clean.shape[1], device=self.clean.device)
         return (self.real * positions).amax(dim=1)
 
@@ -68,14 +70,14 @@ class PromptPair:
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
-        """Select the items of these prompts from a sequence with one item per prompt."""
+        """Select the items for this pair's prompts from a sequence with one item per prompt."""
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
     def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
-        """Return some prompts of this pair.
+        """Return a pair with some of this pair's prompts.
 
         Args:
-            prompts: their indices.
+            prompts: the indices of these prompts.
             cut: whether to drop the last columns if they hold only padding.
         """
         if list(prompts) == list(range(len(self.clean))):
@@ -94,8 +96,8 @@ def prompt_pair(
 ) -> PromptPair:
     """Tokenize and check clean and corrupted prompts.
 
-    Prompts of different lengths are padded on the side that the model's tokenizer pads, and masked.
-    Some clean prompts, but not all, may be equal to their corrupted prompts.
+    Prompts of different lengths are padded on the tokenizer's padding side, and the padding is
+    masked. Some clean prompts, but not all, may be equal to their corrupted prompts.
 
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
@@ -103,18 +105,19 @@ def prompt_pair(
             rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A text gets
             a BOS if `model.to_tokens` adds one, and if it does not begin with BOS already.
         corrupted: the prompts of the other run, in the same form and order.
-        mask: for prompts given as tokens: 1 or True for real tokens and 0 or False for padding, in
+        mask: for prompts that are tokens, 1 or True for real tokens and 0 or False for padding, in
             the shape of the tokens.
 
     Returns:
         The pair, on the model's device.
 
     Raises:
-        InputError: with every reason: invalid tokens, pairs of different lengths, identical
-            prompts, or a mask of another shape or without real tokens in a prompt.
+        InputError: tokens are invalid, the prompts of a pair have different lengths, all pairs are
+            identical, or the mask has another shape or no real token in a prompt. The error lists
+            every reason.
 
     Warns:
-        InputWarning: the tokenizer does not know a word, a sign or whitespace of a text. All
+        InputWarning: the tokenizer does not know a word, a sign or whitespace in a text. All
             functions that take texts warn about this.
 
     Example:
@@ -145,7 +148,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the tokens of each side, and the given mask, or a mask of the padding of texts."""
+    """Return the clean and corrupted tokens with their mask; texts get a mask for their padding."""
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -161,8 +164,8 @@ def _tokenize(
             here, there = (token_texts(model, tokens) for tokens in (clean, corrupted))
             reasons.append(
                 f"prompt {i} has {len(clean)} clean tokens {here} and {len(corrupted)} corrupted "
-                f"tokens {there}; both prompts must have the same number of tokens: use words that "
-                "tokenize to the same length"
+                f"tokens {there}; both prompts must have the same number of tokens: use words with "
+                "the same number of tokens"
             )
     InputError.raise_if(reasons, problem)
     tokens, paddings = zip(*(_pad(model, side) for side in rows), strict=True)
@@ -174,7 +177,7 @@ def _tokenize(
 def _rows(
     model: Any, prompts: Prompts, side: str, reasons: list[str], texts: dict[str, str]
 ) -> list[Tensor]:
-    """Return the tokens of each prompt on the model's device, without padding of texts."""
+    """Return each prompt's tokens on the model's device; texts are not padded yet."""
     prompts, name = array_as_tensor(prompts), side or "prompts"
     items: list[Any] = list(prompts) if are_prompts(prompts) else [prompts]
     reasons += [f"{name}: got no prompts; expected at least one"] * (not items)
@@ -193,7 +196,7 @@ def _rows(
 
 
 def are_prompts(prompts: object) -> bool:
-    """Return whether this is a list of texts, or of rows of tokens [pos]."""
+    """Return whether `prompts` is a list of texts or of token rows [pos]."""
     return isinstance(prompts, list | tuple) and (
         all(isinstance(prompt, str) for prompt in prompts)
         or all(_is_tensor(row) and row.ndim == 1 for row in prompts)
@@ -212,14 +215,14 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
     pad = getattr(model.tokenizer, "pad_token_id", None)
     if (
         pad is None or pad >= model.cfg.d_vocab
-    ):  # some pad with a token that the model does not have
+    ):  # some tokenizers pad with a token that the model does not have
         pad = 0
     real = [torch.ones_like(row) for row in rows]
     return pad_sequence(rows, True, pad, side), pad_sequence(real, True, 0, side)
 
 
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
-    """Return a mask as integers; None, and a reason, if it is invalid."""
+    """Return a mask as integers; if it is invalid, append a reason and return None."""
     if mask is None:
         return None
     mask = array_as_tensor(mask)
@@ -234,8 +237,8 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     mask = mask.to(tokens.device).long()
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
-        reasons.append(f"mask: it leaves no token of prompts {empty}; expected at least one")
-    # Count how often real tokens begin: in the first column, or at a step from 0 to 1.
+        reasons.append(f"mask: prompts {empty} have no real token; expected at least one")
+    # Count the runs of real tokens: each starts in the first column, or at a step from 0 to 1.
     starts = mask[:, 0] + (mask.diff(dim=1) == 1).sum(dim=1)
     broken = (starts > 1).nonzero().flatten().tolist()
     if broken:
@@ -249,7 +252,7 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
 def chat_tokens(
     model: Any, prompts: str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
 ) -> list[Int[Tensor, "pos"]]:
-    """Return the tokens of a chat up to the answer, by the template of the model's tokenizer.
+    """Return the tokens of a chat up to the answer, with the chat template of the tokenizer.
 
     Only the template adds special tokens, including BOS. The last position predicts the
     first token of the model's answer.
@@ -257,14 +260,15 @@ def chat_tokens(
     Args:
         model: a model with a tokenizer that has a chat template.
         prompts: a user's message as a text, or a list of such texts; or the messages of one chat,
-            or a list of chats: `{"role": "system", "content": "Be brief."}`, ….
+            such as `[{"role": "system", "content": "Be brief."}, …]`, or a list of chats.
 
     Returns:
-        The tokens of each prompt, on the model's device, for every function that takes texts.
+        The tokens of each prompt on the model's device, which every function that takes texts
+        accepts.
 
     Raises:
-        InputError: with every reason: there is no tokenizer or no template, or the template does
-            not accept the messages or returns no tokens.
+        InputError: the model has no tokenizer or no template, or the template does not accept the
+            messages or returns no tokens. The error lists every reason.
 
     Example:
         >>> from attn_only_lens import chat_tokens, pretrained
@@ -273,12 +277,12 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected that of a chat model; or give texts
+        the model has no tokenizer; expected the tokenizer of a chat model; or give texts
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
         lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
-        reason = f"the {lacks}; expected that of a chat model; or give texts"
+        reason = f"the {lacks}; expected the tokenizer of a chat model; or give texts"
         raise InputError([reason], _PROBLEM_OF_CHAT)
     reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):
@@ -289,8 +293,8 @@ def chat_tokens(
                 )
                 for tokenize in (True, False)
             )
-        except Exception as error:  # a template is a program, and may raise anything
-            reasons.append(f"prompt {i}: the template does not accept it: {error}")
+        except Exception as error:  # a template is a program and may raise any error
+            reasons.append(f"prompt {i}: the template does not accept this prompt: {error}")
             continue
         rows.append(row)
         texts[f"prompt {i} {shortened(str(messages[-1]['content']))}"] = text
@@ -303,7 +307,7 @@ def chat_tokens(
 
 
 def _chats(prompts: Any) -> list[Any]:
-    """Return each prompt as its messages."""
+    """Return the list of messages of each prompt."""
     several = isinstance(prompts, list | tuple) and not _is_chat(prompts)
     chats = [
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -311,7 +315,7 @@ def _chats(prompts: Any) -> list[Any]:
     ]
     if not chats or not all(map(_is_chat, chats)):
         reason = (
-            f"got {reprlib.repr(prompts)}; expected a text, texts, or messages such as "
+            f"got {reprlib.repr(prompts)}; expected a text, a list of texts, or messages such as "
             "{'role': 'user', 'content': 'Hello'}"
         )
         raise InputError([reason], _PROBLEM_OF_CHAT)
@@ -319,7 +323,7 @@ def _chats(prompts: Any) -> list[Any]:
 
 
 def _is_chat(prompts: Any) -> bool:
-    """Return whether these are the messages of one prompt."""
+    """Return whether `prompts` is a list of messages, which make one prompt."""
     return (
         isinstance(prompts, list | tuple)
         and bool(prompts)

@@ -1,17 +1,17 @@
-"""The outputs of heads when the stream that they read changes by δ, with all else fixed.
+"""The outputs of heads when the stream that they read changes by δ and nothing else changes.
 
-The change reaches z (of neuron-heads with pre-activation q) through some inputs of the heads:
+The change reaches z through some of the heads' inputs (q is a neuron-head's pre-activation):
 
     part          attention heads      neuron-heads
     "q"           queries              w(q') v
-    "k"           keys                 no change: their keys do not depend on the token
+    "k"           keys                 w v, no change: keys do not depend on the token
     "pattern"     queries and keys     w(q') v
     "value"       values               w v', v' = q', or q' u' in a gated MLP
     "z"           all                  w(q') v'
 
-Neuron-heads have a closed form: Δq = δ W (and Δu), then the gate. For attention heads the model's
-block runs with δ added to the input of its attention, and with the other queries, keys or values
-restored to the recorded ones. Both are tested before they are used, once for a model.
+Neuron-heads have a closed form: Δq = δ W (and Δu likewise), then the gate. For attention heads, the
+model's block runs with δ added to the input of its attention, and with the other queries, keys or
+values restored to the recorded ones. Both methods are tested once for a model before their use.
 """
 
 from collections.abc import Callable
@@ -46,19 +46,19 @@ _PROBLEM = "paths into these heads cannot be followed"
 
 
 def input_hooks(host: Any, layer: int) -> tuple[str, ...]:
-    """Return the hook points of the queries, keys and values of a layer's attention heads."""
+    """Return the hook points for the queries, keys and values of a layer's attention heads."""
     return tuple(host.hook_name(layer, "attention", point) for point in _INPUTS)
 
 
 class _Stop(Exception):
-    """Stops a forward pass; `StopForward` would be caught by `Replay.block_output`."""
+    """Stop a forward pass; this is not `StopForward`, which `Replay.block_output` would catch."""
 
 
 @dataclass(eq=False)
 class Readers:
-    """The heads of a model as readers, in one recorded run.
+    """A model's heads as readers of the stream, in one recorded run.
 
-    `decomposition` has recorded `input_hooks` of the layers whose attention heads read.
+    `decomposition` must record the `input_hooks` of layers whose attention heads are readers.
     """
 
     replay: Replay
@@ -74,7 +74,7 @@ class Readers:
         part: str,
         positions: Positions = slice(None),
     ) -> Float[Tensor, "variant batch pos head_index"]:
-        """Return the change of z of neuron-heads, given the change of their MLP's input."""
+        """Return the change of neuron-heads' z, given the change of their MLP's input."""
         heads: NeuronHeads = self.replay.host.neurons[sites.layer]
         index = sites.index.to(entering.device)
         q, up = (
@@ -90,7 +90,7 @@ class Readers:
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return q and u of the run, after a test that they are products with W_in and W_gate."""
+        """Return the run's q and u; first test that they are products with W_in and W_gate."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered
@@ -109,7 +109,7 @@ class Readers:
         part: str,
         first: int = 0,
     ) -> Float[Tensor, "variant batch pos head_index d_head"]:
-        """Return z of every attention head of a layer when its input changes from `first` on."""
+        """Return z of each attention head in a layer whose input changes from `first` on."""
         if not self._is_joint(layer):
             return self._z(layer, entering, _MOVED[part], first)
         heads = range(self.replay.host.n_heads[layer])
@@ -119,7 +119,7 @@ class Readers:
     def _z(
         self, layer: int, entering: Tensor, moved: str, first: int, head: int | None = None
     ) -> Tensor:
-        """Return z when some of q, k, v change, for all heads or one; the rest is restored."""
+        """Return z when the inputs in `moved` change for one head or all; restore the others."""
         replay, n = self.replay, len(entering)
         block, n_heads = replay.host.block(layer, "attention"), replay.host.n_heads[layer]
         outputs: list[Tensor] = []
@@ -157,7 +157,7 @@ class Readers:
     def values_at_end(
         self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
     ) -> Float[Tensor, "variant prompt"]:
-        """Return the metric, by prompt, when the final stream changes from `first` on."""
+        """Return each prompt's metric when the final stream changes from `first` on."""
         replay, final, n = self.replay, self.decomposition.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
@@ -171,16 +171,16 @@ class Readers:
                 return output + more
             rows = torch.arange(
                 len(more), device=more.device
-            )  # of the one token that the metric reads
+            )  # only the token that the metric reads was computed
             return output + more[rows, (positions.to(more.device) - first).repeat(n)].unsqueeze(1)
 
         with final.norm.module.register_forward_hook(add):
             return replay.values(Variants(replay.n_blocks, first, stream))
 
     def _is_joint(self, layer: int) -> bool:
-        """Return whether the inputs of one head reach other heads, such as through a joint norm.
+        """Return whether one head's inputs affect other heads, for example through a joint norm.
 
-        Test before that noise reaches z only through queries, keys and values.
+        First test that noise reaches z only through queries, keys and values.
         """
         test, recording = ("heads read alone", layer), self.decomposition.recording
         if layer not in self._joint and self.replay.tested.covers(test, recording):
@@ -206,13 +206,13 @@ class Readers:
         if not depends <= allowed:
             reason = (
                 f"layer {layer}: with its queries, keys and values restored, its attention still "
-                "depends on its input: it does not read them where they are hooked"
+                "depends on its input: it does not use the queries, keys and values that hooks see"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
-        # Weights of zero hide noise, as in compiled programs, and pass nan on.
+        # Zero weights, as in compiled programs, hide noise, but they pass nan on.
         hidden = not effect > allowed
         if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
-            reason = f"layer {layer}: a change of its attention's input does not reach it"
+            reason = f"layer {layer}: a change of its attention's input does not reach its heads"
             raise UnsupportedModelError([reason], _PROBLEM)
         return not of_others <= allowed
 
@@ -220,7 +220,7 @@ class Readers:
 def _require_products(
     heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
 ) -> None:
-    """Refuse an MLP that does not multiply its input by W_in, and W_gate."""
+    """Refuse an MLP that does not multiply its input by W_in, and by W_gate if it is gated."""
     noise = _noise(x)
     befores, afters = (
         [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))
@@ -238,7 +238,7 @@ def _require_products(
 
 
 def _noise(x: Tensor) -> Tensor:
-    """Return noise of the shape and the size of x."""
+    """Return noise with the shape and the magnitude of x."""
     return normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Run a model once, or on a clean and a corrupted prompt, and record activations."""
+"""Run a model on one set of prompts, or on clean and corrupted prompts, and record activations."""
 
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -22,8 +22,8 @@ from attn_only_lens.heads import host_of
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("z", "v", "pattern")
-# With so few tokens, one pass over both prompts takes little longer than over one: most of the time
-# goes to reading the weights.
+# With at most this many tokens, a pass over both prompts takes little longer than over one prompt,
+# because most of the time goes to reading the weights.
 _FEW_TOKENS = 512
 
 
@@ -31,7 +31,7 @@ _FEW_TOKENS = 512
 class NeuronRun:
     """The outputs z = weight · v of one layer's neuron-heads.
 
-    `gates` holds their values and their weights; it is empty if only z was recorded.
+    `gates` holds the heads' values and weights; it is empty if only z was recorded.
     """
 
     z: Float[Tensor, "batch pos head_index"]
@@ -39,26 +39,28 @@ class NeuronRun:
 
     @property
     def v(self) -> Float[Tensor, "batch pos head_index"]:
-        """Their values."""
+        """The values of the neuron-heads."""
         return self.gates[0]
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Their attention to their own token; the rest of the attention is on the bias token."""
+        """The attention from each neuron-head to its own token; the rest is on the bias token."""
         return self.gates[1]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A forward pass.
+    """The recorded activations of one forward pass.
 
     Attributes:
-        mask: 1 for real tokens, 0 for padding; None if there is no padding.
+        mask: 1 for real tokens and 0 for padding; None if there is no padding.
         streams: the residual stream at the input of each block, and at the output of the last.
-        extra_outputs: how many values each block returned after the stream; None if no tuple.
-        neurons: by source layer, for the requested layers.
-        hooked: by hook name, for the requested hook points.
-        key_values: by block, if the model is a bridge that keeps them and they were asked for.
+        extra_outputs: how many values each block returned after the stream; None if the block did
+            not return a tuple.
+        neurons: the outputs of neuron-heads in the requested source layers, by layer.
+        hooked: the activations at the requested hook points, by hook name.
+        key_values: the keys and values of each block, if they were requested and the model is a
+            bridge that keeps them.
     """
 
     tokens: Tokens
@@ -71,7 +73,7 @@ class Recording:
     key_values: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def __getitem__(self, rows: slice) -> "Recording":
-        """Return the pass of some of the prompts."""
+        """Return the recording for some of the prompts."""
         return replace(
             self,
             tokens=self.tokens[rows],
@@ -89,7 +91,7 @@ class Recording:
 
 @dataclass(frozen=True, eq=False)
 class RunPair:
-    """Two runs of a model, and the metric of each, by prompt."""
+    """Two runs of a model, with the metric of every prompt in each run."""
 
     pair: PromptPair
     clean: Recording
@@ -100,16 +102,16 @@ class RunPair:
 
     @property
     def clean_value(self) -> float:
-        """The metric of the clean run."""
+        """The metric on the clean run."""
         return self.metric.mean(self.clean_values).item()
 
     @property
     def corrupted_value(self) -> float:
-        """The metric of the corrupted run."""
+        """The metric on the corrupted run."""
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the run patched into, the other run, and the metric of the first, by prompt."""
+        """Return the run that is patched, the other run, and each prompt's metric on the first."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
@@ -166,7 +168,7 @@ def record(
 
 
 def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the keys and values of a run, by block; nothing if the cache lacks some of them."""
+    """Return each block's keys and values from a cache; () if the cache lacks some of them."""
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     shapes = {x.keys.shape[::2] for x in layers if x.is_initialized and x.keys is not None}
     if len(layers) < len(cache.layers) or shapes != {tokens.shape}:
@@ -198,7 +200,7 @@ def record_pair(
     hooks: Hooks = (),
     distinct: bool = True,
 ) -> RunPair:
-    """Record the clean and the corrupted run at the sites, and measure both."""
+    """Record the clean and the corrupted run at the sites, and compute the metric on both."""
     layers = [site.layer for site in sites if site.kind == "neuron"]
     attention = [site.layer for site in sites if site.kind == "attention"]
     hook_names = {layer: hook_name(model, layer, part) for layer in attention}
@@ -228,7 +230,7 @@ def record_pair(
 def _record_both(
     model: Any, pair: PromptPair, options: dict[str, Any]
 ) -> tuple[Recording, Recording] | None:
-    """Record both runs in one pass, if that saves time and equal tokens then give equal numbers."""
+    """Record both runs in one pass if that saves time and equal tokens give equal activations."""
     n = len(pair.clean)
     if pair.corrupted is pair.clean or pair.clean.numel() > _FEW_TOKENS // 2:
         return None
@@ -238,7 +240,7 @@ def _record_both(
     if any(len(value) != 2 * n for value in both.hooked.values()):
         return None
     clean, corrupted = both[:n], both[n:]
-    # A product of matrices may round equal rows differently; a patch would then seem to act there.
+    # A matrix product may round equal rows differently; then a patch would seem to have an effect.
     first = int((pair.clean != pair.corrupted).any(dim=0).int().argmax())
     same = torch.equal(clean.streams[-1][:, :first], corrupted.streams[-1][:, :first])
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
@@ -254,7 +256,7 @@ def run_pair(
     *,
     distinct: bool = True,
 ) -> RunPair:
-    """Return two runs with the metric of each."""
+    """Return two runs, with the metric on each."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     values = bound.of_run(clean.logits)
     zeros = torch.zeros_like(values)
@@ -266,7 +268,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
-    """Refuse activations without an axis of heads, or of groups of heads."""
+    """Refuse activations without an axis for heads, or for groups of heads."""
     reasons = []
     for layer, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
@@ -275,8 +277,8 @@ def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording
         if n_shown != n_heads and not grouped:
             reasons.append(
                 f"{name} has shape {list(shape)}; expected an axis of {n_heads} heads"
-                + ", or of groups of them" * (part in SHARED_PARTS)
-                + "; patch z"
+                + ", or of groups of heads" * (part in SHARED_PARTS)
+                + "; patch z instead"
             )
     InputError.raise_if(reasons, "these heads cannot be patched one by one")
 
@@ -288,9 +290,9 @@ def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
         more = f" and {len(silent) - 3} more" * (len(silent) > 3)
         reason = (
             f"{', '.join(silent[:3])}{more} did not fire in a forward pass: the model does not run "
-            "the module that has the hook point"
+            "the module that has this hook point"
         )
-        raise UnsupportedModelError([reason], "these heads cannot be seen")
+        raise UnsupportedModelError([reason], "these heads cannot be recorded")
 
 
 def run(
@@ -300,16 +302,16 @@ def run(
     hooks: Hooks = (),
     **kwargs: Any,
 ) -> Float[Tensor, "batch pos d_vocab"]:
-    """Return the logits of a model, run with hooks."""
+    """Run a model with hooks, and return its logits."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # On a bridge, this call takes as long as a forward pass of a few tokens.
+    # On a bridge, this call takes as long as a forward pass over a few tokens.
     with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that acts only in forward passes of this thread."""
+    """Return a hook that acts only in forward passes in this thread."""
     thread = threading.get_ident()
 
     def act(*args: Any, **kwargs: Any) -> Any:
@@ -319,7 +321,7 @@ def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StopForward(Exception):
-    """Stops a forward pass that is no longer needed."""
+    """Stop a forward pass that is no longer needed."""
 
 
 def run_blocks(
@@ -329,7 +331,7 @@ def run_blocks(
     hooks: Hooks = (),
     **kwargs: Any,
 ) -> None:
-    """Run a model with hooks up to the output of its last block, without computing logits."""
+    """Run a model with hooks up to its last block's output, without computing logits."""
 
     def stop(module: nn.Module, args: Any, output: Any) -> None:
         raise StopForward
@@ -361,12 +363,12 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
 
 def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
-    """Return the residual stream from a block's arguments."""
+    """Return the residual stream in a block's arguments."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def output_stream(output: Any) -> Residual:
-    """Return the residual stream, or a sublayer's output, from a module's return value."""
+    """Return the residual stream, or a sublayer's output, in a module's return value."""
     stream: Residual = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(stream, Tensor):
         reason = (

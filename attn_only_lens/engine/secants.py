@@ -8,10 +8,10 @@ With Δy = y_1 - y_0 for two runs and ȳ for their mean, every rule holds exactl
     log p                      Δlog p = Δs - Σ_j w_j Δs_j
     y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
 
-L is the logarithmic mean of p_1 and p_0. The last rule is for norms: m(x) = mean(x²) + ε, and x is
-centred if the norm subtracts the mean. If the runs are equal, every rule is the derivative.
+L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m(x) = mean(x²) + ε, and
+x is centred if the norm subtracts the mean. If the runs are equal, every rule is the derivative.
 
-Source of the first two rules: DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
+The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ def slope(
 ) -> Slopes:
     """Return Δy / Δx of an elementwise function, or its derivative at the mean if Δx is small.
 
-    For |Δx| below ∛ε (1 + |x̄|), the quotient loses digits, and the derivative is exact up to
-    rounding, unless the function has a jump or a kink there: then the quotient is used.
+    For |Δx| below ∛ε (1 + |x̄|), the quotient loses digits and the derivative is exact up to
+    rounding. If the function has a jump or a kink there, the quotient is used nevertheless.
     """
     dx, dy, middle = x_1 - x_0, y_1 - y_0, (x_1 + x_0) / 2
     eps = torch.finfo(dx.dtype).eps
@@ -51,7 +51,7 @@ def slope(
 
 
 def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
-    """Return the slope of exp between two logarithms, or 0 if one of them is -∞."""
+    """Return the slope of exp between two logarithms, or 0 if a logarithm is -∞."""
     finite = log_1.isfinite() & log_0.isfinite()
     a, b = (torch.where(finite, x, torch.zeros_like(x)) for x in (log_1, log_0))
     d = a - b
@@ -65,20 +65,20 @@ def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
 def softmax_slopes(
     log_1: Float[Tensor, "*any key"], log_0: Float[Tensor, "*any key"]
 ) -> tuple[Float[Tensor, "*any key"], Float[Tensor, "*any key"]]:
-    """Return L and w of softmax from the logarithms of the weights of both runs."""
+    """Return L and w of the softmax rule, given the logarithms of the weights in both runs."""
     L = log_mean(log_1, log_0)
     total = L.sum(-1, keepdim=True)
     return L, L / torch.where(total == 0, torch.ones_like(total), total)
 
 
 def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
-    """Return the change of softmax for a change of its scores."""
+    """Return the change of the softmax's output for a change of its scores."""
     change = torch.where(L > 0, change, torch.zeros_like(change))  # masked scores are -∞
     return L * (change - (w * change).sum(-1, keepdim=True))
 
 
 def gate_derivative(heads: Any, query: Tensor) -> Tensor:
-    """Return the derivative of the self weights of neuron-heads with respect to their queries."""
+    """Return the derivative of neuron-heads' self weights with respect to their queries."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
         weight = heads._gate_pattern(leaf)[..., SELF]
@@ -158,18 +158,19 @@ _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] 
 
 
 class FunctionRules(TorchFunctionMode):
-    """Record calls of torch's nonlinear functions, or replace these functions by their rules.
+    """Record calls of torch's nonlinear functions, or replace these functions with their rules.
 
-    Calls are matched by their order, so both passes must run the same code. In float64, conversions
-    to float32 are skipped: many modules of transformers compute in float32 in every model.
+    Calls are matched by their order, so both passes must run the same code. For models in float64,
+    conversions to float32 are skipped, because many transformers modules always compute in float32.
 
     Args:
-        seen: the inputs and outputs that a first pass recorded, to replace; None to record.
-        paused: whether to record and replace nothing at first.
+        seen: to replace functions, the inputs and outputs that a first pass recorded; None to
+            record.
+        paused: whether to start paused; a paused mode neither records nor replaces.
 
     Attributes:
         softmax: the output of each softmax, with the gradient of its rule.
-        softmax_changes: how much it changes between the runs.
+        softmax_changes: the change of each softmax output between the runs.
     """
 
     def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
@@ -182,7 +183,7 @@ class FunctionRules(TorchFunctionMode):
         self._n_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, or its rule."""
+        """Run a function, or the rule that replaces it."""
         kwargs = kwargs or {}
         if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
             return args[0]
@@ -196,7 +197,7 @@ class FunctionRules(TorchFunctionMode):
         if not self._replaces:
             y = func(*args, **kwargs)
             recorded = y.detach().clone()
-            if _RULES[func] is _softmax:  # a row of padding may have no key
+            if _RULES[func] is _softmax:  # all keys may be masked in a padding row
                 recorded = recorded.nan_to_num(0.0)
                 if x.requires_grad:
                     rule = partial(softmax_change, recorded, recorded)

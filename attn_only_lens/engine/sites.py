@@ -1,4 +1,4 @@
-"""Sites: the heads to patch, by name or by kind, and the part of them to patch."""
+"""Sites: the heads to patch, selected by name or by kind, and the part of each head to patch."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.heads.names import head_counts
 
 ALL_MEMBERS = -1
-"""In `LayerSites.member`: all heads of the neuron together."""
+"""The value in `LayerSites.member` that stands for all heads of a neuron together."""
 Part = Literal["z", "pattern", "value", "q", "k"]
 PARTS: tuple[str, ...] = get_args(Part)
 SHARED_PARTS: tuple[Part, ...] = ("value", "k")
@@ -31,11 +31,11 @@ _PROBLEM = "these heads cannot be selected"
 
 @dataclass(frozen=True)
 class Selection:
-    """All heads of some kinds in some layers, for any model.
+    """All heads of the given kinds in the given layers, for any model.
 
     Attributes:
-        kinds: "attention", "neuron".
-        layers: source layers; None for all.
+        kinds: "attention", "neuron" or both.
+        layers: the source layers; None for all layers.
     """
 
     kinds: tuple[HeadKind, ...]
@@ -53,8 +53,9 @@ class LayerSites:
         layer: the source layer.
         kind: "attention" or "neuron".
         names: `L5H3`, `L5N1234`, or `L5N1234.2` for one of several heads that share a neuron.
-        index: the attention head, or the neuron.
-        member: the head of the neuron; `ALL_MEMBERS` (-1) for all its heads, and for attention.
+        index: the index of the attention head or neuron.
+        member: the number of one head of the neuron; `ALL_MEMBERS` (-1) for all its heads, and for
+            attention heads.
     """
 
     layer: int
@@ -65,7 +66,7 @@ class LayerSites:
 
     @classmethod
     def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
-        """Return the sites of one or more heads of one kind in one layer."""
+        """Return the sites for one or more heads of one kind in one layer."""
         heads = list(heads)
         members = [ALL_MEMBERS if head.member is None else head.member for head in heads]
         index = torch.tensor([head.index for head in heads], device="cpu")
@@ -80,7 +81,7 @@ def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
         layers: source layers, counted from 0; None for all.
 
     Raises:
-        InputError: layers that are not numbers, negative or repeated.
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -97,7 +98,7 @@ def heads(layers: int | Iterable[int] | None = None) -> Selection:
         layers: source layers, counted from 0; None for all.
 
     Raises:
-        InputError: layers that are not numbers, negative or repeated.
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -114,7 +115,7 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
         layers: source layers, counted from 0; None for all.
 
     Raises:
-        InputError: layers that are not numbers, negative or repeated.
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -139,12 +140,12 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """Return the hook point of a part of the heads of a layer."""
+    """Return the hook point for a part of a layer's heads."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the heads of a model that a selection or names select."""
+    """Return the model's heads that a selection, or a list of names, selects."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts: list[dict[HeadKind, int]] = [
@@ -165,7 +166,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:
-    """Split names such as `L3N7@13` or `L3N7@subject` into head and position, a number or a role.
+    """Split names such as `L3N7@13` or `L3N7@subject` into a head and a position or role.
 
     Return None if no name has a position.
     """
@@ -198,14 +199,14 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # otherwise names take a noticeable part of an attribution's time
+@lru_cache(maxsize=1024)  # without a cache, an attribution spends noticeable time on names
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
-    """Return the parsed names, and every reason why a name is not a head of the model."""
+    """Return the parsed names, and every reason why a name is not a head in the model."""
     chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__

@@ -1,10 +1,10 @@
 """Convert texts to tokens and back with any tokenizer, and find the words that it does not know.
 
 `tokenizer.decode([id])` returns a token's text at the start of a text, where a SentencePiece
-tokenizer drops the space before a word. So the text of a token inside a text is `decode([id, id])`
-after the removal of its beginning, `decode([id])`. If a vocabulary marks the end of a word
-(`the</w>`, OpenAI GPT), the space after it belongs to the token. Bytes that are not a complete
-character are written `<0xE2>`.
+tokenizer drops the space before a word. To get the token's text inside a text, we remove
+`decode([id])` from the beginning of `decode([id, id])`. If a vocabulary marks the end of a word
+(`the</w>` in OpenAI GPT), the space after the word belongs to the token. Bytes that are not a
+complete character are written as `<0xE2>`.
 """
 
 import re
@@ -28,22 +28,22 @@ _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
-"""The byte that each character of a byte-level vocabulary stands for: GPT-2's table."""
+"""GPT-2's table of the byte that each character in a byte-level vocabulary stands for."""
 _BROKEN = "\ufffd"
 _END_OF_WORD = "</w>"
 _ESCAPED = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
-_APOSTROPHES = "'’"  # inside a word: "don't"
+_APOSTROPHES = "'’"  # they count as part of a word, as in "don't"
 
 
 # From texts to tokens
 
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
-    """Return a text or tokens as tokens on the model's device; refuse what it cannot run on."""
+    """Convert a text or tokens to tokens on the model's device; refuse invalid tokens."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
-            f"{cfg.model_name} has no vocabulary (does it take pictures?); expected a model "
+            f"{cfg.model_name} has no vocabulary (perhaps it takes images?); expected a model "
             "that takes tokens"
         )
     if isinstance(tokens, str):
@@ -60,22 +60,22 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
             low, high = int(tokens.min()), int(tokens.max())
             if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
                 return tokens.to(next(model.parameters()).device)
-            got = f"values from {low} to {high}, pos {tokens.shape[1]}"
+            got = f"values from {low} to {high} and pos={tokens.shape[1]}"
     raise UnsupportedCallError(
-        f"tokens: got {got}; expected a text, or a tensor or array of integers [batch, pos] from 0 "
-        f"to {cfg.d_vocab - 1}, pos up to {cfg.n_ctx}"
+        f"tokens: got {got}; expected a text, or a tensor or array [batch, pos] of integers from 0 "
+        f"to {cfg.d_vocab - 1}, with pos up to {cfg.n_ctx}"
     )
 
 
 def array_as_tensor(value: Any) -> Any:
-    """Convert a NumPy array of numbers to a tensor, integers to int64; keep other values."""
+    """Convert a NumPy array of numbers to a tensor (integers to int64); return others unchanged."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
         return value
     return torch.tensor(value.astype(np.int64) if value.dtype.kind in "iu" else value, device="cpu")
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
-    """Return the tokens of a text as `model.to_tokens` does, but never two BOS tokens."""
+    """Return the same tokens for a text as `model.to_tokens`, but never with two BOS tokens."""
     if model.tokenizer is None:
         raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
@@ -85,7 +85,7 @@ def tokens_of_text(model: Any, text: str) -> Tensor:
 
 
 def d_vocab_out(model: Any) -> int:
-    """Return the size of the output vocabulary: d_vocab if the configuration has no other."""
+    """Return the size of the output vocabulary, which is d_vocab by default."""
     out = getattr(model.cfg, "d_vocab_out", None)
     return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)
 
@@ -96,17 +96,17 @@ def d_vocab_out(model: Any) -> int:
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the text of each token of a prompt, with the space before a word.
 
-    Joined, these texts are the original text, if the tokenizer can restore it.
+    These texts join to the original text if the tokenizer can restore it.
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
-        tokens: tokens of one prompt [pos], or a text.
+        tokens: the tokens of one prompt [pos], or a text.
 
     Returns:
         One text per token; bytes that are not a complete character appear as `<0xE2>`.
 
     Raises:
-        UnsupportedCallError: the model cannot take the text, or the tokens are not one prompt.
+        UnsupportedCallError: the model cannot take a text, or the tokens are not one prompt.
 
     Example:
         >>> from attn_only_lens import pretrained, token_texts
@@ -119,7 +119,7 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     ids = list(map(as_plain, ids)) if isinstance(ids, Iterable) else [None]
     if not all(map(is_count, ids)):
         raise UnsupportedCallError(
-            f"tokens: got {reprlib.repr(tokens)}; expected a text, or tokens of one prompt [pos]"
+            f"tokens: got {reprlib.repr(tokens)}; expected a text, or one prompt's tokens [pos]"
         )
     return _texts(model, ids, {token: token_text(model, token) for token in {*ids}})
 
@@ -127,7 +127,7 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
 def token_texts_of_prompts(
     model: Any, tokens: Tokens, real: Bool[Tensor, "batch pos"]
 ) -> list[list[str | None]]:
-    """Return the texts of every prompt's tokens; None for padding. Decode each token once."""
+    """Return the texts of every prompt's tokens, with None for padding; decode each token once."""
     rows_of_texts = list[list[str | None]]()
     rows = torch.where(real, tokens, -1).tolist()
     known = {token: token_text(model, token) for token in {*chain(*rows)} - {-1}}
@@ -138,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, from the text of each token inside a text."""
+    """Return the texts of a prompt's tokens, given each token's text inside a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -150,7 +150,7 @@ def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
 
 
 def token_text(model: Any, token: int) -> str:
-    """Return the text that a token has inside a text."""
+    """Return a token's text inside a text, where it keeps its leading space."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return str(token)
@@ -169,7 +169,7 @@ def token_text(model: Any, token: int) -> str:
 
 
 def join_tokens(texts: Iterable[str]) -> str:
-    """Join the texts of tokens, and decode bytes that form characters together.
+    """Join the texts of tokens, and decode bytes that together form a character.
 
     Example:
         >>> join_tokens(["caf", "<0xC3>", "<0xA9>", " <0xFF>"])
@@ -189,11 +189,11 @@ def _escape(raw: bytes) -> str:
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
-    # Clean-up would remove every space before a comma.
+    # Clean-up would remove spaces before commas.
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-# Words, signs and whitespace that a tokenizer does not know: the model reads <unk>, or nothing
+# Words, signs and whitespace that a tokenizer does not know; the model reads <unk> or nothing
 
 
 def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
@@ -202,7 +202,7 @@ def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
 
 
 def one_token(tokenizer: Any, text: str) -> int | None:
-    """Return the token that a text is; None if it is not a single known token."""
+    """Return a text's token if the text is a single known token; otherwise return None."""
     tokens = token_ids(tokenizer, text)
     return int(tokens[0]) if len(tokens) == 1 and not unknown_words(tokenizer, text) else None
 
@@ -242,7 +242,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def _piece(text: str, start: int, end: int) -> str:
-    """Return the text at a span; if it has a letter or digit, the whole word around it."""
+    """Return the text from `start` to `end`; extend it to the whole word if it is part of one."""
     piece = text[start:end]
     if not any(map(_in_word, piece)):
         return piece.strip() or piece
@@ -265,7 +265,7 @@ def instead_of_unknown(tokenizer: Any) -> str:
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn about unknown words in prompts, given by name; return whether there are any."""
+    """Warn about unknown words in prompts (texts by name); return whether there are any."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"

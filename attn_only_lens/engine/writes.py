@@ -1,28 +1,29 @@
 """A forward pass as a sum of writes: what each head, neuron and bias adds to the residual stream.
 
-The stream that a sublayer reads is a sum over everything written before it,
+The stream that a sublayer reads is the sum of all earlier writes,
 
     x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_out[i] + biases
 
 over attention heads h and neuron-heads i with outputs z, at each position. If a norm follows a
-sublayer (OLMo 2; Gemma 2 has both), a head with output o writes o N / s: N is the norm's linear
-part (`models/norms.py`), and s the scale that the norm divided by in this run, which depends on the
-whole sublayer. The terms still add up. The norm's bias is part of the sublayer's bias.
+sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head with output o
+writes o N / s. N is the norm's linear part (`models/norms.py`), and s is the scale by which the
+norm divided in this run, which depends on the whole sublayer. The terms still add up. The norm's
+bias is part of the sublayer's bias.
 
-If the stream x moves by δ, what a head reads moves from x N / s + b by
+If the stream x changes by δ, a head's input x N / s + b changes by
 
     scale="held"    δ N / s                          linear in δ: effects of several δ add up
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
 
-and the head's own projections follow. s is measured from the norm's input and output; s'² - s² is
-the change of the mean square. Norms of queries and keys (Qwen 3), rotations and the softmax belong
-to the head that reads; the model's own code computes them (`readers.py`).
+and the head's projections are applied to this change. s is computed from the norm's input and
+output; s'² - s² is the change of the mean square. Norms of queries and keys (Qwen 3), rotations and
+the softmax belong to the head that reads; the model's own code computes them (`readers.py`).
 
     run = decompose(model, tokens, mask)           one forward pass; checks that the writes add up
     run.embedding                                  [batch, pos, d_model]
     run.of(5, "attention").written(sites)          [site, batch, pos, d_model]; sites of layer 5
     run.of(5, "neuron").bias                       [batch, pos, d_model]
-    run.before(5, "neuron")                        the sublayers that have written before it reads
+    run.before(5, "neuron")                        the sublayers that write before layer 5's MLP
     run.of(5, "neuron").reads.change(δ, "held")    change of the input of layer 5's MLP
     run.final.change(δ, "held")                    change of the input of the unembedding
 """
@@ -64,9 +65,9 @@ class FrozenNorm:
     """A norm in a run, x N / s + b, with its scale s fixed.
 
     Attributes:
-        norm: N and b (`models/norms.py`).
-        stream: x.
-        scale: s.
+        norm: the norm's N and b (`models/norms.py`).
+        stream: the norm's input x.
+        scale: the scale s.
     """
 
     norm: Any
@@ -81,12 +82,12 @@ class FrozenNorm:
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
         """Return the change of the norm's output for a change of its input."""
-        change = change.to(self.scale.device)  # it may come from a layer on another
+        change = change.to(self.scale.device)  # it may come from a layer on another device
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
             return moved / self.scale
         x, centred = self.norm.centred(self.stream), self.norm.centred(change)
-        growth = (centred * (2 * x + centred)).mean(-1, keepdim=True)  # of the mean square
+        growth = (centred * (2 * x + centred)).mean(-1, keepdim=True)  # change of the mean square
         new_scale = (self.scale.square() + growth).sqrt()
         linear: Tensor = self.norm.after(self.stream)
         return moved / new_scale + linear * (1 / new_scale - 1 / self.scale)
@@ -94,7 +95,7 @@ class FrozenNorm:
     def back(
         self, gradient: Float[Tensor, "batch pos d_model"], positions: Positions = slice(None)
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the gradient at the norm's input from that at its output, with s held."""
+        """Return the gradient at the norm's input, given the one at its output; s is constant."""
         gradient = gradient.to(self.scale.device)
         linear: Tensor = self.norm.before(gradient.flatten(0, -2).T).T
         return linear.view_as(gradient) / self.scale[:, positions]
@@ -102,17 +103,17 @@ class FrozenNorm:
 
 @dataclass(frozen=True, eq=False)
 class SublayerWrites:
-    """What the attention heads, or the neurons, of one source layer wrote in a run.
+    """The vectors that one source layer's attention heads, or neurons, added to the stream.
 
     Attributes:
         layer: the source layer.
         kind: "attention" or "neuron".
         reads: the norm before the sublayer.
-        entered: the sublayer's input, behind that norm.
+        entered: the sublayer's input, after the norm `reads`.
         writes: the norm after the sublayer.
-        z: the outputs of its heads; neuron-heads have width 1.
-        matrix: W_O, or W_out with rows of width 1.
-        bias: the constant that it writes.
+        z: the outputs of the sublayer's heads; neuron-heads have d_head 1.
+        matrix: W_O, or W_out with d_head 1.
+        bias: the constant vector that the sublayer adds to the stream.
         neurons: the neuron-heads; None for attention.
     """
 
@@ -128,7 +129,7 @@ class SublayerWrites:
 
     @property
     def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
-        """z, summed over the heads that share a neuron."""
+        """The sum of z over the heads that share a neuron; z itself for attention heads."""
         if self.neurons is None:
             return self.z
         return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
@@ -136,7 +137,7 @@ class SublayerWrites:
     def written(
         self, sites: LayerSites, positions: Positions = slice(None)
     ) -> Float[Tensor, "site batch pos d_model"]:
-        """Return what some of its heads wrote into the stream."""
+        """Return the vectors that the given heads added to the stream."""
         index, writes = sites.index.to(self.z.device), self.writes.at(positions)
         z = self.z[:, positions]
         if self.neurons is not None:
@@ -147,7 +148,7 @@ class SublayerWrites:
         return writes.change(by_head)
 
     def total(self) -> Residual:
-        """Return everything that it wrote."""
+        """Return the sum of all vectors that the sublayer added to the stream."""
         return self.writes.change(self.outputs.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
 
 
@@ -156,12 +157,12 @@ class Decomposition:
     """A run as a sum of writes.
 
     Attributes:
-        recording: the run, with every neuron-head and the z of every attention head.
-        embedding: the stream that enters the first block: tokens and positions.
-        sublayers: in the order of computation.
+        recording: the recorded run, with every neuron-head and the z of every attention head.
+        embedding: the stream that enters the first block: token and position embeddings.
+        sublayers: the writes of each sublayer, in the order of computation.
         final: the norm before the unembedding.
         parallel: for each source layer, whether its MLP reads the same stream as its attention.
-        uncapped: the output of the unembedding: the logits before any soft cap.
+        uncapped: the unembedding's output, which is the logits before any soft cap.
     """
 
     recording: Recording
@@ -172,11 +173,11 @@ class Decomposition:
     uncapped: Float[Tensor, "batch pos d_vocab"]
 
     def of(self, layer: int, kind: HeadKind) -> SublayerWrites:
-        """Return a sublayer."""
+        """Return the writes of a sublayer."""
         return self.sublayers[2 * layer + HEAD_KINDS.index(kind)]
 
     def before(self, layer: int, kind: HeadKind) -> tuple[SublayerWrites, ...]:
-        """Return the sublayers that have written before one reads."""
+        """Return the sublayers that write to the stream before the given sublayer reads it."""
         n = 2 * layer + (kind == "neuron" and not self.parallel[layer])
         return self.sublayers[:n]
 
@@ -186,16 +187,17 @@ class Decomposition:
 def decompose(
     model: Any, tokens: Tokens, mask: Tensor | None, *, names: tuple[str, ...] = ()
 ) -> Decomposition:
-    """Run a model once, and return what each sublayer wrote.
+    """Run a model once, and return the writes of each sublayer.
 
     Args:
         model: a model with neuron-heads, in float32 or float64.
-        tokens: its input.
-        mask: 1 for real tokens, 0 for padding.
+        tokens: the model's input.
+        mask: 1 for real tokens and 0 for padding.
         names: further hook points of attention heads to record.
 
     Raises:
-        InputError: unknown norms or matrices of a bridge; half precision; a run that is not finite.
+        InputError: a bridge has unknown norms or matrices, the model is in half precision, or the
+            run is not finite.
         UnsupportedModelError: the writes do not add up to the stream.
     """
     dtype = next(model.parameters()).dtype
@@ -234,27 +236,27 @@ _NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDiction
 
 
 def _norms(model: Any) -> tuple[list[Any], Any]:
-    """Return the norms of each layer and the last one, with weights checked; once for a model."""
+    """Return each layer's norms and the final norm; check the weights once for a model."""
     known, host = _NORMS.get(passed_tests(model)), host_of(model)
     if known is None:
         host.require_weights()
         known = host.norms(), host.final_norm()
-        _NORMS[passed_tests(model)] = known  # a first run leaves plain attributes in some modules
+        _NORMS[passed_tests(model)] = known  # the first run adds plain attributes to some modules
     return known
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, and the norms among them."""
+    """Modules' inputs and outputs in a forward pass, with a test of which modules are norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
         self.returned: dict[nn.Module, Tensor] = {}
-        self._norms: list[tuple[str, Tensor]] = []  # the class of each, and whether it is a norm
+        self._norms: list[tuple[str, Tensor]] = []  # each module's class, and if it is a norm
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm in this run; `outside` is the stream if there is no norm.
+        """Return a norm as it was in this run; if there is no norm, `outside` is the stream.
 
-        The scale is measured from the norm's input and output.
+        The scale is computed from the norm's input and output.
         """
         if norm.module is None:
             return FrozenNorm(norm, outside, torch.ones_like(outside[..., :1]))
@@ -272,7 +274,7 @@ class _Traffic:
         return FrozenNorm(norm, stream, scale)
 
     def require_norms(self) -> None:
-        """Refuse modules that are no norms."""
+        """Refuse modules that are not norms."""
         are_norms = read_all([is_norm for _, is_norm in self._norms])
         others = {
             name for (name, _), is_norm in zip(self._norms, are_norms, strict=True) if not is_norm
@@ -302,25 +304,25 @@ def _sublayer(
 
 
 def read_matrices(heads: Any) -> list[Tensor]:
-    """Return the matrices by which neuron-heads read: of q, and of u in a gated MLP."""
+    """Return the matrices with which neuron-heads compute q and, in a gated MLP, u."""
     gate = getattr(heads.module, "W_gate", None)
     return [heads.module.W_in] if gate is None else [gate, heads.module.W_in]
 
 
 def _require_finite(recording: Recording) -> None:
-    """Refuse a run with nan: nan at padding would be nan in every sum over positions."""
+    """Refuse a run with nan, because nan at padding would spread to every sum over positions."""
     device = recording.tokens.device
     finite = torch.stack([x.isfinite().all(-1).to(device) for x in recording.streams]).all(0)
     if finite.all():
         return
     prompts = (~finite).any(1).nonzero()[:, 0].tolist()
     padded = recording.mask is not None and not bool(recording.mask.all())
-    advice = "; some models give nan to padding on the left: pad on the right" if padded else ""
+    advice = "; some models compute nan for padding on the left: pad on the right" if padded else ""
     raise InputError([f"the model's own run is not finite for prompts {prompts}{advice}"], _PROBLEM)
 
 
 def _require_sums(run: Decomposition) -> None:
-    """Compare the sum of all writes with the stream that every sublayer read."""
+    """Require that every sublayer's input is the sum of all earlier writes."""
     readers = [
         (f"the {x.kind} of layer {x.layer}", x.reads.stream, len(run.before(x.layer, x.kind)))
         for x in run.sublayers
@@ -338,16 +340,16 @@ def _require_sums(run: Decomposition) -> None:
     for (reader, *_), error, size in zip(readers, values[::2], values[1::2], strict=True):
         if not error <= _ROUNDING * size:
             reason = (
-                f"the input of {reader} differs by {error:.2g} from the sum of everything written "
-                f"before it (largest entry: {size:.2g}): something else writes into the stream, "
-                "or outputs are multiplied"
+                f"the input of {reader} differs by {error:.2g} from the sum of all earlier writes "
+                f"(largest entry: {size:.2g}): another module adds to the stream, or outputs are "
+                "multiplied"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
 
 
 @contextmanager
 def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
-    """Yield the inputs and the outputs of modules, which the next forward pass fills in."""
+    """Yield a record of modules' inputs and outputs, which the next forward pass fills."""
     traffic = _Traffic()
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -360,7 +362,7 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
             )
             raise InputError([reason], _PROBLEM)
         traffic.returned[module] = output_stream(output).detach()
-        # On the device of its weights: a model over several devices moves its input there.
+        # A model on several devices moves the input to the device of the module's weights.
         traffic.entered[module] = x.detach().to(traffic.returned[module].device)
 
     with ExitStack() as stack:
@@ -371,7 +373,7 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
 
 @contextmanager
 def add_to_input(module: nn.Module, change: Tensor) -> Iterator[None]:
-    """Add to the query, key and value inputs of an attention module alike."""
+    """Add `change` to the query, key and value inputs of an attention module."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         inputs = ("hidden_states", "query_input", "key_input", "value_input")

@@ -1,32 +1,33 @@
 """Bilinear gates: an activation as several heads per neuron, with softmax over bilinear scores.
 
 If the activation α is not silu, a neuron needs m heads, which share one value and one output
-vector. For the pre-activation q that the gate reads:
+vector. Let q be the pre-activation that the gate reads:
 
-    head j   score of the token itself 0, of the bias token -(b_j q + c_j)
+    head j   scores  0 for the token itself, -(b_j q + c_j) for the bias token
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
              output  w_j · σ(b_j q + c_j) · value · W_out[i]
 
-Their sum is value · p(q) · W_out[i] with the mixture p(q) = Σ_j w_j σ(b_j q + c_j).
+The heads sum to value · p(q) · W_out[i] with the mixture p(q) = Σ_j w_j σ(b_j q + c_j).
 
-Plain MLPs: the value is q, and q · p(q) approximates α(q) within `bound` for every real q, which
-needs Σ_j w_j = 1. silu (b = 1) and quick_gelu (b = 1.702) are exact with one head: Theorem 3 of
+In a plain MLP, the value is q, and q · p(q) approximates α(q) within `bound` for every real q. This
+needs Σ_j w_j = 1. silu (b = 1) and quick_gelu (b = 1.702) are exact with one head, by Theorem 3 of
 "Attention-Only Transformers and Implementing MLPs with Attention Heads". gelu and its tanh forms
-take 1, 2, 4, 6 or 8 heads; the paper's slope 1.702 has an error of .0203, the best slope .0139,
-four heads 2.4e-5. relu is one head of slope k, with an error of W(1/e)/k = .27846…/k at most
-(Lambert's W); its scores grow to k |q|.
+take 1, 2, 4, 6 or 8 heads. One head has an error of .0203 with the paper's slope 1.702 and .0139
+with the best slope; four heads have an error of 2.4e-5. relu is approximated by one head of slope
+k, with an error of at most W(1/e)/k = .27846…/k (Lambert's W); its scores grow to k |q|.
 
-Gated MLPs: a neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is u,
-and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b = 0 and
-c = ∞: it is linear, as in Theorem 7. The paper covers only plain MLPs; we know no publication of
-gated ones. A sum of sigmoids is bounded and α is not, so no number of heads covers every q. Its
-linear part comes from wide sigmoids that cancel, which costs about 2^-22 Σ|w| in float32. For relu,
-one fit on [-1, 1] serves all limits: multiply its error and weights by the limit. The bound is
-absolute, and half precision cannot represent the outputs of single heads.
+In a gated MLP, a neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is
+u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b = 0 and
+c = ∞, so it is linear, as in Theorem 7. The paper covers only plain MLPs; we know no publication
+about gated MLPs. A sum of sigmoids is bounded and α is not, so no number of heads covers every q.
+The linear part of α comes from wide sigmoids that cancel, which costs about 2^-22 Σ|w| in float32.
+For relu, one fit on [-1, 1] serves all limits: multiply its error and weights by the limit. The
+bound is absolute, and half precision cannot represent the outputs of single heads.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
-`fit_gated_gates.py`); each w is a multiple of 2^-23, so that float32 holds every partial sum. The
-bounds hold in real arithmetic (`analyses/tools/certificates.py`); rounding adds to them.
+`fit_gated_gates.py`). Each w is a multiple of 2^-23, so float32 represents every partial sum
+exactly. The bounds hold in real arithmetic (`analyses/tools/certificates.py`); rounding adds to
+them.
 """
 
 import json
@@ -44,10 +45,10 @@ from torch import Tensor
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
-_DEFAULT_TOLERANCE = 1e-3  # which takes 4 heads for gelu
+_DEFAULT_TOLERANCE = 1e-3  # gelu needs 4 heads for this tolerance
 _DEFAULT_GATED_HEADS = 8
-_LEAST_TOLERANCE = 1e-12  # about the precision of float64; the slope of relu fits float32
-_LARGEST_LIMIT = 2.0**64  # far within float32
+_LEAST_TOLERANCE = 1e-12  # about float64 precision; float32 can represent relu's slope
+_LARGEST_LIMIT = 2.0**64  # far inside the range of float32
 _RELU_CONSTANT = 0.2784645427611  # max of x / (1 + exp x), rounded up
 _EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
 _SPELLINGS = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
@@ -55,14 +56,14 @@ _SPELLINGS = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 @dataclass(frozen=True)
 class BilinearGate:
-    """Choose between a token and the bias token with the m heads of one neuron.
+    """Approximate an activation with the m heads of one neuron, by softmax over bilinear scores.
 
     Attributes:
         name: the activation α, as in TransformerLens (`cfg.act_fn`).
         w: for each head, the factor of W_out[i].
         b: for each head, the slope of its query in q.
-        c: for each head, the offset of its query; ∞ for a head that attends only to its own token.
-        bound: certified largest error of `activation` over all |q| <= limit.
+        c: for each head, the offset of its query; ∞ if the head attends only to its own token.
+        bound: the certified largest error of `activation` over all |q| <= limit.
         limit: the largest |q| for which the bound holds; ∞ for a plain MLP, finite for a gated one.
 
     Example:
@@ -90,13 +91,13 @@ class BilinearGate:
     def __post_init__(self) -> None:
         if not len(self.w) == len(self.b) == len(self.c) > 0:
             raise ValueError(
-                f"got {len(self.w)} numbers w, {len(self.b)} b and {len(self.c)} c; expected the "
-                "same number of each, one per head"
+                f"got {len(self.w)} values of w, {len(self.b)} of b and {len(self.c)} of c; "
+                "expected the same number of each, one per head"
             )
 
     @property
     def heads_per_neuron(self) -> int:
-        """The number of heads of a neuron, m."""
+        """The number of heads per neuron, m."""
         return len(self.w)
 
     @property
@@ -106,16 +107,16 @@ class BilinearGate:
 
     @property
     def sum_abs_w(self) -> float:
-        """Σ_j |w_j|; the rounding error of the mixture is proportional to it."""
+        """Σ_j |w_j|, to which the rounding error of the mixture is proportional."""
         return math.fsum(map(abs, self.w))
 
     @property
     def amplification(self) -> float:
-        """The rounding of the mixture relative to that of α: Σ_j |w_j| / limit, at least 1."""
+        """The mixture's rounding error divided by α's: Σ_j |w_j| / limit, at least 1."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
-        """Return the query b_j q + c_j of each head, finite, in float32 or float64."""
+        """Return each head's query b_j q + c_j, clamped to finite values, in float32 or float64."""
         largest = largest_query(q.dtype)
         q = float32_if_half(q).clamp(-largest, largest)[..., None]
         return (q * q.new_tensor(self.b) + q.new_tensor(self.c)).clamp(-largest, largest)
@@ -134,7 +135,7 @@ class BilinearGate:
         """Return Σ_j w_j σ(b_j q + c_j), in float32 or float64: α(q) / q, or α(q) for a gated MLP.
 
         Heads are added one by one and in place, which saves time and needs 1/m of the memory. The
-        gradient of σ is computed from its result, so no step overwrites a value that is needed.
+        backward pass of σ needs only its output, so no step overwrites a value that it needs.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -151,7 +152,7 @@ class BilinearGate:
 
 
 def largest_query(dtype: torch.dtype) -> float:
-    """Return a quarter of the largest number of a dtype, which leaves room for a patched key."""
+    """Return a quarter of a dtype's largest number, which leaves room for edits of the key."""
     return torch.finfo(dtype).max / 4
 
 
@@ -166,25 +167,26 @@ def bilinear_gate(
     """Return the bilinear gate of an activation, with its coefficients and certified bound.
 
     For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is within
-    `tolerance`; for gated MLPs, the gate of the smallest limit in the table that covers `limit`.
+    `tolerance`. For gated MLPs, it is the gate with the smallest limit in the table that covers
+    `limit`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
-    gates of one head.
+    gates with one head.
 
     Args:
-        act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, relu; or, in plain MLPs,
+        act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh or relu; in plain MLPs also
             quick_gelu.
-        heads: heads per neuron: in plain MLPs 1, 2, 4, 6 or 8 for the gelus and 1 for the others;
-            in gated MLPs 4, 6, 8 (the default) or 12.
+        heads: the number of heads per neuron. In plain MLPs it is 1, 2, 4, 6 or 8 for the gelus and
+            1 for the other activations; in gated MLPs it is 4, 6, 8 (the default) or 12.
         tolerance: in plain MLPs, the largest error over all real q, at least 1e-12; 1e-3 by
             default. It sets the slope of relu.
-        slope: in plain MLPs, use one head, SiLU(slope · q) / slope. For relu, any slope k, with an
-            error of at most 0.2785/k; for the gelus, a slope from 1 to 3.2, or "paper" for the
-            paper's 1.702, with the bound 0.0204 (0.0207 for the tanh forms).
+        slope: in plain MLPs, use one head, SiLU(slope · q) / slope. For relu, pass any slope k; the
+            error is at most 0.2785/k. For the gelus, pass a slope from 1 to 3.2, or "paper" for the
+            paper's 1.702, which has the bound 0.0204 (0.0207 for the tanh forms).
         limit: in gated MLPs, the largest |q| to cover.
 
     Raises:
-        ValueError: an unknown activation, number of heads or limit, or no gate within the
+        ValueError: the activation, number of heads or limit is unknown, or no gate is within the
             tolerance.
 
     Example:
@@ -203,7 +205,7 @@ def bilinear_gate(
     if limit is not None:
         if tolerance is not None or slope is not None:
             raise ValueError(
-                "got a tolerance or a slope for gated MLPs, whose error depends on the limit: "
+                "got a tolerance or a slope for gated MLPs, whose error depends on the limit; "
                 "choose the number of heads instead"
             )
         return _gated(act_fn, _DEFAULT_GATED_HEADS if heads is None else heads, limit)
@@ -235,14 +237,14 @@ def _within(act_fn: str, heads: int | None, tolerance: float | None) -> Bilinear
             return gate
     bounds = ", ".join(f"{gate.heads_per_neuron} heads: {gate.bound:.4g}" for gate in gates)
     raise ValueError(
-        f"no bilinear gate of {act_fn} is within {allowed!r} of it ({bounds}): allow more heads or "
-        f"a larger tolerance, or use the exact gate, GATES[{act_fn!r}]"
+        f"no bilinear gate approximates {act_fn} within {allowed!r} ({bounds}): allow more heads "
+        f"or a larger tolerance, or use the exact gate, GATES[{act_fn!r}]"
     )
 
 
 @cache
 def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
-    """Return a gate of one head for plain MLPs."""
+    """Return a gate with one head for plain MLPs."""
     gate = _plain(act_fn, _DEFAULT_TOLERANCE)[0]
     if slope == "paper" and act_fn not in ("relu", *_EXACT_SLOPES):
         slope = QUICK_GELU_SLOPE
@@ -264,11 +266,11 @@ def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
 
 
 def _slope_bound(act_fn: str, slope: float) -> float:
-    """Bound the error of SiLU(slope · q) / slope as a gelu, for a slope from 1 to 3.2.
+    """Bound how far SiLU(slope · q) / slope is from a gelu, for a slope from 1 to 3.2.
 
-    The error is even in q. `analyses/tools/certificates.py` proves that between points at a
-    distance of h = 2^-10 it is at most h²/8 · (3.1 + 0.87 · 3.2) < 7e-7 larger than at the points,
-    and that it is below 5e-8 for q > 20.
+    The error is even in q. `analyses/tools/certificates.py` proves that between grid points with
+    spacing h = 2^-10 the error is at most h²/8 · (3.1 + 0.87 · 3.2) < 7e-7 larger than at the grid
+    points, and that it is below 5e-8 for q > 20.
     """
     q = torch.arange(20 * 2**10 + 1, dtype=torch.float64, device="cpu") / 2**10
     error = q * (torch.sigmoid(-slope * q) - GATES[act_fn].bias_weight(q))
@@ -289,8 +291,8 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     gates = _with_heads(_fitted("gated", act_fn), heads)
     if not 0.0 < limit <= _LARGEST_LIMIT:
         raise ValueError(
-            f"got limit={limit}; expected a positive number, the largest |q| measured, up to "
-            f"{_LARGEST_LIMIT:g}"
+            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}, the largest "
+            "|q| to cover"
         )
     if act_fn == "relu":  # one fit, scaled exactly by a power of two
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
@@ -302,7 +304,7 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
         largest = max(gate.limit for gate in gates)
         raise ValueError(
             f"got limit={limit:g}; {act_fn} has gates up to {largest:g}: use the exact gate, or "
-            f"pass limit={largest:g} and let `verify` measure the error of larger inputs"
+            f"pass limit={largest:g} and let `verify` measure the error on larger inputs"
         )
     return min(covering, key=lambda gate: gate.limit)
 
@@ -311,7 +313,9 @@ def _with_heads(gates: Sequence[BilinearGate], heads: int) -> Sequence[BilinearG
     if matching := [gate for gate in gates if gate.heads_per_neuron == heads]:
         return matching
     counts = sorted({gate.heads_per_neuron for gate in gates})
-    raise ValueError(f"got heads={heads!r}; {gates[0].name} has gates of {counts} heads per neuron")
+    raise ValueError(
+        f"got heads={heads!r}; {gates[0].name} has gates with {counts} heads per neuron"
+    )
 
 
 def _fitted(
@@ -322,7 +326,7 @@ def _fitted(
         return gates
     known = sorted({gate.name for gate in table(kind)} | set(_SPELLINGS) | set(formulas))
     raise ValueError(
-        f"no bilinear gate of {act_fn!r} for {kind} MLPs; expected one of {', '.join(known)}"
+        f"no bilinear gate for {act_fn!r} in {kind} MLPs; expected one of {', '.join(known)}"
     )
 
 
@@ -334,7 +338,7 @@ def table(kind: Literal["plain", "gated"]) -> tuple[BilinearGate, ...]:
 
 
 def gates_from_json(text: str) -> tuple[BilinearGate, ...]:
-    """Return the gates of a table in JSON: a list of objects with the fields of `BilinearGate`."""
+    """Read gates from JSON: a list of objects with the fields of `BilinearGate`."""
     return tuple(
         BilinearGate(**entry | {name: tuple(entry[name]) for name in "wbc"})
         for entry in json.loads(text)

@@ -1,21 +1,21 @@
 """Exact gates: an activation function as the attention pattern of a neuron-head.
 
 An activation α with α(q) = q · p(q) and p(q) in [0, 1] is a head that attends to its own token
-with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value is zero,
+with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value is zero and
 the token's own value is q, so the head's output is p(q) · q = α(q). (A generalized SiLU has one
-more factor, which belongs to the value: `gating.py`.)
+more factor, which belongs to the value; see `gating.py`.)
 
-The scores follow the paper's choice of gauge: 0 for the token itself, and
+As in the paper, the score of the token itself is 0. So we need
 
     score of the bias token = -logit p(q) = -log_odds(q)
 
 so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu `log_odds` is
-linear in q, exactly as in the paper's Theorem 3; for the others the score is a monotone function
-of a bilinear form. ("Attention-Only Transformers and Implementing MLPs with Attention
+linear in q, exactly as in the paper's Theorem 3; for the other activations, the score is a monotone
+function of a bilinear form. ("Attention-Only Transformers and Implementing MLPs with Attention
 Heads", Theorem 3.)
 
-A gate's weights are computed in the working precision, or in float32 for half precision: the
-cubic inside gelu_new overflows float16 near |q| = 100, long before the activation does.
+A gate's weights are computed in the model's dtype, or in float32 for models in half precision,
+because the cubic inside gelu_new overflows float16 near |q| = 100, long before the activation does.
 """
 
 import math
@@ -31,20 +31,20 @@ from attn_only_lens.devices import float32_if_half
 QUICK_GELU_SLOPE = 1.702
 _GELU_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 _GELU_TANH_CUBIC = 0.044715
-# transformers' "gelu_fast" rounds sqrt(2/pi) to ten digits, and TransformerLens follows it.
+# transformers' "gelu_fast" rounds sqrt(2/pi) to ten digits, and so does TransformerLens.
 _GELU_FAST_SLOPE = 2.0 * 0.7978845608
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Choose between a token and the bias token by one activation function.
+    """Split attention between a token and the bias token as one activation function requires.
 
     Attributes:
         name: the activation's name in TransformerLens (`cfg.act_fn`).
         log_odds: logit p(q), elementwise; may be infinite.
         self_weight: p(q), elementwise, accurate in both tails.
-        slope: the slope if log_odds(q) = slope · q, so that the score is bilinear; else None.
-        scale: the token's value divided by q; 1 except for generalized SiLUs.
+        slope: if log_odds(q) = slope · q, which makes the score bilinear, this slope; else None.
+        scale: the token's value divided by q; it is 1 except for generalized SiLUs.
 
     Example:
         >>> import torch
@@ -65,15 +65,15 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of the q at which a token attends to itself: -1 for a negative slope."""
+        """The sign of q for which a token attends to itself; it is -1 if the slope is negative."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the scores of (self, bias) before the softmax: (0, -logit p(q)).
 
         Scores are finite: if the log-odds exceed the range of the dtype (for relu they are ±∞
-        everywhere), the bias score is the dtype's largest number. The softmax is the same, and
-        arithmetic on cached scores never computes ∞ - ∞.
+        everywhere), they are clamped to the dtype's largest numbers. This does not change the
+        softmax, and arithmetic on cached scores never computes ∞ - ∞.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
@@ -83,8 +83,8 @@ class Gate:
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the pattern over (self, bias): (p(q), 1 - p(q)).
 
-        Each gate satisfies p(-q) = 1 - p(q) (except relu at zero), so neither weight loses digits
-        to a subtraction.
+        Each gate satisfies p(-q) = 1 - p(q) (except relu at zero), so neither weight is computed
+        by a subtraction that loses digits.
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
@@ -116,7 +116,7 @@ def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
 
 
 def _clamp(q: Tensor) -> Tensor:
-    """Clamp q far in the tails, where p is 0 or 1, so that gradients of the log-odds are finite."""
+    """Clamp q far in the tails, where p is 0 or 1, so that the log-odds have finite gradients."""
     return q.clamp(-1e9, 1e9)
 
 
@@ -136,7 +136,7 @@ def _gelu(q: Tensor) -> Tensor:
 
 
 def _gelu_weight(q: Tensor) -> Tensor:
-    # Not torch.special.ndtr: it is (1 + erf) / 2, which has no digits left below q = -8.
+    # torch.special.ndtr computes (1 + erf) / 2, which has no correct digits below q = -8.
     return 0.5 * torch.special.erfc(-math.sqrt(0.5) * q)
 
 
@@ -149,7 +149,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return a step at 0 that is in q's graph, so that its gradient is zero, not missing."""
+    """Return a step function at 0 that is in q's autograd graph, so that its gradient is zero."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

@@ -1,8 +1,8 @@
 """The choice of gates for the neurons of a model, and generalized SiLU functions.
 
-α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q): the score of the bias token is -a_2 q, linear in q,
-and the token's value is a_1 a_2 q. So Theorem 3 holds exactly. The paper has the same product with
-other factors, W_Q = W_V = a_2 V_1 and W_O = a_1 V_2.
+A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). The score of the bias token is
+-a_2 q, which is linear in q, and the token's value is a_1 a_2 q. So Theorem 3 holds exactly. The
+paper splits the same product into other factors, W_Q = W_V = a_2 V_1 and W_O = a_1 V_2.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,30 +22,32 @@ AnyGate = Gate | BilinearGate
 _SMALLEST, _LARGEST = (
     2.0**-126,
     2.0**127,
-)  # float32 has these numbers, and weights are computed in float32
-_SIZE = "from 2^-126 to 2^127 in size"
+)  # float32 represents these numbers exactly, and weights are computed in float32
+_SIZE = "with an absolute value from 2^-126 to 2^127"
 
 
 @dataclass(frozen=True)
 class GeneralizedSiLU:
-    """The activation a_1 SiLU(a_2 x) of a model: `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
+    """The activation a_1 SiLU(a_2 x), for `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
     `convert` compares the coefficients with the activation that the model computes. Each neuron is
     exactly one head, with the attention σ(a_2 q) to its own token, the value a_1 a_2 q (times u in
     a gated MLP), and the output W_out[i]. SiLU has a_1 = a_2 = 1; Swish with β has a_1 = 1/β and
     a_2 = β; quick_gelu, which needs no `gate`, has 1/1.702 and 1.702.
 
-    For a model with a gelu or relu, a generalized SiLU is an approximation: `Bilinear(slope=…)`.
+    For a model with gelu or relu, a generalized SiLU is only an approximation; use
+    `Bilinear(slope=…)`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2 and
     Theorem 3.
 
     Attributes:
-        a_1: the factor outside, not 0.
-        a_2: the factor inside, not 0; may be negative.
+        a_1: the factor outside SiLU; it is not 0.
+        a_2: the factor inside SiLU; it is not 0 and may be negative.
 
     Raises:
-        InputError: a coefficient, or their product, is not a number from 2^-126 to 2^127 in size.
+        InputError: the absolute value of a coefficient, or of their product, is not a number from
+            2^-126 to 2^127.
 
     Example:
         >>> import torch
@@ -81,7 +83,7 @@ class GeneralizedSiLU:
 
     @property
     def gate(self) -> Gate:
-        """The exact gate: one object for each pair of coefficients."""
+        """The exact gate; equal coefficients give the same object."""
         return _silu_gate(float(self.a_1), float(self.a_2))
 
 
@@ -99,13 +101,13 @@ class Gating:
     """The choice of gates that turns the neurons of a model into heads.
 
     Attributes:
-        kind: "exact": one head per neuron, whose pattern comes from the activation; or "bilinear":
-            only softmax over bilinear scores.
-        heads_per_neuron: heads that share a neuron; 1 for exact gates.
+        kind: "exact", where each neuron has one head and its pattern comes from the activation; or
+            "bilinear", where patterns are softmaxes over bilinear scores.
+        heads_per_neuron: the number of heads that share a neuron; 1 for exact gates.
         slope: for plain MLPs with one bilinear head, the slope that the user chose.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
             each source layer.
-        silu: for exact gates, the activation if it is a generalized SiLU.
+        silu: for exact gates, the activation if it is a generalized SiLU; otherwise None.
     """
 
     kind: Literal["exact", "bilinear"] = "exact"
@@ -119,7 +121,7 @@ class Gating:
         if self.kind == "exact" and bilinear_fields != (1, None, None):
             raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
         if self.kind == "bilinear" and self.silu is not None:
-            raise ValueError(f"got {self}; a generalized SiLU has exact gates")
+            raise ValueError(f"got {self}; expected exact gates for a generalized SiLU")
 
     def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
         """Raise ValueError if these gates do not fit the MLPs of a model."""
@@ -131,7 +133,7 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate of the neurons of a source layer; raise ValueError if there is none."""
+        """Return the gate for a source layer's neurons; raise ValueError if there is none."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]
@@ -142,7 +144,7 @@ class Gating:
         if self.silu is not None:
             return self.silu.gate
         if act_fn not in GATES:
-            raise ValueError(f"no exact gate of {act_fn!r}; expected one of {', '.join(GATES)}")
+            raise ValueError(f"no exact gate for {act_fn!r}; expected one of {', '.join(GATES)}")
         return GATES[act_fn]
 
     def to_json(self) -> dict[str, Any]:
@@ -151,9 +153,9 @@ class Gating:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Gating":
-        """Return the gating that `to_json` wrote; raise TypeError or ValueError for other data."""
+        """Rebuild a gating from `to_json` output; raise TypeError or ValueError for other data."""
         ranges, silu = data["ranges"], data["silu"]
-        ranges = None if ranges is None else tuple(ranges)  # JSON has lists only
+        ranges = None if ranges is None else tuple(ranges)  # JSON has no tuples
         silu = None if silu is None else GeneralizedSiLU(**silu)
         return cls(**data | {"ranges": ranges, "silu": silu})
 

@@ -1,6 +1,6 @@
-"""Neuron-heads with bilinear scores, m for each neuron.
+"""Neuron-heads with bilinear scores: m heads for each neuron.
 
-For token t with normalised residual x_t, head j of neuron i computes
+For a token with the normalised residual x, head j of neuron i computes
 
     query     b_j q + c_j               q = x · W_in[:, i] + b_in[i], or x · W_gate[:, i]
     scores    (self, bias) = (0, -query)           a softmax over a form bilinear in (x, 1)
@@ -9,9 +9,9 @@ For token t with normalised residual x_t, head j of neuron i computes
     z         pattern(self) · value
     result    z · w_j W_out[i, :]
 
-and Σ_j w_j z_j approximates the activation within the bound of its gate (`gates/bilinear.py`).
-Heads are ordered neuron by neuron: head_index = i · m + j. Without live hooks, the sum is computed
-without patterns, and only rounding changes.
+and Σ_j w_j z_j approximates the neuron's activation within the bound of its gate
+(`gates/bilinear.py`). Heads are ordered neuron by neuron: head_index = i · m + j. Without live
+hooks, the sum is computed without patterns, which changes only the rounding.
 """
 
 import torch
@@ -25,11 +25,11 @@ from attn_only_lens.heads.computation import NeuronHeads
 
 
 class BilinearHeads(NeuronHeads):
-    """The computation of heads that share their neurons, through their hook points."""
+    """Heads that share a neuron, and their computation through hook points."""
 
     @property
     def bilinear_gate(self) -> BilinearGate:
-        """The gate, as a `BilinearGate`."""
+        """The gate of these heads, typed as a `BilinearGate`."""
         gate = self.gate
         assert isinstance(gate, BilinearGate)
         return gate
@@ -41,7 +41,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def amplification(self) -> float:
-        """The amplification of the gate: large in a gated MLP, 1 in a plain one."""
+        """The gate's amplification of rounding; it is large in a gated MLP and 1 in a plain one."""
         return self.bilinear_gate.amplification
 
     @property
@@ -50,7 +50,7 @@ class BilinearHeads(NeuronHeads):
         return False
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return the sum of the heads of each neuron: Σ_j w_j z_j."""
+        """Return the sum over the heads of each neuron: Σ_j w_j z_j."""
         by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head @ by_head.new_tensor(self.bilinear_gate.w)).to(z.dtype)
 
@@ -60,16 +60,16 @@ class BilinearHeads(NeuronHeads):
         return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
-        """Return the outputs of the neurons without computing single heads."""
+        """Return the neurons' outputs without computing single heads."""
         mixture = self.bilinear_gate.mixture(q)
-        if q.dtype == torch.float16:  # a value may have overflowed
+        if q.dtype == torch.float16:  # the value may have overflowed to ±∞
             value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
         return (mixture * value).to(q.dtype)
 
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Heads of a gated MLP are much larger than their sum, which half precision would lose.
+        # Heads in a gated MLP are much larger than their sum, so half precision would lose the sum.
         gate = self.bilinear_gate
         dtype = float32_if_half(q).dtype if gate.gated else q.dtype
         value = (q if up is None else up).to(dtype)

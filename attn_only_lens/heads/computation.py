@@ -1,8 +1,8 @@
 """The computation of neuron-heads between the projections of their MLP, in any kind of model.
 
 The input is a pre-activation q and, in a gated MLP, the projection u that q gates; the output is z.
-The mathematics is in `gates/exact.py` (one head a neuron) and `heads/bilinear.py` (heads that share
-a neuron).
+The mathematics is in `gates/exact.py` (one head per neuron) and `heads/bilinear.py` (several heads
+per neuron).
 """
 
 from abc import ABC, abstractmethod
@@ -31,9 +31,10 @@ def is_live(point: HookPoint) -> bool:
 
 
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
-    """Return a constant tensor as part of the graph of `like`, so that gradients reach its hooks.
+    """Put a constant tensor into the autograd graph of `like`, so that its hooks get gradients.
 
-    It is not a leaf: a hook cannot edit a leaf in place, and `torch.func` cannot make one.
+    The result is not a leaf, because a hook cannot edit a leaf in place and `torch.func` cannot
+    create one.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant
@@ -44,7 +45,8 @@ def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
 class NeuronHeads(ABC):
     """The hook points of the neuron-heads of one MLP, and the computation between them.
 
-    A mixin of the block's attention in a converted model; a separate object for an MLP in place.
+    In a converted model, this is a mixin of the block's attention. In a model that is exposed in
+    place, it is a separate object next to the MLP.
     """
 
     W_out: Float[Tensor, "d_mlp d_model"]
@@ -71,27 +73,27 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def value_is_product(self) -> bool:
-        """True if v is the product of two projections: exact heads of a gated MLP."""
+        """True if v is a product of two projections, which exact gates in a gated MLP have."""
 
     @abstractmethod
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return q, and u in a gated MLP, for the normalised input of the MLP."""
+        """Return q, and u for a gated MLP (otherwise None), given the MLP's normalised input."""
 
     def weights_and_values(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
-        """Return the self weights of heads, and v, for pre-activations of any neurons: no hooks."""
+        """Return the self weights and values of heads, given pre-activations; run no hooks."""
         query, v = self._query_and_value(q, up)
         return self._gate_pattern(query)[..., SELF], v
 
     @property
     def output_module(self) -> nn.Module:
-        """The module whose output is the sum of the outputs of these heads."""
+        """The module whose output is the sum of these heads' outputs."""
         return self.module
 
     @property
     def n_neurons(self) -> int:
-        """d_mlp."""
+        """The number of neurons, d_mlp."""
         return int(self.W_out.shape[0])
 
     @property
@@ -101,15 +103,15 @@ class NeuronHeads(ABC):
 
     @property
     def amplification(self) -> float:
-        """The rounding of a neuron's output relative to its activation: heads may cancel."""
+        """The factor by which the cancellation of heads enlarges a neuron's rounding error."""
         return 1.0
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return the sum of the heads of each neuron: z itself for one head a neuron."""
+        """Return the sum over the heads of each neuron, which is z if each neuron has one head."""
         return z
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """Return the contribution of each head to its neuron, the terms of `neuron_outputs`."""
+        """Return each head's contribution to its neuron, a term of the sum in `neuron_outputs`."""
         return z
 
     @property
@@ -123,40 +125,40 @@ class NeuronHeads(ABC):
         up: PreActivation | None,
         plain_z: Callable[[], PreActivation],
     ) -> PreActivation:
-        """Return z: `plain_z()` unless a hook point before it is live."""
+        """Return z, by `plain_z()` if no hook point before z is live."""
         z = self._attend(q, up) if any(map(is_live, self._before_z)) else plain_z()
         if is_live(self.hook_z):
             z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         return z
 
     def _attend(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
-        """Return z from queries, values, scores and patterns, each sent through its hook point."""
+        """Compute z from queries, values, scores and patterns, and run the hooks of each."""
         query, v = self._query_and_value(q, up)
         dtype = query.dtype
         query = self.hook_q(query.unsqueeze(-1)).squeeze(-1)
         v = self.hook_v(v.unsqueeze(-1)).squeeze(-1)
         weight = self._pattern(query)[..., SELF].transpose(1, 2)
-        # A float16 pre-activation may have overflowed: relu(-∞) is 0, so 0 · v must be 0 too.
+        # A float16 pre-activation may be -∞; relu(-∞) is 0, so 0 · v must be 0 too, not nan.
         v = torch.where(torch.isinf(v) & (weight == 0), 0.0, v)
         return (weight * v).to(dtype)
 
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Copies: patch setters edit in place, and an edit of the query must not change the value.
+        # Make copies, because patch setters edit in place: editing q must not change v.
         value = cast(Gate, self.gate).values(q)
         if up is None:
             hooked = value is q and (is_live(self.hook_q) or is_live(self.hook_v))
             return q, value.clone() if hooked else value
         gate = value.clone() if value is q and is_live(self.hook_q) else value
-        # A product of two float16 numbers does not fit float16.
+        # A product of two float16 numbers can overflow float16.
         return q, gate.float() * up.float() if q.dtype == torch.float16 else gate * up
 
     def _pattern(self, query: PreActivation) -> NeuronPattern:
         if is_live(self.hook_attn_scores) or is_live(self.hook_k):
             scores = require_grad_like(self._scores(query).transpose(1, 2), query)
             pattern = torch.softmax(self.hook_attn_scores(scores), dim=-1)
-            # As in TransformerLens: a fully masked row attends to nothing.
+            # As in TransformerLens, a fully masked row attends to nothing.
             pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
         else:
             pattern = self._gate_pattern(query).transpose(1, 2)
@@ -181,11 +183,12 @@ class NeuronHeads(ABC):
 
 
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
-    """Return the largest allowed max |Δ logit| / max |logit| of two computations of one model.
+    """Return the largest allowed max |Δ logit| / max |logit| between two computations of a model.
 
     In a gated MLP with bilinear gates, heads are many times larger than their sum, and so is their
-    rounding. In small gated models in float32, `verify` measured up to 2.3 times the tolerance, or
-    0.19 of it after division by the amplification. Half precision sums heads in float32.
+    rounding. So the tolerance is multiplied by the amplification. In small gated models in float32,
+    `verify` measured differences up to 2.3 times the plain tolerance, and up to 0.19 times the
+    amplified tolerance. In half precision, heads are summed in float32.
     """
     sums = dtype if dtype == torch.float64 else torch.float32
     amplification = max((layer.amplification for layer in heads), default=1.0)

@@ -1,6 +1,6 @@
-"""One protocol for all kinds of models with neuron-heads: a `Host` for each kind.
+"""One protocol for all kinds of models with neuron-heads; each kind implements a `Host`.
 
-A converted model has two blocks for each source layer, attention heads in block 2l and neuron-heads
+A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
 in block 2l + 1. An exposed model keeps its blocks, and its neuron-heads are next to its MLPs.
 """
 
@@ -16,9 +16,9 @@ from attn_only_lens.errors import UnsupportedCallError
 HeadKind = Literal["attention", "neuron"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
-# In place, filters for attention's hook points must not match these names. Such filters look for
-# names that end in z, q, k, v, pattern, scores or result, or that contain z, attn, pattern, score,
-# hook_q or result.
+# In an exposed model, users' filters for attention hook points must not match these names. Such
+# filters look for names that end in z, q, k, v, pattern, scores or result, or that contain z, attn,
+# pattern, score, hook_q or result.
 POINTS = {
     "q": "hook_neuron_query",
     "k": "hook_neuron_key",
@@ -28,9 +28,9 @@ POINTS = {
     "z": "hook_neuron_act",
     "result": "hook_neuron_write",
 }
-"""The steps of a head's computation, and the hook point of each for neuron-heads in place.
+"""The steps of a head's computation, with the hook point of each in an exposed model's MLP.
 
-In the attention of a block they are `hook_q`, `hook_k` and so on, as in TransformerLens.
+In a block's attention, the hook points are `hook_q`, `hook_k` and so on, as in TransformerLens.
 """
 
 CHANGED = "the model has changed since its neurons became heads"
@@ -38,10 +38,11 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 
 
 class PassState(threading.local):
-    """Values that one module passes to a later module of the same forward pass.
+    """Values that one module passes to a later module in the same forward pass.
 
-    They are not attributes of modules, because several threads may run one model, and a hook may
-    run it again in the middle of a pass. Each thread has its own values. A copy has none.
+    The values are not module attributes, because several threads may run one model, and a hook may
+    run the model again in the middle of a pass. Each thread has its own values, and a copied state
+    has none.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Begin a pass with these values, and restore the values of the outer pass at its end."""
+        """Begin a forward pass with these values; restore the outer pass's values at its end."""
         outer, self.values = self.values, dict(values)
         try:
             yield
@@ -61,10 +62,10 @@ class PassState(threading.local):
 
 
 class Host(ABC):
-    """A model with neuron-heads: where its heads are, and how it runs."""
+    """The interface to a model with neuron-heads, which says where heads are and how it runs."""
 
     in_place: ClassVar[bool]
-    """True if the blocks of the model are those of its source."""
+    """True if the model has the same blocks as its source."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -72,12 +73,12 @@ class Host(ABC):
     @property
     @abstractmethod
     def neurons(self) -> list[Any]:
-        """The neuron-heads of each source layer (`NeuronHeads`)."""
+        """The neuron-heads (`NeuronHeads`) of each source layer."""
 
     @property
     @abstractmethod
     def n_heads(self) -> list[int]:
-        """The number of attention heads of each source layer."""
+        """The number of attention heads in each source layer."""
 
     @property
     def n_layers(self) -> int:
@@ -89,7 +90,7 @@ class Host(ABC):
         """Return the block that runs the attention heads, or the neurons, of a source layer."""
 
     def hook_name(self, layer: int, kind: HeadKind, point: str) -> str:
-        """Return the full name of a hook point (a key of `POINTS`) of the heads of a layer."""
+        """Return the full name of a hook point (a key of `POINTS`) for a layer's heads."""
         block = self.block(layer, kind)
         if kind == "neuron" and self.in_place:
             return f"blocks.{block}.mlp.{POINTS[point]}"
@@ -110,23 +111,23 @@ class Host(ABC):
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates of each source layer, as JSON."""
+        """Return the gates of each source layer as JSON data."""
 
     @abstractmethod
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
         """Return the hook point of the residual stream before, within or after a source layer."""
 
     def write_hook(self, layer: int, kind: HeadKind) -> str:
-        """Return the hook point of the sum that the heads of a source layer add to the stream."""
+        """Return the hook point of the sum that a source layer's heads add to the stream."""
         sublayer = "mlp" if kind == "neuron" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
 
     @abstractmethod
     def reasons(self) -> list[str]:
-        """Return why the model may not run the modules of its heads any more; empty if it does."""
+        """Return reasons why the model no longer runs its heads' modules; empty if it does."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return which computations would use z without an edit of it; empty if none."""
+        """Return reasons why a computation would use z without the edit; empty if none would."""
         return []
 
     @abstractmethod
@@ -134,7 +135,7 @@ class Host(ABC):
         """Return the norms of each source layer; raise InputError if one is unknown."""
 
     def reads_centred(self) -> bool:
-        """Return whether all heads read the stream through a norm that subtracts its mean."""
+        """Return whether all heads read the stream through norms that subtract its mean."""
         layers = self.norms()
         return all(norms.attention[0].centres and norms.neuron[0].centres for norms in layers)
 
@@ -144,27 +145,30 @@ class Host(ABC):
 
     @abstractmethod
     def norm_modules(self) -> list[Any]:
-        """Return the modules that are norms of the stream, or of queries and keys."""
+        """Return the modules that normalise the stream, or queries and keys."""
 
     @abstractmethod
     def norms_of(self, seen: Any) -> Any:
-        """Return the norm that each module is, by its input and output: {module: (x, y)}."""
+        """Return each module's kind of norm, identified from its input and output.
+
+        `seen` is {module: (x, y)}.
+        """
 
     @abstractmethod
     def require_weights(self) -> None:
-        """Raise InputError if the model uses other matrices than `W_Q`, `W_in` and so on."""
+        """Raise InputError if the model multiplies by other matrices than `W_Q`, `W_in` etc."""
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of earlier tokens in the cache, by the first block's arguments."""
+        """Return the number of earlier tokens in the cache, given the first block's arguments."""
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
-        """Return the replay that runs parts of a recorded pass again (`engine/replay`)."""
+        """Return a replay, which runs parts of a recorded pass again (`engine/replay`)."""
 
 
 class WithNeuronHeads:
-    """A model that has a host."""
+    """A base class of models that have a host."""
 
     _host: ClassVar[type[Host]]
 
@@ -172,11 +176,11 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return the class that a module has without its neuron-heads."""
     kind = type(module)
-    return vars(kind).get("_stock", kind)  # not inherited: a subclass may compute something else
+    return vars(kind).get("_stock", kind)  # not inherited: subclasses may differ
 
 
 def has_neuron_heads(model: object) -> bool:
-    """Return True if the neurons of a model are heads."""
+    """Return whether a model has neuron-heads."""
     return isinstance(model, WithNeuronHeads)
 
 
@@ -188,7 +192,7 @@ def host_of(model: Any) -> Host:
 
 
 def reasons_without_heads(model: object) -> list[str]:
-    """Return why an analysis refuses a model without neuron-heads; empty if it has them."""
+    """Return the reason to refuse a model without neuron-heads; empty if the model has them."""
     if has_neuron_heads(model):
         return []
     return [

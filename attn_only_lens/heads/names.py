@@ -19,7 +19,7 @@ _LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"
 HeadCounts: TypeAlias = tuple[int, int, int]
-"""The numbers of attention heads, neurons, and heads per neuron of a layer."""
+"""The number of attention heads, of neurons, and of heads per neuron in a layer."""
 _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 
@@ -28,10 +28,11 @@ class HeadName:
     """The name of an attention head, a neuron-head or a neuron, by source layer.
 
     Attributes:
-        layer: the source layer, counted from 0 (not the block).
+        layer: the source layer (not the block), counted from 0.
         kind: "attention" for a head of the original model, "neuron" for a neuron-head.
-        index: the head in its attention layer, or the neuron in its MLP.
-        member: the number of a head that shares the neuron; None for the neuron, or its only head.
+        index: the index of the head in its attention layer, or of the neuron in its MLP.
+        member: if several heads share the neuron, the number of one of them; None for the whole
+            neuron.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -47,7 +48,7 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Parse `L5H3` or `L5N1234`; raise UnknownHeadError for other texts."""
+        """Parse `L5H3`, `L5N1234` or `L5N1234.2`; raise UnknownHeadError for other texts."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
@@ -58,7 +59,7 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Return the index of this head in its block; raise UnknownHeadError if there is none."""
+        """Return this head's index in its block; raise UnknownHeadError if it has no index."""
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
@@ -68,21 +69,21 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the indices of all heads of this neuron, or of this one head, in its block."""
+        """Return the indices, in the block, of all heads of this neuron, or of this one head."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
         return slice(index, index + 1)
 
     def block(self, model: Any) -> int:
-        """Return the block of a model that runs this head; raises as `hook` does."""
+        """Return the index of the block that runs this head; raise the same errors as `hook`."""
         self.require_in(model)
         if has_neuron_heads(model):
             return host_of(model).block(self.layer, self.kind)
         return self.layer
 
     def hook(self, point: str, model: Any) -> str:
-        """Return the full name of a hook point that this head shares with the heads of its layer.
+        """Return the full name of a hook point of this head, which its whole layer shares.
 
         Args:
             point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
@@ -90,9 +91,9 @@ class HeadName:
                 model without neuron-heads.
 
         Raises:
-            UnknownHeadError: the model has no such head, or heads have no such point.
-            UnsupportedCallError: not a model; a neuron of a model without neuron-heads; a model
-                that `to_stock` returned; or the attention has no such hook point.
+            UnknownHeadError: the model has no such head, or heads have no such hook point.
+            UnsupportedCallError: `model` is not a model, or `to_stock` returned it; this is a
+                neuron and the model has no neuron-heads; or the attention has no such hook point.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -119,7 +120,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Require that a model has this head; raises as `hook` does."""
+        """Require that a model has this head; raise the same errors as `hook`."""
         if has_neuron_heads(model):
             self.require_among(head_counts(model))
             return
@@ -127,7 +128,7 @@ class HeadName:
         self.require_among([(model.cfg.n_heads, 0, 1)] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
-        """Raise UnknownHeadError if layers with these numbers of heads do not have this head."""
+        """Raise UnknownHeadError if this head is not in layers with these head counts."""
         if not 0 <= self.layer < len(layers):
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
@@ -148,10 +149,10 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Require a model whose heads have these names, although it has no neuron-heads."""
+    """Require that a model without neuron-heads has attention heads with such names."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
-            f"got a {type(model).__name__}; expected a model with blocks, of TransformerLens or of "
+            f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
             "this package"
         )
     if name.kind == "neuron":
@@ -159,11 +160,11 @@ def _require_plain(model: Any, name: HeadName) -> None:
             f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
             "model that convert or expose_neuron_heads returned"
         )
-    # to_stock makes two layers of each layer of the source.
+    # to_stock makes two layers from each layer of the source.
     if getattr(model.cfg, "attn_only", False) and model.cfg.window_size == 1:
         raise UnsupportedCallError(
-            f"got {str(name)!r} and a model of to_stock, whose heads have no such names: the heads "
-            "of source layer l are in blocks.{2l}.attn, its neurons in blocks.{2l+1}.attn"
+            f"got {str(name)!r} and a model from to_stock, whose heads have no such names: the "
+            "heads of source layer l are in blocks.{2l}.attn, its neurons in blocks.{2l+1}.attn"
         )
 
 

@@ -16,20 +16,21 @@ from attn_only_lens.heads.names import HeadName
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
     """Return the attention of one neuron-head, from each token to itself and to the bias token.
 
-    The last axis is (itself, the bias token), not tokens. Plotting tools such as circuitsvis expect
-    tokens by tokens, and would draw a wrong picture without an error: give them `dense_pattern`.
+    The last axis is (the token itself, the bias token), not all tokens. Plotting tools such as
+    circuitsvis expect a square pattern over tokens, and would draw a wrong picture without an
+    error. Give them `dense_pattern` instead.
 
     Args:
-        cache: of a converted or exposed model, with the patterns of the neuron's layer.
-        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several share a neuron.
+        cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
+        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
 
     Returns:
         Weights that sum to 1 over the last axis, without a batch axis if the cache has none.
 
     Raises:
         UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
-        UnsupportedCallError: the cache is of another kind of model, does not have this pattern, or
-            was made when neurons of the model had another number of heads.
+        UnsupportedCallError: the cache comes from a model without neuron-heads, lacks this pattern,
+            or was made when the model's neurons had another number of heads.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
@@ -46,10 +47,11 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return by how much a neuron's gate multiplies the value: Σ_j w_j pattern_j(self).
+    """Return the factor by which a neuron's gate multiplies the value: Σ_j w_j pattern_j(self).
 
-    With exact gates, this is the self weight of the only head. With bilinear gates, it is p(q),
-    which may be slightly outside [0, 1]; in a gated MLP, it is the activation α(q).
+    With exact gates, this is the self weight of the neuron's only head. With bilinear gates in a
+    plain MLP, it is p(q), which may be slightly outside [0, 1]. With bilinear gates in a gated MLP,
+    it is the approximation of the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.
@@ -59,7 +61,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
         One number for each token, without a batch axis if the cache has none.
 
     Raises:
-        UnknownHeadError: see `neuron_pattern`; or the name is that of one head of a neuron.
+        UnknownHeadError: see `neuron_pattern`; or the name has a member, such as `L5N1234.2`.
         UnsupportedCallError: see `neuron_pattern`.
 
     Example:
@@ -102,8 +104,8 @@ def _block_pattern(
     n_heads = heads.n_neurons * heads.heads_per_neuron
     if pattern.shape[-3] != n_heads:
         raise UnsupportedCallError(
-            f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads of layer "
-            f"{head.layer}, but its model now has {n_heads}, because its gates have changed; "
+            f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads in layer "
+            f"{head.layer}, but its model now has {n_heads}, because its gates have changed; call "
             "run_with_cache again"
         )
     return pattern
@@ -121,12 +123,12 @@ def require_neuron_heads(cache: Any) -> None:
 
 
 def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
-    """Return the cached activation at a hook point of the heads of a source layer."""
+    """Return the cached activation at a hook point of a source layer's heads."""
     hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
             f"the cache does not hold {hook}: its names_filter excluded it, or the model had no "
-            "neuron-heads yet; run_with_cache again"
+            "neuron-heads yet; call run_with_cache again"
         )
     return cache.cache_dict[hook]
 
@@ -134,10 +136,11 @@ def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point:
 def dense_pattern(
     cache: ActivationCache, name: str
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
-    """Return `neuron_pattern` as a square over tokens, with a last column for the bias token.
+    """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
     Plotting tools such as circuitsvis take this form. The self weights are on the diagonal, and
-    other weights between tokens are zero. Arguments and errors are those of `neuron_pattern`.
+    all other weights between tokens are zero. It takes the same arguments and raises the same
+    errors as `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

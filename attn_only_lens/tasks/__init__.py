@@ -1,4 +1,4 @@
-"""Paired prompts of well-known tasks, of templates and of files, checked with a tokenizer."""
+"""Paired prompts from well-known tasks, templates and files, checked with a tokenizer."""
 
 from attn_only_lens.tasks._agreement import agreement
 from attn_only_lens.tasks._brackets import brackets

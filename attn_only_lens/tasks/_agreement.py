@@ -1,14 +1,16 @@
 """Agreement of a verb with its subject in number, or of a pronoun with a name in gender.
 
-Number: the structures of Finlayson et al., "Causal Analysis of Syntactic Agreement Mechanisms in
-Neural Language Models" (2021). Only the number of the subject differs between the prompts:
+Prompts about number have the structures of Finlayson et al., "Causal Analysis of Syntactic
+Agreement Mechanisms in Neural Language Models" (2021). Only the number of the subject differs
+between the two prompts:
 
     simple          The keys                              are, not is
     prepositional   The keys near the cabinet             are, not is
     relative        The keys that the teacher likes       are, not is
 
-Gender: the prompts of Mathwin et al., "Identifying a Preliminary Circuit for Predicting
-Gendered Pronouns in GPT-2 Small" (2023): So Mary is a really great friend, isn't … she.
+Prompts about gender are from Mathwin et al., "Identifying a Preliminary Circuit for Predicting
+Gendered Pronouns in GPT-2 Small" (2023): "So Mary is a really great friend, isn't" continues with
+"she".
 """
 
 from collections.abc import Iterator
@@ -43,22 +45,22 @@ def agreement(
 ) -> PairedPrompts:
     """Return pairs of prompts whose next word must agree with the subject.
 
-    Roles: "subject", the noun or name that decides the answer; "attractor", the noun after it, if
-    there is one; "end".
+    The roles are "subject", the noun or name that decides the answer; "attractor", the noun after
+    it, if there is one; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
-        n: the number of pairs; on average, half of the subjects are plural, or women.
+        n: the number of pairs; on average, half of the clean subjects are plural (or women).
         seed: decides which pairs are drawn.
         feature: "number", for verbs, or "gender", for pronouns.
-        structure: for "number": "simple", "prepositional" (the default) or "relative".
+        structure: for feature="number": "simple", "prepositional" (the default) or "relative".
 
     Returns:
         The pairs, all different, in random order. The corrupted prompt has the subject in the
         other number, or a name of the other gender.
 
     Raises:
-        InputError: an unknown option; fewer than n pairs that fit the tokenizer.
+        InputError: an option is unknown, or fewer than n pairs fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -73,9 +75,7 @@ def agreement(
     reasons = option_reasons("feature", feature, get_args(Feature))
     if structure is not None:
         reasons += option_reasons("structure", structure, get_args(Structure))
-        reasons += ["got a structure with feature='gender', which has only one"] * (
-            feature == "gender"
-        )
+        reasons += ["got a structure with feature='gender'; leave it out"] * (feature == "gender")
     pairs = _gender(seed) if feature == "gender" else _number(seed, structure or "prepositional")
     return collect("agreement", tokenizer, n, seed, pairs, reasons)
 
@@ -86,7 +86,7 @@ def _number(seed: int, structure: str) -> Iterator[Pair]:
         subject, attractor = random.choice(THINGS), random.choice(PEOPLE)
         if random.random() < 0.5:
             subject, attractor = attractor, subject
-        if structure == "relative":  # a thing likes nobody
+        if structure == "relative":  # only a person can like somebody
             attractor = random.choice([person for person in PEOPLE if person != subject])
         plural, attractor_plural = random.random() < 0.5, random.random() < 0.5
         preposition, verb = random.choice(_PREPOSITIONS), random.choice(_VERBS)[attractor_plural]

@@ -1,11 +1,11 @@
 """Brackets: "The book (the old one near the door" continues with ")", not with "]".
 
-The two prompts of a pair differ in the opening mark, and so in the closing mark that must follow:
+The two prompts of a pair differ in the opening mark, and therefore in the right closing mark:
 
     simple    The book (the old one near the door                        ), not ]
     nested    The book (the old one [the red one] near the door          ), not ]
 
-In nested prompts, the inner remark has the marks whose closing one is the wrong answer.
+In nested prompts, the closing mark of the inner remark is the wrong answer.
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ def brackets(
 ) -> PairedPrompts:
     """Return pairs of prompts in which a bracket or a quotation is still open at the end.
 
-    Roles: "open", the mark that opens it; "end"; and, if nested, "closed", the mark that closes the
-    inner remark.
+    The roles are "open", the mark that opens the bracket or quotation; "end", the last token; and,
+    in nested prompts, "closed", the mark that closes the inner remark.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
-        n: the number of pairs, of round brackets, square brackets and quotation marks.
+        n: the number of pairs; they have round brackets, square brackets or quotation marks.
         seed: decides which pairs are drawn.
-        structure: "simple", or "nested": with an inner remark, whose closing mark is the wrong
+        structure: "simple"; or "nested", which adds an inner remark whose closing mark is the wrong
             answer.
 
     Returns:
@@ -43,7 +43,7 @@ def brackets(
         mark, and its right answer is the wrong answer of the clean prompt.
 
     Raises:
-        InputError: an unknown option; fewer than n pairs that fit the tokenizer.
+        InputError: an option is unknown, or fewer than n pairs fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks

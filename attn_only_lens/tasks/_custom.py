@@ -1,4 +1,4 @@
-"""Pairs of prompts from templates and words, or from a file of JSON lines."""
+"""Pairs of prompts from templates and words, or from a JSON Lines file."""
 
 import json
 import re
@@ -25,8 +25,8 @@ from attn_only_lens.tasks.paired_prompts import (
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
-_RESERVED = {END, "each", "all"}  # names with a meaning in analyses
-_SHOWN = 5  # reasons of a file
+_RESERVED = {END, "each", "all"}  # names that already have a meaning in `positions=`
+_SHOWN = 5  # the number of invalid lines that an error lists
 
 
 def from_templates(
@@ -38,24 +38,24 @@ def from_templates(
 ) -> PairedPrompts:
     """Return pairs of prompts that fill one template with different words.
 
-    A pair is a template with two rows of words: the clean prompt has the row with the right answer,
-    and the corrupted prompt the row with the wrong answer. Roles: the fields of the template, and
-    "end", the last token.
+    A pair fills one template with two rows of words. The clean prompt has the row with the right
+    answer, and the corrupted prompt has the row with the wrong answer. The roles are the fields of
+    the template, and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
         n: the number of pairs.
-        templates: texts with a field for each role; all have the same fields.
+        templates: texts with a field for each role; all templates have the same fields.
         words: rows with a text for each field, and an "answer", which begins with a space if the
-            model should predict one.
+            model should predict a space.
         seed: decides which pairs are drawn.
 
     Returns:
         The pairs, all different, in random order.
 
     Raises:
-        InputError: with every reason: templates without fields, or with different fields; rows
-            that lack a word; fewer than n pairs that fit the tokenizer.
+        InputError: templates have no fields or different fields, rows lack a word, or fewer than n
+            pairs fit the tokenizer. The error lists every reason.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -68,13 +68,13 @@ def from_templates(
     """
     for argument in (templates, words):
         if not isinstance(argument, Iterable):
-            raise InputError([f"got {argument!r}; expected texts, and rows of words"], PROBLEM)
+            raise InputError([f"got {argument!r}; expected templates and rows of words"], PROBLEM)
     texts = [templates] if isinstance(templates, str) else list(templates)
     rows, fields = list(words), list(map(_fields, texts))
     expected = set(fields[0]) if fields else set()
     reasons = [
         f"got template {template!r}; expected a text with fields such as {{subject}}, each once; "
-        "all templates have the same fields"
+        "all templates must have the same fields"
         for template, roles in zip(texts, fields, strict=True)
         if not roles or sorted(roles) != sorted(expected)
     ]
@@ -96,7 +96,7 @@ def from_templates(
 
 
 def _fields(template: object) -> list[str]:
-    """Return the fields of a template; none if it is not a text with plain fields."""
+    """Return the fields of a template, or an empty list if it is not a text with plain fields."""
     try:
         parts = list(Formatter().parse(template)) if isinstance(template, str) else []
     except ValueError:  # an unmatched brace
@@ -120,26 +120,26 @@ def from_jsonl(
     roles: Mapping[str, int] | None = None,
     keep: Callable[[Mapping[str, Any]], bool] = lambda row: True,
 ) -> PairedPrompts:
-    """Return pairs of prompts from a file with one JSON object in each line.
+    """Return pairs of prompts from a file with one JSON object per line.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
         n: the number of pairs.
-        path: a UTF-8 file, such as the agreement sets of "Sparse Feature Circuits".
+        path: a UTF-8 file, such as the agreement data sets from "Sparse Feature Circuits".
         seed: decides which pairs are drawn.
         keys: the keys of the clean prompt, the corrupted prompt, the right answer and the wrong
-            answer, which are texts; an answer includes the space before it.
-        roles: by role, the number of a word, counted from 0, such as {"subject": 1} for "The keys
+            answer. All are texts; an answer includes the space before it.
+        roles: the word number for each role, counted from 0, such as {"subject": 1} for "The keys
             near". The role's position is the last token of this word. "end", the last token of
             the prompt, is always a role.
-        keep: returns whether to use a line, given as a dictionary.
+        keep: a function that gets a line as a dictionary and returns whether to use it.
 
     Returns:
         The pairs, all different, in random order.
 
     Raises:
-        InputError: with every reason: no such file; lines that are not objects with these keys;
-            prompts without the word of a role; fewer than n pairs that fit the tokenizer.
+        InputError: the file does not exist, lines are not objects with these keys, prompts lack the
+            word of a role, or fewer than n pairs fit the tokenizer. The error lists every reason.
 
     Example:
         >>> import json
@@ -155,7 +155,7 @@ def from_jsonl(
     roles = dict(roles or {})
     reasons = [f"got role {role!r}; expected another name" for role in roles if role in _RESERVED]
     reasons += [
-        f"got word {number!r} for the role {role!r}; expected its number from 0"
+        f"got word {number!r} for the role {role!r}; expected a word number from 0"
         for role, number in roles.items()
         if not is_count(number)
     ]
@@ -163,7 +163,7 @@ def from_jsonl(
         reasons.append(f"got keys={keys!r}; expected four names, such as {KEYS}")
         keys = KEYS
     if not callable(keep):
-        reasons.append(f"got keep={keep!r}; expected a function of a line's object")
+        reasons.append(f"got keep={keep!r}; expected a function that takes a line's object")
         keep = bool
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -183,7 +183,7 @@ def from_jsonl(
 
 
 def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[str, Any] | str:
-    """Return the object in a line, or why the line has none."""
+    """Return the object in a line, or the reason why the line is invalid."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -193,7 +193,7 @@ def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[st
     clean, corrupted, *_ = keys
     fewest = min(len(row[clean].split()), len(row[corrupted].split()))
     if missing := [role for role, number in roles.items() if number >= fewest]:
-        return f"a prompt has {fewest} words; expected more, for {', '.join(missing)}"
+        return f"a prompt has {fewest} words; expected more words for {', '.join(missing)}"
     return row
 
 

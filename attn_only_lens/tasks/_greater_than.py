@@ -1,9 +1,10 @@
 """Greater-than: "The war lasted from the year 1732 to the year 17" continues with 33 or later.
 
-Hanna, Liu and Variengien, "How does GPT-2 compute greater-than?: Interpreting mathematical
-abilities in a pre-trained language model" (2023). The first year of the clean prompt is a year from
-02 to 98 of a century; that of the corrupted prompt is 01. All later years of the century are right
-and the others wrong; the metric is the difference of their summed probabilities.
+The task is from Hanna, Liu and Variengien, "How does GPT-2 compute greater-than?: Interpreting
+mathematical abilities in a pre-trained language model" (2023). The first year in the clean prompt
+ends in 02 to 98, and the first year in the corrupted prompt ends in 01. All later years of the
+century are right answers and the other years are wrong answers. The metric is the difference of
+their summed probabilities.
 """
 
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ _ENDINGS = [f"{year:02}" for year in range(100)]
 def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
     """Return pairs of prompts that end inside a year, which must be later than the first year.
 
-    Roles: "noun"; "century" and "year", the two halves of the first year; "end", the century of the
-    second year. The tokenizer must split years into these two halves.
+    The roles are "noun", the event; "century" and "year", the two halves of the first year; and
+    "end", the century of the second year. The tokenizer must split years into these two halves.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -40,10 +41,10 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
     Returns:
         The pairs, all different, in random order. The `metric` is the summed probability of all
-        later years minus that of all other years.
+        later years minus the summed probability of all other years.
 
     Raises:
-        InputError: the tokenizer does not split years in two; fewer than n pairs fit it.
+        InputError: the tokenizer does not split years in two, or fewer than n pairs fit it.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -59,11 +60,11 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
 
 def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens of 00 to 99 as the last two digits of a year."""
+    """Return the tokens for 00 to 99 as the last two digits of a year."""
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):
-        # Famous years, such as 1776, are single tokens: try the same ending in another century.
+        # Famous years, such as 1776, are single tokens; so try the same ending in another century.
         left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):
@@ -71,7 +72,7 @@ def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
                 year_tokens[year] = tokens[-1]
     if lacking := [year for year in _ENDINGS if year not in year_tokens]:
         reason = (
-            f"the tokenizer has no token of {lacking[0]} at the end of a year; expected a "
+            f"the tokenizer has no token for {lacking[0]} at the end of a year; expected a "
             "tokenizer that splits years into century and year, as GPT-2's does"
         )
         raise InputError([reason], PROBLEM)

@@ -1,8 +1,8 @@
 """Induction: among random words, "… A B … A" continues with B.
 
-Olsson et al., "In-context Learning and Induction Heads" (2022). The corrupted prompt has another
-word B' instead of B, and continues with B'. So the two prompts differ in one token, and only the
-word after the first A decides the answer.
+The task is from Olsson et al., "In-context Learning and Induction Heads" (2022). The corrupted
+prompt has another word B' instead of B, and continues with B'. So the two prompts differ in one
+token, and only the word after the first A decides the answer.
 """
 
 from collections.abc import Iterator
@@ -20,28 +20,29 @@ from attn_only_lens.tasks.paired_prompts import (
     collect,
 )
 
-_POOL = 4096  # tokens that are tried
+_POOL = 4096  # the number of tokens to try
 _ROLES = {"first": 1, "repeated": 2}
 
 
 def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
-    """Return pairs of prompts of random words whose last word also occurs earlier.
+    """Return pairs of random-word prompts whose last word also occurs earlier.
 
-    Roles: "first", the first occurrence of the last word; "repeated", the word after it, which is
-    the answer; "end".
+    The roles are "first", the first occurrence of the last word; "repeated", the word after it,
+    which is the answer; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
         n: the number of pairs.
         seed: decides which pairs are drawn.
-        length: the number of tokens of a prompt, without a BOS.
+        length: the number of tokens in a prompt, without a BOS.
 
     Returns:
-        The pairs, all different. Except for the last, the words of a prompt are different tokens,
-        with spaces between them if the vocabulary has enough such words.
+        The pairs, all different. Except for the last word, the words of a prompt are different
+        tokens. They have spaces between them if the vocabulary has enough such words.
 
     Raises:
-        InputError: a length below 3; too few words; fewer than n pairs that fit the tokenizer.
+        InputError: the length is below 3, the tokenizer has too few words, or fewer than n pairs
+            fit it.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -60,7 +61,7 @@ def _pairs(tokenizer: Any, seed: int, length: int) -> Iterator[Pair]:
     if len(words) < length + 1:
         reason = (
             f"{len(words)} of the tokenizer's words can stand next to each other; expected "
-            f"{length + 1} for prompts of {length} tokens: use a smaller length"
+            f"{length + 1} for {length}-token prompts: use a smaller length"
         )
         raise InputError([reason], PROBLEM)
     while True:
@@ -87,9 +88,9 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
-    """Return tokens that are words, and stay the same tokens next to each other in a text.
+    """Return tokens that are words and do not merge with their neighbours in a text.
 
-    All words begin with a space if there are more than `least` such words.
+    All these words begin with a space if there are more than `least` such words.
     """
     special = set(tokenizer.all_special_ids)
     known = [token for token in sorted(set(tokenizer.get_vocab().values())) if token not in special]

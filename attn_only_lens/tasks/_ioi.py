@@ -1,8 +1,8 @@
 """Indirect object identification: "Mary and John went to the store, John gave a drink to" Mary.
 
-Wang, Variengien, Conmy, Shlegeris and Steinhardt, "Interpretability in the Wild: a Circuit for
-Indirect Object Identification in GPT-2 small" (2022): their templates, names, places and objects,
-with the indirect object (IO) or the subject (S) named first.
+The templates, names, places and objects are from Wang, Variengien, Conmy, Shlegeris and Steinhardt,
+"Interpretability in the Wild: a Circuit for Indirect Object Identification in GPT-2 small" (2022).
+A prompt names the indirect object (IO) or the subject (S) first.
 """
 
 from collections.abc import Iterator
@@ -38,21 +38,21 @@ _TEMPLATES = (
 def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc") -> PairedPrompts:
     """Return pairs of prompts whose next word is the name that occurs only once.
 
-    Roles: "IO", the indirect object, which is the answer; "S1" and "S2", the first and the second
-    mention of the subject, which is the wrong answer; "end".
+    The roles are "IO", the indirect object, which is the answer; "S1" and "S2", the first and the
+    second mention of the subject, which is the wrong answer; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
-        n: the number of pairs; on average, half of them name the subject first.
+        n: the number of pairs; on average, half of the pairs name the subject first.
         seed: decides which pairs are drawn.
-        corruption: "abc" replaces the three names by three other names; "swap" replaces S2 by the
-            indirect object, so that the subject becomes the right answer.
+        corruption: "abc" replaces the three names with three other names; "swap" replaces S2 with
+            the indirect object, so that the subject becomes the right answer.
 
     Returns:
         The pairs, all different, in random order.
 
     Raises:
-        InputError: an unknown option; fewer than n pairs that fit the tokenizer.
+        InputError: an option is unknown, or fewer than n pairs fit the tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -83,7 +83,7 @@ def _pairs(tokenizer: Any, seed: int, corruption: str) -> Iterator[Pair]:
 
 
 def _known(tokenizer: Any) -> tuple[str, ...]:
-    """Return the names that a tokenizer knows, because a small one would drop most pairs."""
+    """Return the names that a tokenizer knows; with other names, most pairs would be dropped."""
     ids = token_ids(tokenizer, [f"{name} {name}" for name in NAMES])
     known = tuple(
         name

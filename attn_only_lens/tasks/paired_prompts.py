@@ -1,15 +1,15 @@
-"""Pairs of prompts that differ in what decides the answer, with the positions of their parts.
+"""Pairs of prompts that differ in the words that decide the answer, with a position for each role.
 
 Patches move activations between the two runs of a pair, token by token, and a metric compares the
-logits of two answers. So the tokenizer must confirm for every pair that
+logits of two answers. So every pair is checked with the tokenizer:
 
     its two prompts have the same number of tokens, and no unknown token
     each role (the subject, the end, …) ends with a token, at the same position in both prompts
     every answer is one more token when it follows the clean prompt
 
-Pairs that fail are dropped and counted. A role's position is that of its last token, counted from
-the end: -1 is the prompt's last token. So it does not depend on a BOS before the prompt, or on the
-side of the padding.
+Pairs that fail the check are dropped and counted. A role's position is the position of its last
+token, counted from the end: -1 is the prompt's last token. So it does not depend on a BOS before
+the prompt, or on the padding side.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
 
 END = "end"
-"""The role of the last token, which every task has."""
+"""The role for the last token; every task has it."""
 
 PROBLEM = "these prompts cannot be made"
 _MOST_DRAWN = 20_000
@@ -39,16 +39,16 @@ _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
 
 @dataclass(frozen=True)
 class PairedPrompts:
-    """Pairs of prompts of a task, for every model with the tokenizer that made them.
+    """Pairs of prompts for a task and for one tokenizer, and so for all models that use it.
 
     Attributes:
-        task: its name.
+        task: the name of the task.
         clean: the clean prompts.
         corrupted: the corrupted prompts, each with as many tokens as its clean prompt.
         answers: the tokens that are right after each clean prompt.
         wrong: the tokens that are wrong after each clean prompt.
-        roles: by role, a position in each prompt, counted from its end; for `positions=`.
-        dropped: the number of pairs that were drawn and left out, by reason.
+        roles: for each role, its position in each prompt, counted from the end; for `positions=`.
+        dropped: the number of drawn pairs that were left out, by reason.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -71,7 +71,7 @@ class PairedPrompts:
 
     @property
     def metric(self) -> Metric:
-        """The logit difference, or that of summed probabilities if there are several answers."""
+        """The logit difference; or, for several answers, the difference of summed probabilities."""
         if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
             right, wrong = ([token for (token,) in rows] for rows in (self.answers, self.wrong))
             return replace(logit_diff(right, wrong), name=f"logit_diff of {self.task}")
@@ -88,7 +88,7 @@ class PairedPrompts:
 
 @dataclass(frozen=True)
 class Filled:
-    """A prompt, and where the words of each role end in it."""
+    """A prompt, with the index in its text at which the words of each role end."""
 
     text: str
     ends: Mapping[str, int]
@@ -96,7 +96,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of prompts before its check; answers are texts that follow the prompt, or tokens."""
+    """A pair of prompts that is not checked yet; answers are tokens, or texts after the prompt."""
 
     clean: Filled
     corrupted: Filled
@@ -117,7 +117,7 @@ def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
 
 
 def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield different combinations of one item from each axis, in random order, at most 20,000."""
+    """Yield up to 20,000 different combinations of one item per axis, in random order."""
     sizes = [len(axis) for axis in axes]
     total = prod(sizes)
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
@@ -128,7 +128,7 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 def collect(
     task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
 ) -> PairedPrompts:
-    """Return the first n pairs that fit a tokenizer; refuse for the given and its own reasons."""
+    """Return the first n pairs that fit a tokenizer; raise InputError for `reasons` or its own."""
     reasons = [*reasons, *positive_reasons(n=n), *_tokenizer_reasons(tokenizer)]
     reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
     InputError.raise_if(reasons, PROBLEM)
@@ -147,7 +147,7 @@ def collect(
         raise InputError(
             [
                 f"{task}: got n={n}; {len(rows)} of {drawn} drawn pairs are different and fit the "
-                f"tokenizer; expected n={len(rows)} at most",
+                f"tokenizer; expected at most n={len(rows)}",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
             PROBLEM,
@@ -163,10 +163,10 @@ def collect(
 
 
 def _tokenizer_reasons(tokenizer: Any) -> list[str]:
-    """Return why prompts cannot be made with a tokenizer, if they cannot."""
+    """Return reasons why prompts cannot be made with a tokenizer; empty if they can."""
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
         return [
-            f"got a {type(tokenizer).__name__}; expected a tokenizer of Hugging Face, such as "
+            f"got a {type(tokenizer).__name__}; expected a Hugging Face tokenizer, such as "
             "model.tokenizer"
         ]
     plain, with_special = token_ids(tokenizer, "a"), tokenizer("a")["input_ids"]
@@ -202,12 +202,12 @@ def _checked(tokenizer: Any, pair: Pair) -> _Row:
         _answer_tokens(tokenizer, pair.clean.text, clean, texts)
         for texts in (pair.answers, pair.wrong)
     )
-    _require(not set(answers) & set(wrong), "an answer is right and wrong")
+    _require(not set(answers) & set(wrong), "an answer is both right and wrong")
     return pair.clean.text, pair.corrupted.text, answers, wrong, roles
 
 
 def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
-    """Return the position of each role, counted from the end."""
+    """Return each role's position, counted from the end of the prompt."""
     roles = dict[str, int]()
     for role, end in prompt.ends.items():
         start = token_ids(tokenizer, prompt.text[:end])
@@ -219,7 +219,7 @@ def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
 def _answer_tokens(
     tokenizer: Any, prompt: str, tokens: list[int], answers: Sequence[str] | _Tokens
 ) -> _Tokens:
-    """Return the tokens of answers after a prompt."""
+    """Return the tokens that answers have after a prompt."""
     rows = [
         token_ids(tokenizer, prompt + answer) if isinstance(answer, str) else [*tokens, answer]
         for answer in answers

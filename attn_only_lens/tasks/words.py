@@ -1,4 +1,4 @@
-"""Words for the prompts of tasks."""
+"""Words for task prompts."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ EVENTS = _words(
     "sanctions shift siege slump stature stint strikes study test testing tests therapy tour "
     "tradition treaty trial trip unemployment voyage warfare work"
 )
-"""The events of Hanna et al. (2023), which last from one year to another."""
+"""Events from Hanna et al. (2023) that last from one year to another."""
 THINGS = _words(
     "key door table picture letter book chair bottle window bag cabinet garden bridge tower road "
     "tree shop wall boat car truck painting house river lamp"

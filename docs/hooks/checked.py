@@ -1,11 +1,12 @@
 """Check the site after it was built; the build fails with a list of all faults.
 
-    links      every link within the site leads to a file of it, and to an existing anchor
-    elsewhere  a link out of the site is https and well formed
-    loads      no page or style sheet loads a script, style, font, picture or frame from elsewhere
-    names      every public name of a module of the reference has an entry
+    internal links   every link within the site leads to an existing file and an existing anchor
+    external links   every link to another site is a well-formed https address
+    loaded files     no page or style sheet loads a script, style, font, image or frame from another
+                     site
+    names            every public name in the reference's modules has an entry
 
-No other machine is asked, so links out of the site are only listed.
+No network requests are made, so external links are only listed.
 """
 
 import re
@@ -37,18 +38,18 @@ MODULES = (
     ".pretrained",
 )
 _LOADING = {"src", "data", "poster", "background"}
-# Relations of a link that are for the reader to follow, or say nothing but an address.
+# Values of `rel` with which a browser does not load the link's target.
 _FOLLOWED = {"alternate", "author", "canonical", "help", "license", "next", "prev", "search"}
 _WITHIN = ("data:", "about:", "blob:", "#")
 _REMOTE = re.compile(r"(?:https?:)?//", re.I)
-# What loads from within a style, or a script that is a module.
+# Addresses that a style sheet, or a JavaScript module, loads.
 _STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*((?:https?:)?//[^\"')\s]+)", re.I)
 _SCRIPT = re.compile(r"\bimport\b[^;\n]{0,200}?[\"'](https?://[^\"']+)")
 _HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}", re.I)
 
 
 class Page(HTMLParser):
-    """The anchors, links and loaded files of a page and its frames."""
+    """The anchors, links and loaded files of an HTML page and its frames."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Read one tag."""
+        """Collect the anchors, links and loaded files in one tag."""
         values = {name: value or "" for name, value in attrs}
         self._inside = tag
         self.anchors |= {values[name] for name in ("id", "name") if values.get(name)}
@@ -77,19 +78,19 @@ class Page(HTMLParser):
             self.links += [link for link in framed.links if not link.startswith("#")]
 
     def handle_data(self, data: str) -> None:
-        """Read what stands inside a style or a script."""
+        """Collect the addresses that the content of a style or script element loads."""
         if self._inside == "style":
             self.loads += _STYLE.findall(data)
         if self._inside == "script":
             self.loads += _SCRIPT.findall(data)
 
     def handle_endtag(self, tag: str) -> None:
-        """Leave a style or a script."""
+        """Leave a style or script element."""
         self._inside = ""
 
 
 def faults(site: Path) -> tuple[list[str], list[str]]:
-    """Return the faults of the pages of a folder, and the links that lead out of it."""
+    """Return the faults in a folder's pages, and the external links."""
     pages = {path: Page(path.read_text("utf-8")) for path in sorted(site.rglob("*.html"))}
     wrong, out = [], set()
     for path, page in pages.items():
@@ -99,18 +100,18 @@ def faults(site: Path) -> tuple[list[str], list[str]]:
                 continue
             if _REMOTE.match(link) or ":" in link.split("/")[0]:
                 out.add(link)
-                wrong += [f"{name}: {link} is no https address"] if not well_formed(link) else []
+                wrong += [f"{name}: {link} is not an https URL"] if not well_formed(link) else []
             else:
                 target, anchor = _target(site, path, link)
                 if not target.is_file():
-                    wrong.append(f"{name}: {link} leads nowhere")
+                    wrong.append(f"{name}: {link} leads to no file on the site")
                 elif target in pages and anchor not in pages[target].anchors:
-                    wrong.append(f"{name}: {link} has no such anchor")
+                    wrong.append(f"{name}: {link} leads to an anchor that does not exist")
         for load in page.loads:
             if _REMOTE.match(load):
                 wrong.append(f"{name}: loads {load}")
             elif not (load.startswith(_WITHIN) or _target(site, path, load)[0].is_file()):
-                wrong.append(f"{name}: loads {load}, which is not there")
+                wrong.append(f"{name}: loads {load}, which does not exist")
     for path in sorted(site.rglob("*.css")):
         remote = _STYLE.findall(path.read_text("utf-8"))
         wrong += [f"{path.relative_to(site)}: loads {address}" for address in remote]
@@ -118,7 +119,7 @@ def faults(site: Path) -> tuple[list[str], list[str]]:
 
 
 def well_formed(link: str) -> bool:
-    """Return whether a link is an https address of a named host, without blanks."""
+    """Return whether a link is an https address with a host name and without blanks."""
     parts = urlsplit(link)
     named = bool(_HOST.fullmatch(parts.hostname or ""))
     return parts.scheme == "https" and named and not re.search(r"\s", link)
@@ -142,11 +143,11 @@ def missing(site: Path) -> Iterator[str]:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Check the site that was built."""
+    """Check the built site; raise PluginError with all its faults."""
     site = Path(config.site_dir).resolve()
     wrong, out = faults(site)
     wrong += [f"the reference has no entry for {name}" for name in missing(site)]
     if wrong:
-        raise PluginError("\n  - ".join([f"{len(wrong)} faults of the site:", *wrong]))
+        raise PluginError("\n  - ".join([f"the site has {len(wrong)} faults:", *wrong]))
     listed = "".join(f"\n  {link}" for link in out)
-    get_plugin_logger("checked").info(f"links out of the site, which are not followed:{listed}")
+    get_plugin_logger("checked").info(f"external links, which are not requested:{listed}")

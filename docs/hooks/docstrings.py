@@ -1,6 +1,6 @@
-"""Rename the section `Example:` of docstrings to `Examples:`, the only name that griffe knows.
+"""Rename the docstring section `Example:` to `Examples:`, the only name that griffe knows.
 
-Without this, griffe shows an example as a note, and its prompts as nested quotations.
+Without this extension, griffe shows an example as a note, and its `>>>` prompts as nested quotes.
 """
 
 import re
@@ -12,7 +12,7 @@ _EXAMPLE = re.compile(r"^(\s*)Example:$", re.M)
 
 
 class Examples(Extension):
-    """The extension of griffe that renames the section."""
+    """A griffe extension that renames the section."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rename the section in the docstring of an object."""

@@ -1,12 +1,16 @@
-"""Add to the site what the repository has elsewhere, so that nothing is written twice.
+"""Add content from elsewhere in the repository to the site, so that nothing is written twice.
 
-module: attn_only_lens.viz     in the head of a page: an entry for every name in `__all__`
-first: [circuit_view]          next to it: the names to begin with; the page opens with a table of
-                               them, and the other names follow a rule
-notebooks/*.ipynb              a page for each notebook, with its stored outputs
-analyses/results/*             the same paths as in the repository, so that links to them work
-CHANGELOG.md                   a page
-notebooks/*.md                 in `nav`: all these pages, in order; no section if there is none
+These metadata entries at the top of a page add content to it:
+    module: attn_only_lens.viz   adds an entry for every name in the module's `__all__`
+    first: [circuit_view]        puts these names first, with a table of them at the top of the
+                                 page; the other names follow below a horizontal line
+These files become pages:
+    notebooks/*.ipynb            one page for each notebook, with its stored outputs
+    CHANGELOG.md                 one page
+These files keep their paths from the repository, so that links to them work:
+    analyses/results/*
+A pattern in `nav` stands for all matching pages, in order. Without a match, its section is omitted:
+    notebooks/*.md
 """
 
 import ast
@@ -37,12 +41,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def notebook(path: Path, repo_url: str | None = None) -> dict[str, Any]:
-    """Return a notebook's page, its pictures and its file, by their paths in the site."""
+    """Return a notebook's page, its pictures and the file itself, by path in the site."""
     exporter = MarkdownExporter()
     text, resources = exporter.from_filename(
         str(path), resources={"output_files_dir": f"{path.stem}_files"}
     )
-    title, _, text = text.lstrip().partition("\n")  # first, or `nav` has the name of the file
+    title, _, text = text.lstrip().partition("\n")  # `nav` shows the first line as the page's title
     links = [f"[Download this notebook]({path.name}){{: download }}"]
     if repo_url:
         links += _colab(path, repo_url.rstrip("/"))
@@ -53,7 +57,7 @@ def notebook(path: Path, repo_url: str | None = None) -> dict[str, Any]:
 
 
 def _colab(path: Path, repo_url: str) -> list[str]:
-    """Return a link that opens a released notebook in Colab, and its install line."""
+    """Return a link that opens a released notebook in Colab, and the command to install there."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     tag, (owner, name) = f"v{citation['version']}", repo_url.split("/")[-2:]
     address = f"https://colab.research.google.com/github/{owner}/{name}/blob/{tag}/notebooks"
@@ -62,7 +66,7 @@ def _colab(path: Path, repo_url: str) -> list[str]:
 
 
 def _expanded(item: Any, pages: list[str]) -> list[Any]:
-    """Return an entry of `nav` with its pattern resolved; nothing if no page matches."""
+    """Expand the pattern in a `nav` entry to its pages; return [] if no page matches."""
     if not isinstance(item, dict):
         return [item]
     [(title, inner)] = item.items()
@@ -75,30 +79,30 @@ def _expanded(item: Any, pages: list[str]) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Add the entries of a module."""
+    """Add the reference entries of the module that the page's metadata names."""
     module = page.meta.get("module")
     return f"{markdown}\n\n{entries(module, page.meta.get('first', ()))}" if module else markdown
 
 
 def package(module: str) -> Path:
-    """Return the path of a package's `__init__.py`, which need not exist."""
+    """Return the path that a package's `__init__.py` has; it may not exist."""
     return ROOT / module.replace(".", "/") / "__init__.py"
 
 
 def is_module(name: str) -> bool:
-    """Return whether a full name is that of a package or of a public module."""
+    """Return whether a full name denotes a package or a module."""
     return package(name).is_file() or source(name).is_file()
 
 
 def source(module: str) -> Path:
-    """Return the file of a module, or of a package."""
+    """Return the source file of a module or package."""
     file = ROOT / f"{module.replace('.', '/')}.py"
     return file if file.is_file() else package(module)
 
 
 def public(module: str) -> dict[str, str]:
-    """Return the names of a package's `__all__`, with the full name of each definition."""
-    stub = source(module).with_suffix(".pyi")  # where names are imported when they are first used
+    """Return the names in a package's `__all__`, with the full name of each definition."""
+    stub = source(module).with_suffix(".pyi")  # lazily imported names are listed in a stub
     tree = ast.parse((stub if stub.is_file() else source(module)).read_text("utf-8"))
     definitions = {
         alias.asname or alias.name: ".".join(
@@ -113,30 +117,30 @@ def public(module: str) -> dict[str, str]:
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
-    return {  # what comes out of the package itself is a module of it
+    return {  # a name that is imported from the package itself is one of its modules
         name: full if full.rpartition(".")[0] == module else _definition(full)
         for name, full in ((name, definitions.get(name, f"{module}.{name}")) for name in names)
     }
 
 
 def _definition(full: str) -> str:
-    """Return where a name is defined that a package may only pass on."""
+    """Return the full name of the definition behind a name that a package may re-export."""
     module, _, name = full.rpartition(".")
     inner = public(module) if "." in module and package(module).is_file() else {}
     return inner.get(name, full)
 
 
 def entries(module: str, first: Sequence[str] = ()) -> str:
-    """Return an entry for each public name, at an anchor of that name, the first ones first.
+    """Return an entry for each public name, with an anchor; the names in `first` come first.
 
-    A name of the package itself is described there, and other modules refer to it. Submodules are
-    pages of their own.
+    A name that `attn_only_lens` itself exports is described on that package's page, and other pages
+    link to it. Submodules have their own pages.
     """
     names, root = public(module), public("attn_only_lens")
     leading = [name for name in first if "." not in name]
     unknown = [name for name in leading if name not in names]
     if unknown:
-        raise PluginError(f"{module} has no {unknown[0]}, which its page puts first")
+        raise PluginError(f"{module} has no {unknown[0]}, which its page lists under `first`")
     parts = [_table(module, first)] if first else []
     for name in (*leading, *(name for name in names if name not in leading)):
         full, anchor = names[name], f'<a id="{module}.{name}"></a>'
@@ -152,7 +156,7 @@ def entries(module: str, first: Sequence[str] = ()) -> str:
 
 
 def _table(module: str, first: Sequence[str]) -> str:
-    """Return a table of names, of this module or its modules, with a sentence about each."""
+    """Return a table of names in this module or its submodules, with one sentence about each."""
     rows = []
     for entry in first:
         inner, _, name = entry.rpartition(".")
@@ -163,7 +167,7 @@ def _table(module: str, first: Sequence[str]) -> str:
 
 
 def summary(full: str) -> str:
-    """Return the first sentence of the docstring of a function or class, or of a package."""
+    """Return the first sentence of a function's, class's, module's or package's docstring."""
     if is_module(full):
         tree: Any = ast.parse(source(full).read_text("utf-8"))
     else:

@@ -156,7 +156,7 @@ def test_bilinear_gates(folder, tmp_path):
     assert "bilinear against exact" in result.output
     assert read_manifest(out)["gate"]["heads_per_neuron"] == 4
     for arguments, message in (
-        (("--gate", "bilinear", "--heads-per-neuron", 5), "gelu has gates of [1, 2, 4, 6, 8]"),
+        (("--gate", "bilinear", "--heads-per-neuron", 5), "gelu has gates with [1, 2, 4, 6, 8]"),
         (("--gate", "linear"), "got --gate linear; expected exact or bilinear"),
         (("--heads-per-neuron", 4), "need --gate bilinear"),
         (("--gate", "bilinear", "--text", "w3 w5"), "cannot be calibrated"),

@@ -234,12 +234,12 @@ def test_unknown_words(name, tokenizers):
         return
     with pytest.raises(InputError, match=f"'{expected[0]}'") as caught:
         bind(p.probability(expected[0]), stub(tokenizers[name]), pair_of(1))
-    assert caught.match("would be measured instead")
+    assert caught.match("the metric would read")
 
 
 def test_an_unknown_answer_says_what_to_do():
     model = pretrained.small_english()
-    with pytest.raises(InputError, match=r"'are', and .*<unk> would be .*: ' are' is one token"):
+    with pytest.raises(InputError, match=r"'are', and .*read <unk> instead.*: ' are' is one token"):
         bind(p.logit_diff("are", " is"), model, pair_of(1))
     with pytest.raises(InputError, match=r"wrong: got 'xyz', .* or give a token"):
         bind(p.logit_diff(" are", "xyz"), model, pair_of(1))
@@ -281,7 +281,10 @@ def test_a_part_of_a_word_is_named_with_it(tokenizers):
 
 
 def test_whitespace_is_no_answer_where_it_is_unknown(english):
-    with pytest.raises(InputError, match="got ' ', and the tokenizer does not know ' ': <unk>"):
+    with pytest.raises(
+        InputError,
+        match="got ' ', and the tokenizer does not know ' ': the metric would read <unk>",
+    ):
         bind(p.logit_diff(" ", " is"), english, pair_of(1))
     with pytest.raises(InputError, match="got '', which is 0 tokens") as caught:
         bind(p.logit_diff("", " is"), english, pair_of(1))
@@ -325,7 +328,7 @@ def test_a_space_more_or_less(name, right, tokenizers):
                 assert len(caught) == (is_far and not is_right), (role, times)
                 if caught:
                     text = ARE[name][right][1]
-                    give = f"its number, {ids[right]}" if text is None else f"give {text!r}"
+                    give = f"give token {ids[right]}" if text is None else f"give {text!r}"
                     message = str(caught[0].message)
                     assert give in message
                     assert f"{role.strip()}: " in message

@@ -185,7 +185,7 @@ def test_a_broken_rule_is_noticed(family, rule, monkeypatch):
     model = model_of(family)
     for module in (secants, engine):
         monkeypatch.setattr(module, rule, wrong, raising=False)
-    with pytest.raises(UnsupportedModelError, match="contributions of the tokens"):
+    with pytest.raises(UnsupportedModelError, match="contributions do not add up"):
         difference(model, METRICS["logit_diff"])
 
 

@@ -114,7 +114,10 @@ REFUSED = {
     "mask shape": ((OK, OTHER, torch.ones(POS, BATCH)), [r"mask: got \[7, 3\]; .*\[3, 7\]"]),
     "mask type": ((OK, OTHER, [1, 1]), ["mask: got list"]),
     "mask values": ((OK, OTHER, OK), ["mask: got values from"]),
-    "mask nothing": ((OK, OTHER, torch.zeros(BATCH, POS)), [r"no token of prompts \[0, 1, 2\]"]),
+    "mask nothing": (
+        (OK, OTHER, torch.zeros(BATCH, POS)),
+        [r"prompts \[0, 1, 2\] have no real token"],
+    ),
     "mask holes": ((OK, OTHER, HOLES), [r"prompts \[0\] have padding between"]),
 }
 

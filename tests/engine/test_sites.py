@@ -156,7 +156,7 @@ def test_numbers():
     with pytest.raises(InputError) as caught:
         resolve_positions(whole, bad)
     assert len(caught.value.reasons) == 6
-    assert "got -1 and 6, the same positions" in str(caught.value)
+    assert "got -1 and 6, which are the same" in str(caught.value)
     for position in (2, -3):
         with pytest.raises(InputError, match=r"in prompts \[1\]"):
             resolve_positions(pair, position)

@@ -225,7 +225,7 @@ def test_means_are_taken_before_other_contexts(model, close):
     with p.steered(model, steering(model)):
         expected = model(text)
         with (
-            pytest.raises(InputError, match="must be outermost"),
+            pytest.raises(InputError, match="must be the outermost"),
             p.ablated(model, "L0N3", **means),
         ):
             pass
@@ -291,7 +291,7 @@ def test_heads_that_share_a_neuron():
     silent = (cache[point] == 0).all(dim=0).all(dim=0).flatten()
     assert silent.nonzero().flatten().tolist() == [28, 29, 30, 31]
     with (
-        pytest.raises(InputError, match=r"4 heads share it; steer L1N7\.0 … L1N7\.3"),
+        pytest.raises(InputError, match=r"4 heads share this neuron; steer L1N7\.0 … L1N7\.3"),
         p.steered(model, {"L1N7": 3.0}),
     ):
         pass

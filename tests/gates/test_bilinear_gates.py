@@ -317,7 +317,7 @@ def test_the_fewest_heads_within_a_tolerance():
     ],
 )
 def test_refusals_say_what_there_is(arguments, words):
-    with pytest.raises(ValueError, match=r"expected|no bilinear gate|has gates of") as caught:
+    with pytest.raises(ValueError, match=r"expected|no bilinear gate|has gates with") as caught:
         bilinear_gate(*arguments[:2], tolerance=arguments[2] if arguments[2:] else None)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 

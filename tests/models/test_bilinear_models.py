@@ -397,7 +397,7 @@ def test_refused_with_all_reasons():
     for model, gate, message in (
         (gelu, "bilinear", r"expected 'exact', attn_only_lens\.Bilinear"),
         (gelu, Bilinear, r"expected 'exact', attn_only_lens\.Bilinear"),
-        (gelu, Bilinear(3), r"got heads=3; gelu has gates of \[1, 2, 4, 6, 8\]"),
+        (gelu, Bilinear(3), r"got heads=3; gelu has gates with \[1, 2, 4, 6, 8\]"),
         (gelu, Bilinear(tolerance=1e-9), "8 heads"),
         (gelu, Bilinear(calibration=calibration), "leave it out"),
         (llama, Bilinear(), "calibrate"),

@@ -189,7 +189,7 @@ def test_tokenizer_is_handed_over(tmp_path):
 def test_a_bridge_with_hooks_or_exposed_is_refused():
     bridge = boot("llama")
     bridge.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None, is_permanent=True)
-    with pytest.raises(UnsupportedModelError, match=r"hooks are attached.*would not come along"):
+    with pytest.raises(UnsupportedModelError, match=r"hooks are attached.*would be lost"):
         exposed_copy(bridge)
     bridge.reset_hooks(including_permanent=True)
     exposed_copy(bridge)

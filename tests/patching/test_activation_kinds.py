@@ -359,7 +359,7 @@ def test_refused_before_anything_runs():
         ({"part": "k"}, "got part='k'"),
         ({"direction": "sideways"}, "got direction='sideways'"),
         ({"direction": "zero", "part": "q"}, "an ablation is of z"),
-        ({"positions": [3, 3]}, "the same positions"),
+        ({"positions": [3, 3]}, "which are the same"),
         ({"sites": ["L0N37"]}, "neurons 0 to 36"),
         ({"batch_size": 0}, "got batch_size=0"),
         ({"batch_size": 2.0}, "got batch_size=2.0"),
@@ -368,7 +368,7 @@ def test_refused_before_anything_runs():
             sweep(model, **how)
     assert not calls
     handle.remove()
-    with pytest.raises(InputError, match="'bias' is for neuron-heads"):
+    with pytest.raises(InputError, match="got 'bias' for attention heads"):
         sweep(model, direction="bias")
     clean, corrupted, _ = pair()
     with pytest.raises(InputError, match="give two prompts or more"):

@@ -469,5 +469,5 @@ def test_a_hook_point_that_shows_more_than_was_run_is_refused():
     hook = attention_edit(source, "value", heads, places, POS - 1)
     point = type("Point", (), {"name": "blocks.1.attn.hook_v"})
     assert torch.equal(hook(source[:, -1:], point), source[:, -1:])
-    with pytest.raises(UnsupportedModelError, match=r"hook_v shows \[2, 11, 2, 13\]"):
+    with pytest.raises(UnsupportedModelError, match=r"hook_v has shape \[2, 11, 2, 13\]"):
         hook(source, point)

@@ -341,7 +341,7 @@ def test_refusals(small):
     refused("expected one of q, k, value", part="v")
     refused("do not depend on the token", part="k", receivers=["L1H0", "L1N5"])
     refused("a later layer", senders="L1N5")
-    refused("not flat", metric=p.kl(), direction="noise", top=3)
+    refused("gradient is zero", metric=p.kl(), direction="noise", top=3)
 
 
 def test_a_run_with_nan_says_so():

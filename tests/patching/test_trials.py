@@ -54,7 +54,7 @@ def test_bert_whose_layers_run_no_module_for_their_mlp(part):
     model = exposed("bert")
     sites = ["L0N3", "L0N29", "L1N5", "L0H1", "L1H0"]
     if part == "pattern":
-        with pytest.raises(UnsupportedModelError, match="not read back"):
+        with pytest.raises(UnsupportedModelError, match="does not use"):
             sweep(model, sites, part=part)
         sites = sites[:3]
     frame = sweep(model, sites, part=part, positions=[1, 4, POS - 1])
@@ -166,7 +166,7 @@ def ask(model, ranking):
 
 @pytest.mark.parametrize(
     ("point", "reason"),
-    [(LooksOn, "not read back|read-only"), (Silent, "did not fire in a forward pass")],
+    [(LooksOn, "does not use|read-only"), (Silent, "did not fire in a forward pass")],
 )
 def test_nothing_is_said_of_heads_that_take_no_edits(point, reason):
     model, (clean, corrupted) = exposed("gpt2"), pair()

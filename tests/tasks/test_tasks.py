@@ -142,7 +142,7 @@ CHECKS = {
 @pytest.mark.parametrize("task", MADE)
 def test_what_prompts_say_and_where(task, tokenizer):
     if task == "greater-than" and len(tokenizer) == 49152:
-        with pytest.raises(InputError, match="no token of 00 at the end of a year"):
+        with pytest.raises(InputError, match="no token for 00 at the end of a year"):
             MADE[task](tokenizer)
         return
     state = random.getstate(), torch.get_rng_state().tolist()
@@ -212,7 +212,7 @@ REFUSED = {
     "half a brace": ("A {thing", {}, "got template 'A {thing'"),
     "a format": ("A {thing:>9}", {}, "got template 'A {thing:>9}'"),
     "no text": ([7], {}, "got template 7"),
-    "no list": (None, {}, "got None; expected texts"),
+    "no list": (None, {}, "got None; expected templates"),
     "none": ([], {}, "got no templates"),
 }
 
@@ -275,7 +275,7 @@ def test_files_that_make_no_pairs(tmp_path):
     refused(r"(?s)line 1: expected an object.*line 2: expected .* patch_answer", [[7], lacking])
     refused("and 2 more lines", [7] * 7)
     refused("got keep='cars'; expected a function", [row_of("keys", "key")], keep="cars")
-    refused("has 5 words; expected more, for subject", [row_of("a", "b")], roles={"subject": 5})
+    refused("has 5 words; expected more words", [row_of("a", "b")], roles={"subject": 5})
     refused(r"(?s)role 'end'.*word -1 for the role 'end'", roles={"end": -1})
     refused("n=1; 0 of 1", [row_of("garden door", "key")])
     refused("expected four names", [row_of("keys", "key")], keys=("clean_prefix", "answer"))
@@ -296,11 +296,9 @@ def test_what_makes_no_prompts():
         lambda: tasks.ioi(ends, 3): ["special tokens after a text"],
         lambda: tasks.ioi(known, 3, corruption="no"): ["expected one of abc, swap"],
         lambda: tasks.greater_than(ends, 3): ["special tokens after a text"],
-        lambda: tasks.agreement(known, 3, feature="gender", structure="simple"): [
-            "which has only one"
-        ],
+        lambda: tasks.agreement(known, 3, feature="gender", structure="simple"): ["leave it out"],
         lambda: tasks.induction(known, 3, length=2): ["got length=2; expected 3 or more"],
-        lambda: tasks.induction(task_tokenizer(), 3, length=4000): ["4001 for prompts"],
+        lambda: tasks.induction(task_tokenizer(), 3, length=4000): ["4001 for 4000-token prompts"],
     }.items():
         with pytest.raises(InputError) as caught:
             call()

@@ -1,4 +1,4 @@
-"""The rest of a forward pass, from a stream in the middle of it, for many variants at once."""
+"""Run the rest of a forward pass, from a stream in the middle, for many variants at once."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ __all__ = ["Replay", "Variants", "make_replay"]
 
 
 def make_replay(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
-    """Return a checked replay for a model."""
+    """Return a replay for a model, after a check of its logits."""
     replay = host_of(model).replay
-    with torch.no_grad():  # or recorded keys and values would keep their graphs alive
+    with torch.no_grad():  # otherwise, recorded keys and values would keep their graphs alive
         with full_precision() as raised:
             precise = replay(record_again(model, recording) if raised else recording, metric)
             precise.check()

@@ -1,10 +1,11 @@
-"""The rest of a forward pass, from a stream in the middle of it, for many variants at once.
+"""Run the rest of a forward pass, from a stream in the middle, for many variants at once.
 
 Rows are variants × prompts: row r is prompt r mod batch of variant r // batch. Variants that enter
-at different blocks run together (`Joined`). What a variant cannot change is not computed: blocks
-before its own, positions before `first` in a causal model (later ones attend to recorded keys and
-values), and logits that the metric does not read. Every replay is first compared with the recorded
-logits, and its edits with hooks (`edit_checks.py`).
+at different blocks run together (`Joined`). A replay computes only what its variants can change and
+the metric reads. It skips earlier blocks, logits that the metric does not read and, in causal
+models, positions before `first`; later positions attend to recorded keys and values. The logits of
+every replay are first compared with the recorded logits, and its edits are compared with hooks
+(`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -32,9 +33,9 @@ from attn_only_lens.precision import full_precision
 PROBLEM = "this model cannot be patched"
 _UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _ROUNDINGS = 8
-_BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # of attention, before its output projection
-# How many copies of the widest activation, of attention scores and of the logits that a loss reads
-# are held at once, from torch's profiler (`test_memory.py`).
+_BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's output projection
+# The number of copies of the widest activation, of attention scores, and of the logits for a loss
+# that are in memory at once, according to torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
 _LOGITS_AT_ONCE = 2**26  # numbers, with these copies: 170 tokens of a vocabulary of 49,152
 _CALL_FLOPS = 3e10  # `call_flops_on_cpu` for GPUs, an estimate: 90 kernels at 10 µs, 30 Tflop/s
@@ -42,14 +43,15 @@ _CALL_FLOPS = 3e10  # `call_flops_on_cpu` for GPUs, an estimate: 90 kernels at 1
 
 @dataclass(frozen=True)
 class Variants:
-    """Forward passes that differ from the recorded one.
+    """Forward passes that differ from the recorded pass.
 
     Attributes:
-        block: the first block that they run.
+        block: the first block that these passes run.
         first: the first position at which they differ; all tensors begin there.
-        stream: the stream that enters that block.
-        hooks: edits at hook points of that block and later ones.
-        mlp: the module or hook point of that block to whose output `added` is added, if any.
+        stream: the stream that enters this block.
+        hooks: edits at hook points in this block and later blocks.
+        mlp: the module or hook point in this block to whose output `added` is added; None if
+            nothing is added.
     """
 
     block: int
@@ -61,11 +63,11 @@ class Variants:
 
 
 class Joined:
-    """Variants that run together, in the order of their blocks, all from one position on.
+    """Variants that run together in the order of their blocks, all starting at the same position.
 
     Attributes:
-        first: the first position at which they differ from the recorded run.
-        block: the first block that any of them runs.
+        first: the first position at which the variants differ from the recorded run.
+        block: the first block that any variant runs.
         n_rows: the number of rows of all variants.
     """
 
@@ -77,11 +79,11 @@ class Joined:
         self.n_rows = sum(len(variants.stream) for variants in members)
 
     def entering(self, block: int) -> list[Variants]:
-        """Return those that enter a block."""
+        """Return the variants that enter at a block."""
         return [variants for variants in self.members if variants.block == block]
 
     def stream(self, block: int, x: Residual | None) -> Residual:
-        """Return the stream that enters a block, of all variants that have entered so far."""
+        """Return the stream that enters a block, for all variants that enter there or earlier."""
         streams = [] if x is None else [x]
         streams += [variants.stream for variants in self.entering(block)]
         return streams[0] if len(streams) == 1 else torch.cat(streams)
@@ -94,7 +96,7 @@ class Joined:
 
     @property
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The edits of all variants, each on its rows."""
+        """The edits of all variants; each edit changes only the rows of its variant."""
         if len(self.members) == 1:
             return list(self.members[0].hooks)
         return [
@@ -116,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors of a model that cannot run like this, but not of memory or this package."""
+    """Suppress a model's errors when it cannot run like this; raise memory and package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -126,7 +128,7 @@ def suppress_refusals() -> Iterator[None]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Return numbers of any device as one tensor, so that the host waits once to read them."""
+    """Stack numbers from any devices into one tensor, so that the CPU waits only once for them."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
 
 
@@ -148,12 +150,12 @@ def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, 
 
 @dataclass(eq=False)
 class Replay(ABC):
-    """A model, one recorded forward pass of it, and the logits that a metric reads.
+    """A replay of one recorded forward pass of a model, for the logits that a metric reads.
 
     Attributes:
-        other: the precise replay that is tested in place of this one, if float32 products are
-            rounded to TF32: then running some blocks alone changes results by that rounding.
-        call_flops_on_cpu: the fixed cost of calling a block, as flops of matrix products (measured
+        other: if float32 products are rounded to TF32, the precise replay that is tested instead of
+            this one, because a run of only some blocks changes results by that rounding.
+        call_flops_on_cpu: the fixed cost of calling a block, in flops of matrix products (measured
             on two cores of an EPYC).
     """
 
@@ -168,7 +170,7 @@ class Replay(ABC):
         self.tested: PassedTests = self.other.tested if self.other else passed_tests(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
-        # Until tests show that blocks do not run some of the rows, or the last one some tokens.
+        # `check` sets these to False if a block needs all rows, or the last block needs all tokens.
         self.joins: bool = self.other is None or self.other.joins
         self.trims: bool = self.other is None or self.other.trims
         self.trims = self.trims and self.metric.positions is not None
@@ -200,7 +202,7 @@ class Replay(ABC):
             return run(joined)
 
     def _edits_trimmed(self, variants: Variants) -> bool:
-        """Return whether an edit expects all tokens in a module that would run on one."""
+        """Return whether an edit needs all tokens in a module that would run on one token."""
         last, layer = f"blocks.{self.n_blocks - 1}.", self.host.n_layers - 1
         before = {self.host.hook_name(layer, "attention", point) for point in _BEFORE_OUTPUT}
         names = {name for name, _ in variants.hooks if name.startswith(last)}
@@ -208,12 +210,12 @@ class Replay(ABC):
         return at_mlp or not names <= before
 
     def trimmed_modules(self) -> list[nn.Module]:
-        """Return modules of the last block that can run on the tokens that the metric reads."""
+        """Return the last block's modules that can run on only the tokens that the metric reads."""
         return [self.host.neurons[-1].module]
 
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the logits that the metric reads, of variants that run together."""
+        """Return the entries of joined variants' logits that the metric reads."""
 
     @abstractmethod
     def last_stream(self, joined: Joined) -> Float[Tensor, "row pos d_model"]:
@@ -221,21 +223,21 @@ class Replay(ABC):
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
-        """Return the output of the first block, from `first` on."""
+        """Return the output of the variants' first block, from position `first` on."""
 
     @property
     def precise(self) -> "Replay":
-        """The replay that is tested."""
+        """The replay on which tests run: `other` if there is one, or this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether a block and those after it can run from a position on alone."""
+        """Return whether a block and later blocks can run on only the positions from one on."""
 
     @property
     @abstractmethod
     def cached_numbers_per_token(self) -> int:
-        """The number of floats that a block holds at once for the keys and values of a token."""
+        """The number of floats that a block holds at once for a token's keys and values."""
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
@@ -253,40 +255,40 @@ class Replay(ABC):
         )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
-        """Return the recorded stream that entered a block, for n variants."""
+        """Return the recorded stream at a block's input, from `first` on, for n variants."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:
-        """Return where to start variants of a block that differ from a position on."""
+        """Return the position at which to start variants that differ from `position` on."""
         positions = self.metric.positions
         latest = self.n_pos - 1 if positions is None else int(positions.min())
         first = min(position, latest)
         return first if self.can_start_at(block, first) else 0
 
     def flops_per_token(self, block: int) -> int:
-        """Return the flops per token of the matrix products of a block and those after it."""
+        """Return the flops per token of the matrix products in a block and later blocks."""
         return 2 * sum(self._parameters[block:])
 
     @property
     def flops_of_forward(self) -> int:
-        """The flops of the matrix products of a whole run."""
+        """The flops of the matrix products in a whole run."""
         cfg = self.model.cfg
         per_token = self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the cost of variants that enter a block at positions, relative to a whole run."""
+        """Return the cost of variants that start at a block and positions, as a share of a run."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run from a block on, in flops."""
+        """Return the fixed cost, in flops, of a run from a block on."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
     @property
     def numbers_per_token(self) -> int:
-        """The largest number of floats that a forward pass holds at once per token, estimated."""
+        """An estimate of the most floats per token that a forward pass holds at once."""
         d_model = self.recording.streams[0].shape[-1]
         n_heads = max(self.host.n_heads)
         return 5 * d_model + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
@@ -294,13 +296,13 @@ class Replay(ABC):
     def numbers_per_variant(self, first: int) -> int:
         """Estimate the largest number of floats that one variant holds at once, besides logits."""
         tokens = self.batch * (self.n_pos - first)
-        # One block at a time has a copy of the recorded keys and values for each variant.
+        # Each block copies the recorded keys and values for each variant while it runs.
         cached = self.cached_numbers_per_token * self.batch * self.n_pos if first else 0
         return tokens * self.numbers_per_token + cached
 
     @property
     def logits_per_variant(self) -> int:
-        """The number of logits that are computed for one variant."""
+        """The number of logits that a run computes for one variant."""
         return self.metric.select(self.recording.logits).numel()
 
     def effective(
@@ -317,7 +319,7 @@ class Replay(ABC):
         return changed & (columns == self.metric.positions.to(changed.device)[:, None])
 
     def adds_mlp_output(self, block: int, mlp: nn.Module) -> bool:
-        """Test whether a block adds the output of its MLP to the stream unchanged."""
+        """Test whether a block adds its MLP's output to the stream unchanged."""
         if self.precise is not self:
             with full_precision():
                 return self.precise.adds_mlp_output(block, mlp)
@@ -330,18 +332,18 @@ class Replay(ABC):
             out = self.block_output(Variants(block, 0, before, mlp=mlp, added=added))
             largest = (out - after - added).abs().max(), after.abs().max() + added.abs().max()
             error, scale = stacked(largest).tolist()
-            # No later layer has amplified the rounding of this sum. If the test fails, patches run
-            # the block, which is always right.
+            # The tolerance is small, because no later layer has amplified the rounding of this sum.
+            # If the test fails, patches run the whole block, which is always right.
             self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
             if self._adds[block]:
                 self.tested.add(test, self.recording)
         return self._adds[block]
 
     def check(self) -> None:
-        """Compare replays without any edit, from several blocks, with the recorded logits."""
+        """Require that unedited replays, from several blocks, give the recorded logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
-        blocks = [self.n_blocks]  # the logits that this metric reads, always
+        blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads
         if not tests.covers(("replay", self.trims), run):
             blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
         for first in self.starts_to_check():
@@ -359,7 +361,7 @@ class Replay(ABC):
             tests.add("whole last block", run)
 
     def _agrees(self, first: int, blocks: Sequence[int]) -> bool:
-        with suppress_refusals():  # of a model that needs all rows, or tokens, in every block
+        with suppress_refusals():  # a model may need all rows, or all tokens, in every block
             difference, allowed, _ = self._difference(first, blocks)
             return difference <= allowed
         return False
@@ -368,13 +370,13 @@ class Replay(ABC):
         difference, allowed, size = self._difference(first, [block])
         if not difference <= allowed:
             reason = (
-                f"run again from block {block}, position {first}, its logits differ by "
-                f"{difference:.2g} from those of a whole run (largest: {size:.2g})"
+                f"in a run from block {block} and position {first} on, the logits differ by "
+                f"{difference:.2g} from the logits of a whole run (largest logit: {size:.2g})"
             )
             raise UnsupportedModelError([reason], PROBLEM)
 
     def _difference(self, first: int, blocks: Sequence[int]) -> tuple[float, float, float]:
-        """Return the largest difference, the one allowed, and the largest logit: one wait."""
+        """Return the largest difference, the allowed difference, and the largest logit."""
         unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
         whole, largest = (
             self.metric.select(self.recording.logits),
@@ -385,7 +387,7 @@ class Replay(ABC):
         return error, logit_tolerance(self.host.neurons, whole.dtype) * size, size
 
     def starts_to_check(self) -> set[int]:
-        """Return positions that represent all others in a test: the first and the last."""
+        """Return the start positions that a test covers: the first and the last."""
         return {0, self.start(0, self.n_pos)}
 
     def with_earlier_logits(

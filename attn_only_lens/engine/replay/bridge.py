@@ -1,11 +1,11 @@
-"""The replay of TransformerBridges: the bridged model's own forward pass, with some blocks skipped.
+"""The replay for TransformerBridges: the bridged model's forward pass without some of its blocks.
 
-A model of transformers that takes a cache runs only the tokens from a patch on, after recorded keys
-and values (`key_values.py`). Each position is tested before it is first used: noise is added to the
-stream from there on, and runs on all positions and from there on must agree in every block and the
-logits. Otherwise every patch runs all positions: models that are not causal or have no such cache,
-and half precision, whose rounding could hide a difference. Unembedding only some columns is tested
-too.
+If a transformers model takes a cache, it runs only the tokens from a patch on, after recorded keys
+and values (`key_values.py`). Each start position is tested before its first use: noise is added to
+the stream from this position on, and a run on all positions must agree with a run from this
+position on, in every block and in the logits. Every patch runs all positions if this test fails, if
+the model is not causal or has no such cache, or in half precision, whose rounding could hide a
+difference. Whether the model can unembed only some columns is tested too.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class BridgeReplay(Replay):
         self._past: KeyValues | None = None
         if all(stream.dtype in _FINE for stream in self.recording.streams):
             self._past = record_key_values(self.model, self.recording)
-        self._tested: dict[int, int] = {}  # by position, the first block that starts there
+        self._tested: dict[int, int] = {}  # for each position, the first block that can start there
         self._few_columns: bool = (
             self.precise._few_columns
             if isinstance(self.precise, BridgeReplay) and self.precise is not self
@@ -62,9 +62,9 @@ class BridgeReplay(Replay):
         )
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Test whether a block and those after it can run from a position on alone.
+        """Test whether a block and later blocks can run on only the positions from one on.
 
-        A model that fails once is not tested again.
+        After one failure, a model is not tested again.
         """
         if not position:
             return True
@@ -83,14 +83,14 @@ class BridgeReplay(Replay):
         return self._past is not None
 
     def _is_untested(self, block: int, position: int) -> bool:
-        """Return whether it was never tested that blocks from this one on can start there."""
+        """Return whether a start of this block and later blocks at a position is untested."""
         return block < self._tested.get(position, self.n_blocks + 1) and not any(
             self.tested.covers(("start", earlier, position), self.recording)
             for earlier in range(block + 1)
         )
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run, with that of testing its start if it is untested."""
+        """Return the fixed cost of a run; add the cost of the test if its start is untested."""
         flops = super().flops_per_run(block, position)
         if not position or not self._is_untested(block, position):
             return flops
@@ -98,41 +98,41 @@ class BridgeReplay(Replay):
         return 3 * flops + tokens * self.flops_per_token(block)
 
     def starts_to_check(self) -> set[int]:
-        """Return only position 0: others are tested before their first use."""
+        """Return only position 0, because other positions are tested before their first use."""
         return {0}
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Compare runs from a position on with runs from an earlier tested one, or from 0."""
+        """Compare a run from a position on with a run from an earlier tested position, or 0."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
         stream = recorded + noise.to(recorded) * recorded.std()
         whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
         later, again = list[Residual](), logits
-        with suppress_refusals():  # of a model that cannot continue a cache
+        with suppress_refusals():  # the model may not be able to continue a cache
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
         if not later:
             return False
         agree = [self._agree(again, logits, self.recording.logits.abs().max())]
         for got, expected in zip(later, whole, strict=True):
             expected = expected[:, first - earlier :]
-            # Token by token: the largest value would hide errors at other tokens.
+            # Use a scale for each token, because the largest value would hide errors elsewhere.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # no token attends to padding, and none is patched
+            if mask is not None:  # ignore padding: no token attends to it, no patch changes it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
         return bool(stacked(agree).all())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
-        """Return the input of the first block, the outputs of it and later ones, and the logits."""
+        """Return the first block's input, its output, all later blocks' outputs, and the logits."""
         with record_streams(self.model) as (streams, _):
             logits = self.joined_logits(Joined(variants))
         return [variants.stream, *streams[variants.block + 1 :]], logits
 
     def trimmed_modules(self) -> list[nn.Module]:
-        """Return modules of the last block that can run on the tokens that the metric reads."""
+        """Return the last block's modules that can run on only the tokens that the metric reads."""
         attention = self.host.attention(self.host.n_layers - 1)
         projection = getattr(getattr(attention, "o", None), "original_component", None)
         modules = [] if projection is None else [projection]
@@ -141,15 +141,15 @@ class BridgeReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats that a block holds at once for the keys and values of a token."""
+        """The number of floats that a block holds at once for a token's keys and values."""
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(self.host.n_heads) * d_head  # grouped ones are repeated
+        return 3 * max(self.host.n_heads) * d_head  # shared keys and values are repeated
 
     @property
     def logits_per_variant(self) -> int:
-        """The number of logits that are computed for one variant."""
+        """The number of logits that a run computes for one variant."""
         if self._few_columns or self.metric.columns is None:
             return super().logits_per_variant
         return self.metric.select(self.recording.logits)[..., 0].numel() * self.metric.shape[-1]
@@ -159,7 +159,7 @@ class BridgeReplay(Replay):
         return stream if extra is None else (stream, *(None,) * extra)
 
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the logits that the metric reads, of variants that run together."""
+        """Return the entries of joined variants' logits that the metric reads."""
         with self._unembed_read(joined.first):
             logits = self._run(joined)
         if self.metric.columns is not None and not self._few_columns:
@@ -172,9 +172,9 @@ class BridgeReplay(Replay):
         if self.metric.columns is None:
             return False
         linear = self.model.unembed.original_component
-        if type(linear) is not nn.Linear:  # it is quantised
+        if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # on a device, by accelerate
+        placed = getattr(linear, "_hf_hook", None)  # accelerate places it on a device
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()
@@ -182,7 +182,7 @@ class BridgeReplay(Replay):
             return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
-        with suppress_refusals(), self._unembed_columns():  # of a model that checks the columns
+        with suppress_refusals(), self._unembed_columns():  # the model may need all columns
             got = self._run(Joined(unedited))
             if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
                 self.tested.add(test, self.recording)
@@ -225,9 +225,9 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Make blocks before the first return their input, and the others run the entered rows.
+        """Make earlier blocks return their input, and make the others run the rows that entered.
 
-        The model makes masks and rotations for all rows; a block gets those of its rows.
+        The model makes masks and rotations for all rows; a block gets the part for its rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 
@@ -296,7 +296,7 @@ class BridgeReplay(Replay):
 
 
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:
-    """Return the first n rows of a tensor with n_rows rows; other values unchanged."""
+    """Return the first n rows of a tensor with n_rows rows; return other values unchanged."""
     return x[:n] if isinstance(x, Tensor) and x.ndim > 1 and len(x) == n_rows else x
 
 
@@ -307,10 +307,10 @@ class _Replacement(partial[Any]):
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     """Replace the forward pass of a module."""
-    instance_forward = vars(module).get("forward")  # accelerate sets one
+    instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(
-            "another thread is patching this model: patch one after the other, or patch a copy"
+            "another thread is patching this model: let it finish first, or patch a copy"
         )
     vars(module)["forward"] = _Replacement(forward)
     try:

@@ -1,10 +1,10 @@
-"""Faster steps of a replay: activations in one kernel, and less of the last block.
+"""Faster steps for a replay: activations in one kernel, and only part of the last block.
 
-Libraries write some activations in eight kernels, for which torch has one. The output of the last
-block is read at one token of each prompt, so its output projections and its MLP run on that token
-alone: a sublayer's output [row, 1, d_model] is added to a stream [row, pos, d_model], which is then
-right at that token and wrong at the others. Activations are compared before they are replaced;
-`Replay.check` compares the logits of a replay that does both with those of a whole run.
+Libraries compute some activations with eight kernels where torch has one kernel. Metrics read the
+last block's output at one token per prompt, so its output projections and its MLP run only on that
+token: a sublayer's output [row, 1, d_model] is added to a stream [row, pos, d_model], which is then
+right at that token and wrong at the others. Activations are compared with torch's before they are
+replaced. `Replay.check` compares the logits of such a replay with the logits of a whole run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,14 @@ from transformers.activations import FastGELUActivation, NewGELUActivation
 _FUSED = partial(functional.gelu, approximate="tanh")
 _SLOW_MODULES = NewGELUActivation, FastGELUActivation
 _SLOW_FUNCTIONS = gelu_new, gelu_fast
-_ROUNDINGS = 8  # of the pre-activation
+_ROUNDINGS = 8  # the tolerance in units of the pre-activation's rounding
 _FINE = torch.float32, torch.float64
 
 
 class FusedActivations:
-    """The activations of a model for which torch has one kernel that agrees to rounding.
+    """A model's activations for which torch has one kernel that agrees up to rounding.
 
-    Threads may run one model at once: the last one to end leaves the model's own activations.
+    Several threads may run one model at once. The last thread restores the model's activations.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ class FusedActivations:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use them inside a `with`."""
+        """Use torch's kernels inside a `with`."""
         try:
             for module, name, _ in self._replaced:
                 vars(module)[name] = _FUSED
@@ -62,7 +62,7 @@ class FusedActivations:
 
 
 def _agree(activation: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) -> bool:
-    """Return whether an activation equals torch's up to rounding, from one tail to the other."""
+    """Return whether an activation equals torch's up to rounding, from tail to tail."""
     q = torch.linspace(-20.0, 20.0, 4001, dtype=dtype, device=device)
     allowed = _ROUNDINGS * torch.finfo(dtype).eps * q.abs()
     return bool(((activation(q) - _FUSED(q)).abs() <= allowed).all())
@@ -70,11 +70,11 @@ def _agree(activation: Callable[[Tensor], Tensor], dtype: torch.dtype, device: A
 
 @contextmanager
 def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[None]:
-    """Run modules on one token of each prompt inside a `with`.
+    """Run modules on one token per prompt inside a `with`.
 
     Args:
-        modules: map a tensor [row, pos, …] token by token.
-        columns: the token of each prompt, counted from the first that they get.
+        modules: modules that map a tensor [row, pos, …] token by token.
+        columns: each prompt's token, counted from the first token that the modules get.
     """
 
     def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -87,6 +87,6 @@ def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[N
 
 
 def at_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return one token of each row, [row, 1, …]; rows are variants × prompts."""
+    """Return one token from each row, [row, 1, …]; rows are variants × prompts."""
     rows = torch.arange(len(x), device=x.device)
     return x[rows, columns.to(x.device).repeat(len(x) // len(columns))].unsqueeze(1)

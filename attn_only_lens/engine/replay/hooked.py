@@ -1,4 +1,4 @@
-"""The replay of HookedTransformers, converted or with exposed neuron-heads."""
+"""The replay for HookedTransformers, converted or with exposed neuron-heads."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class HookedReplay(Replay):
         super().__post_init__()
         model, cfg = self.model, self.model.cfg
         self._causal = cfg.attention_dir == "causal"
-        # Shortformers add positions in every block. The model may make a mask if there is none.
+        # Shortformers add positions in every block. The model may make its own mask.
         tokens, mask = self.recording.tokens, self.recording.mask
         _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
         self._past: dict[int, _Past] = {}
@@ -51,22 +51,22 @@ class HookedReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats that a block holds at once for the keys and values of a token."""
-        rotary = self.model.cfg.positional_embedding_type == "rotary"  # keys are rotated each time
+        """The number of floats that a block holds at once for a token's keys and values."""
+        rotary = self.model.cfg.positional_embedding_type == "rotary"  # each run rotates keys
         tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in tensors), default=0)
         return (6 if rotary else 3) * max(self.host.n_heads) * width  # repeated for each head
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether the model is causal: then any block can run from any position on."""
+        """Return whether the model is causal, so that blocks can run from any position on."""
         return self._causal
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the first block, from `first` on."""
+        """Return the output of the variants' first block, from position `first` on."""
         return self._run(Joined(variants), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:
-        """Return the output of the block before `end`, for all rows that have entered."""
+        """Return the output of the block before `end`, for all rows that entered before it."""
         x = None
         with self.model.hooks(fwd_hooks=joined.hooks), joined.added():
             for index in range(joined.block, end):
@@ -75,7 +75,7 @@ class HookedReplay(Replay):
         return joined.stream(end, x)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """Provide rows that enter a block with inputs other than the stream; a subclass may."""
+        """Set inputs other than the stream for rows that enter a block; subclasses may use this."""
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None
@@ -108,7 +108,7 @@ class HookedReplay(Replay):
 
 @dataclass(frozen=True)
 class _Past:
-    """Keys and values of one block, used as a cache entry."""
+    """One block's recorded keys and values, used as a cache entry."""
 
     past_keys: Float[Tensor, "batch pos head d_head"]
     past_values: Float[Tensor, "batch pos head d_head"]
@@ -121,7 +121,7 @@ class _Past:
 
 
 class _Recorder:
-    """An empty cache entry that records the keys and values of one block, and stops its pass."""
+    """An empty cache entry that records one block's keys and values, and stops its pass."""
 
     recorded: _Past
 

@@ -1,6 +1,6 @@
-"""Recorded keys and values, as a cache of transformers that keeps nothing new.
+"""Recorded keys and values, as a transformers cache that does not store new ones.
 
-With such a cache a model runs the rest of a prompt again and again, with the right positions,
+With such a cache, a model can run the rest of a prompt again and again, with the right positions,
 rotations and masks.
 """
 
@@ -20,12 +20,12 @@ _Heads = Float[Tensor, "batch head pos d_head"]
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of one run, by layer; rotated if the model uses rotary embeddings."""
+    """One run's keys and values, by layer; keys are rotated if the model uses rotary embeddings."""
 
     layers: tuple[tuple[_Heads, _Heads], ...]
 
     def before(self, first: int) -> Cache:
-        """Return a cache of the positions before `first`, for any number of variants."""
+        """Return a cache that holds the positions before `first`, for any number of variants."""
         return Cache(
             layers=[
                 _Prefix(keys[..., :first, :], values[..., :first, :])
@@ -35,22 +35,22 @@ class KeyValues:
 
 
 def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
-    """Return the keys and values of a run; None if the model has no cache.
+    """Return a run's keys and values, or None if the model has no cache.
 
-    The run is repeated if it did not record them.
+    Repeat the run if it did not record keys and values.
     """
     if recording.key_values:
         return KeyValues(recording.key_values)
-    cache = DynamicCache()  # without a configuration it keeps all positions, not just a window
+    cache = DynamicCache()  # without a configuration, it keeps all positions, not only a window
     layers: tuple[tuple[_Heads, _Heads], ...] = ()
-    with suppress_refusals():  # of a model that takes no such argument
+    with suppress_refusals():  # the model may not take this argument
         run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
         layers = keys_and_values(cache, recording.tokens)
     return KeyValues(layers) if layers else None
 
 
 class _Prefix(DynamicLayer):
-    """One layer of a cache, which keeps nothing new."""
+    """A cache layer that does not store new keys and values."""
 
     def __init__(self, keys: _Heads, values: _Heads) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Prefix(DynamicLayer):
 
 
 def extend(past: Tensor, new: Tensor, axis: int) -> Tensor:
-    """Return past and new keys or values of each variant, in one copy."""
+    """Concatenate past and new keys (or values) for each variant, with one copy."""
     of_each = new.unflatten(0, (-1, len(past)))
     axis = axis if axis < 0 else axis + 1
     return torch.cat([past.expand(len(of_each), *past.shape), of_each], axis).flatten(0, 1)
