@@ -101,7 +101,7 @@ class PathExpansion:
             metric: as in `effects`.
             k: how many paths, at most.
             block: how many heads on either side to compute at once.
-            progress: show a bar over positions.
+            progress: show a progress bar over positions.
 
         Returns:
             Rows by falling |effect|: `hops` (1 or 2), `first` and `second` (names with positions,
@@ -150,15 +150,16 @@ def path_expansion(
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
-        model: converted, or with exposed neuron-heads. In half precision it is run in float32.
-        prompts: a text, texts, or tokens.
+        model: a model from `convert`, or one with exposed neuron-heads. A half-precision
+            model is run in float32.
+        prompts: a text, a list of texts, or tokens.
         hops: up to which number of heads paths get separate entries.
         held: in a gated MLP with exact heads, the factor of the value that is held: "gate" (paths
             go through W_in), or "up" (through W_gate, the neuron's score).
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
 
     Raises:
-        InputError: with every reason: prompts that do not fit, unknown norms or matrices,
+        InputError: with every reason: prompts that do not fit, unsupported norms or matrices,
             `held="up"` where no value is a product.
         UnsupportedModelError: heads whose outputs are not linear in what they read, for instance
             because values are clipped or normed; or paths that do not add up to the logits.

@@ -88,8 +88,8 @@ def score_edges(
     An edge is a writer, a later reader, and the reader's input, at all positions together.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own. A model in half
-            precision is run in float32.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
+            half-precision model is run in float32.
         prompts: a text, texts, tokens [batch, pos], or a list of rows of tokens; of any lengths.
         nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names of heads and whole neurons. By
             default all, or the `top` nodes of largest attribution, Σ |gradient · z| over tokens.
@@ -97,8 +97,8 @@ def score_edges(
         top: the largest number of default nodes.
         to: what replaces writes and outputs: "zero", "mean", or both (scores are added up).
         exact: how many of the edges with the highest scores are also cut exactly.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        progress: show a bar over forward passes of nodes and cuts.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        progress: show a progress bar over forward passes of nodes and cuts.
 
     Returns:
         A row for each edge, the highest score first: `writer` ("embed" or a name), `reader` (a name
@@ -107,7 +107,7 @@ def score_edges(
 
     Raises:
         InputError: with every reason: prompts or nodes that do not fit, single heads of a neuron, a
-            model with too many heads without nodes or a metric, unknown norms or matrices.
+            model with too many heads without nodes or a metric, unsupported norms or matrices.
         UnsupportedModelError: writes do not add up to the stream, or the model ignores edits at the
             hook points of heads.
 

@@ -64,7 +64,8 @@ def score_sources(
     The shares add up to the score, up to rounding, with the norm scales of this run.
 
     Args:
-        model: converted, or with exposed neuron-heads. In half precision it is run in float32.
+        model: a model from `convert`, or one with exposed neuron-heads. A half-precision
+            model is run in float32.
         prompt: a text, or tokens [pos] or [1, pos].
         name: `L5H3`, or a neuron, `L5N1234`.
         query: the position that attends, or the position of the neuron. -1 is the last.
@@ -82,7 +83,7 @@ def score_sources(
 
     Raises:
         InputError: with every reason: invalid positions, a key after its query, more than one
-            prompt, too many pairs, unknown norms or matrices.
+            prompt, too many pairs, unsupported norms or matrices.
         UnknownHeadError: the model has no such head.
         UnsupportedModelError: the shares do not add up, for instance because queries are clipped.
 

@@ -169,7 +169,7 @@ def discover(
     """Find a small circuit whose faithfulness is within 1 - `faithfulness` of 1.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
         clean: the prompts to explain; see `prompt_pair`. Several prompts share one circuit, for the
             mean of the metric.
         corrupted: their counterparts without the feature to explain, token for token.
@@ -191,18 +191,18 @@ def discover(
         resamples: how many random halves of the prompts to search again, for instance 20; the
             circuit then has a `stability`.
         seed: the seed of random circuits and halves.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         prompts_at_once: how many pairs of prompts are in memory at once; by default as many as fit
             a fifth of it. With fewer than all, each measurement records the runs again. Ablations
             to a mean, and custom metrics, need all prompts at once.
-        progress: show a bar over the circuits that are run; a text is its label.
+        progress: show a progress bar over the circuits that are run; a text is its label.
 
     Returns:
         The circuit. `tried` lists all circuits that were measured.
 
     Raises:
         InputError: with every reason: invalid settings; prompts, metric, sites or positions that do
-            not fit; ablating everything changes nothing.
+            not fit; ablating every site changes nothing.
 
     Example:
         >>> import torch

@@ -122,7 +122,7 @@ def faithfulness(
     """Measure the faithfulness and completeness of the highest ranked sites, by circuit size.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
         clean: the prompts whose circuit it is; see `prompt_pair`.
         corrupted: the prompts to resample from, token for token.
         metric: `logit_diff(...)` or another metric, or any function of logits.
@@ -133,11 +133,11 @@ def faithfulness(
         positions: for a ranking by role, where each role is in these prompts: `task.roles`.
         n_random: how many random rankings to compare with; 0 for none.
         seed: the seed of random rankings.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
 
     Raises:
         InputError: with every reason: invalid shares, settings or sites; prompts or a metric that
-            do not fit; ablating everything changes nothing.
+            do not fit; ablating every site changes nothing.
 
     Example:
         >>> import torch

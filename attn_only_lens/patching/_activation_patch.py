@@ -78,8 +78,8 @@ def activation_patch(
     patch cannot affect the metric has the value of the unpatched run.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the corrupted run, with the same number of tokens; None for an
             ablation without one, whose scores are shares of the clean run's metric.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
@@ -94,7 +94,7 @@ def activation_patch(
             an ablation of z in the clean run: to "zero"; to the "mean" over all real tokens of all
             prompts; to z of the next prompt at that position ("resample"; the first prompt for the
             last); or of a neuron-head's attention to the "bias" token.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         reference: a text, or tokens [batch, pos] without padding, for "mean" and "resample" (prompt
             i is resampled from row i); by default the clean prompts.
         per_prompt: whether to return a row for each prompt of each site; by default one for each

@@ -135,10 +135,10 @@ def attribution(
     for attention heads and for neuron-heads.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
             The `requires_grad` and `grad` of its parameters do not change. "secant" runs a model in
             half precision in float32, and warns by how much that moves the metric's change.
-        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
+        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the corrupted run, with the same number of tokens; None for an
             ablation without one, whose scores are shares of the clean run's metric.
         metric: `logit_diff(...)` and the like, or a differentiable function of logits
@@ -157,7 +157,7 @@ def attribution(
         split: with method "secant" and budget=0, also return what goes through the pattern of each
             head and through its values: columns `by_pattern` and `by_value`, which add up to the
             effect on the score.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         reference: prompts to take means or other activations from; see `activation_patch`.
         per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
             Estimates of all prompts come from the same gradients.

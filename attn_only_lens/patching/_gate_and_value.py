@@ -67,8 +67,8 @@ def gate_and_value(
     """Split the effect of patching neuron-heads into pattern, value and interaction.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads.
-        clean: a text, texts, or tokens [batch, pos].
+        model: a model from `convert`, or one with exposed neuron-heads.
+        clean: a text, a list of texts, or tokens [batch, pos].
         corrupted: the same for the corrupted run.
         metric: `logit_diff(...)` and the like, or a function of logits.
         sites: neuron-heads; by default all.

@@ -113,9 +113,9 @@ def path_patch(
     the change of the receiver's output runs on to the metric (see `_path_patch.py`).
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            A model in half precision is run in float32 during the call.
-        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+            A half-precision model is run in float32 during the call.
+        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the same for the corrupted run, with the same number of tokens.
         metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
         senders: `neuron_heads()`, `heads()`, `all_heads()`, or names, with a position if you like:
@@ -131,7 +131,7 @@ def path_patch(
         scale: "held": norms that receivers read through keep their scale; "anew": they compute it.
         top: how many paths to patch: those of the largest |estimated effect|, the exact change of
             the receiver's output times the mean gradient of the metric there. None for all.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         per_prompt: whether to return a row for each prompt of each path; by default one for each
             path, the mean over prompts with its standard errors (see `Paths`).
         prompts_at_once: pairs whose activations are held at once; see `activation_patch`.

@@ -191,7 +191,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     with pytest.raises(InputError, match="got prompts_at_once='many'"):
         circuits.evaluate(model, circuit, *prompts, prompts_at_once="many")
     twice = replace(circuit, frame=pd.concat([circuit.frame, circuit.frame]))
-    with pytest.raises(InputError, match="some sites are in it twice"):
+    with pytest.raises(InputError, match="some sites are in the circuit twice"):
         circuits.evaluate(model, twice, *prompts, positions=task.roles)
 
 

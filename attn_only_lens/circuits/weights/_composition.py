@@ -67,7 +67,7 @@ def composition(
     """Return the composition score of every writer with every reader that reads after it.
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         writers: `patching.heads()`, `patching.neuron_heads()`, names; "embed" is the embedding.
         readers: the same, without "embed".
         kind: "q", "k" or "v", the reader's input. A neuron-head reads through the same vector for
@@ -138,7 +138,7 @@ def top_compositions(
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         k: how many pairs, at most. Ties are broken arbitrarily.
         kind: as in `composition`.
         writers: as in `composition`; None for all attention heads, all neurons and the embedding.

@@ -43,7 +43,7 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return the matrices of a model; refuse unknown norms or matrices of a bridge."""
+        """Return the matrices of a model; refuse unsupported norms or matrices of a bridge."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)

@@ -148,7 +148,7 @@ def qk_circuit(
     """Return the QK circuit: from which token a head attends to which, or what opens a gate.
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         name: `L5H3`, a neuron, or one of several heads of a neuron.
         tokens: which tokens of the input vocabulary; None for all. Tokens that were never trained
             may have extreme scores, and so fill every table.
@@ -191,7 +191,7 @@ def ov_circuit(
     """Return the OV circuit: which logits a head raises for each token that it attends to.
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         name: as in `qk_circuit`.
         tokens: as in `qk_circuit`. If the vocabularies differ, rows are the tokens in the input
             vocabulary, and columns the tokens in the output vocabulary.
@@ -245,7 +245,7 @@ def copying_scores(
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         sites: `patching.heads()`, `patching.neuron_heads()`, names; None for all.
         tokens: as in `qk_circuit`; they must be in the output vocabulary, too. Eigenvalues are then
             those of the circuit between these tokens.
@@ -352,14 +352,14 @@ def token_paths(
     """Return the neurons with the strongest direct paths from token to token.
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         neurons: `patching.neuron_heads()`, names of whole neurons; None for all.
         k: how many rows, at most.
         tokens: as in `ov_circuit`.
         n_tokens: how many tokens are listed in `reads` and `writes`.
         block: how many tokens to compute at once.
         fold_norms: fold gains of norms into the weights.
-        progress: show a bar over layers.
+        progress: show a progress bar over layers.
 
     Returns:
         Rows by falling score, one for each neuron (in a gated MLP, for each sign of its value):
