@@ -161,7 +161,8 @@ def group_nodes(
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
-    for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):  # the last value allows no group
+    # The last value allows no group.
+    for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):
         members = _clusters(heads, distance, least)
         changed = grouped.as_one(rows, [rows[group] for group in members])
         if abs(changed - faithfulness) <= tolerance:

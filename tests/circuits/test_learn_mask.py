@@ -95,6 +95,6 @@ def test_what_cannot_be_learned_is_refused(english, prompts):
     refused("2 groups of prompts", groups=torch.tensor([0] * 8 + [1] * 9))
     refused("0 groups of 17 pairs", groups=3)
     refused("n_sites=45 of 5 candidates", n_candidates=5)
-    refused("a metric with a value for each prompt", metric=p.custom(lambda logits: logits[:, -1, 3].mean()))
+    refused("value for each prompt", metric=p.custom(lambda logits: logits[:, -1, 3].mean()))
     refused("seed=-1", seed=-1)
     refused("method='best'", method="best")
