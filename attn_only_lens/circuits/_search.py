@@ -78,8 +78,8 @@ class Circuit:
     Attributes:
         frame: one row per site, the highest ranked first. Columns: `layer`, `kind`, `index`,
             `name`, `position`, and the site's `effect` in the ranking. If prompts were resampled,
-            also `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`), which
-            are missing for a site that is in no resampled circuit.
+            also `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`). A
+            site that is in no resampled circuit has an inclusion of 0.
         n_sites: how many sites were ranked.
         n_pos: the number of tokens in a prompt.
         faithfulness: the faithfulness of the circuit.

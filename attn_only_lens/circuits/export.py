@@ -102,4 +102,4 @@ def from_json(path: str | Path) -> CircuitGraph:
         floats = {name: "float64" for name in ("weight", "error") if name in edges}
         return CircuitGraph(nodes, edges.astype(floats), **attributes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{path} holds no valid graph: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error

@@ -322,8 +322,8 @@ class _Sources:
     ) -> Float[Tensor, "batch target column"]:
         """Return the products of covectors with the sources of the first `n_before` sublayers.
 
-        Targets read at `target_positions`, or at every position (None). The last
-        two columns are "rest" and "bias". The result is on the CPU.
+        Targets read at `target_positions`, or at every position (None). The last two columns are
+        "rest" and "bias". The result is on the CPU.
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)
         vectors, streams = self._vectors[:, :n], (self._rest[n_before], self._bias[n_before])

@@ -287,7 +287,7 @@ def test_refusals():
     with torch.no_grad():
         model.embed.original_component.weight[5, 0] = float("nan")
     for tool in (circuits.copying_scores, circuits.token_paths):
-        with pytest.raises(InputError, match="its embedding has weights that are not finite"):
+        with pytest.raises(InputError, match="the embedding has weights that are not finite"):
             tool(model)
     with pytest.raises(UnsupportedCallError, match="no vocabulary"):
         circuits.copying_scores(bridges.exposed_copy(bridges.boot("vit")))
@@ -365,7 +365,7 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
             call(model, tokens=chosen)
     with pytest.raises(InputError, match=f"reads 41 tokens and writes {d_out}"):
         circuits.copying_scores(model)
-    with pytest.raises(InputError, match="rows and columns differ"):
+    with pytest.raises(InputError, match="expected as many rows as columns"):
         _ = circuits.ov_circuit(model, "L0H1").eigenvalues
 
 
@@ -376,5 +376,5 @@ def test_a_qk_circuit_needs_no_unembedding():
     with torch.no_grad():
         model.unembed.original_component.weight[5, 0] = float("nan")
     assert torch.equal(circuits.qk_circuit(model, "L0H1").matrix.AB, expected)
-    with pytest.raises(InputError, match="its unembedding"):
+    with pytest.raises(InputError, match="the unembedding"):
         circuits.ov_circuit(model, "L0H1")
