@@ -166,7 +166,7 @@ def test_ablations(to, side, reference):
         others = tokens(9, batch=BATCH if to == "resample" else 5)
         real = torch.ones_like(others).bool()
         if not uses_reference:
-            with pytest.raises(InputError, match="which uses none"):
+            with pytest.raises(InputError, match="expected no reference"):
                 sweep(model, side, **how, reference=others)
             return
         how["reference"] = others
@@ -358,7 +358,7 @@ def test_refused_before_anything_runs():
     for how, reason in (
         ({"part": "k"}, "got part='k'"),
         ({"direction": "sideways"}, "got direction='sideways'"),
-        ({"direction": "zero", "part": "q"}, "an ablation is of z"),
+        ({"direction": "zero", "part": "q"}, "expected part='z'"),
         ({"positions": [3, 3]}, "the same positions"),
         ({"sites": ["L0N37"]}, "neurons 0 to 36"),
         ({"batch_size": 0}, "got batch_size=0"),

@@ -292,7 +292,7 @@ def test_the_model_is_left_as_it_was(layout):
     [
         ({"part": "w"}, "got part='w'"),
         ({"direction": "up"}, "got direction='up'; expected one of denoise, noise"),
-        ({"direction": "zero", "part": "q"}, "an ablation is of z"),
+        ({"direction": "zero", "part": "q"}, "expected part='z'"),
         ({"direction": "zero", "method": "integrated"}, "between the runs of two prompts"),
         ({"method": "atp"}, "got method='atp'; expected one of gradient, exact_gate"),
         ({"part": "q", "method": "secant"}, "expected part='z'"),
