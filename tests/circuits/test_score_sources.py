@@ -149,7 +149,7 @@ def test_refusals():
     with pytest.raises(UnknownHeadError, match="layers 0 to 1"):
         circuits.score_sources(model, PROMPT, "L7H0", QUERY, KEY)
     native = bridges.exposed_copy(bridges.boot("native"))
-    with pytest.raises(UnsupportedModelError, match="to position 0 alone"):
+    with pytest.raises(UnsupportedModelError, match="only to position 0"):
         circuits.score_sources(native, PROMPT, HEAD, 0, 0)
 
 
