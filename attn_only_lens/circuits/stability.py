@@ -74,10 +74,10 @@ class Stability:
         faithful, complete = map(float, self.held_out["mean"])
         error = float(self.held_out["standard_error"].iloc[0])
         return (
-            f"{len(self.resamples)} circuits, each for half of the prompts: {self.n_core} core "
-            f"sites in a union of {self.n_union}, mean Jaccard index {self.jaccard:.2f}; on "
-            f"held-out prompts, faithfulness {faithful:.2f} ± {error:.2f}, completeness "
-            f"{complete:.2f}"
+            f"{len(self.resamples)} circuits, each for half of the prompts: a core of "
+            f"{self.n_core} sites in a union of {self.n_union}, mean Jaccard index "
+            f"{self.jaccard:.2f}; on held-out prompts, faithfulness {faithful:.2f} ± {error:.2f}, "
+            f"completeness {complete:.2f}"
         )
 
 
