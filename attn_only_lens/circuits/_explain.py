@@ -75,7 +75,7 @@ class Explanation:
 
     @property
     def neurons(self) -> list[str]:
-        """The names of the graph's neurons, for `neurons.top_examples`."""
+        """The names of the neurons in the graph, to pass to `neurons.top_examples`."""
         heads = self.graph.heads
         return list(heads.loc[heads["kind"] == "neuron", "name"].unique())
 

@@ -53,7 +53,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The gradient of the metric at neurons' pre-activations, through their patterns alone.
+    """The gradient of the metric at neurons' pre-activations, only through their patterns.
 
     `constant` is the derivative of the metric with respect to the scale of the queries' constant
     part.

@@ -1,7 +1,7 @@
 """Write attribution graphs to JSON files, and read them back exactly.
 
     {"format": "attn_only_lens.CircuitGraph", "format_version": 3,
-     "sha256": of the rest, as JSON with sorted keys,
+     "sha256": the hash of the rest, as JSON with sorted keys,
      "graph": {"tokens": …, "metric": …, …,
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}

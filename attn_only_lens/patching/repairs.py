@@ -85,7 +85,7 @@ class Repairs:
         exact: whether each row was patched.
         expected_errors: for each kind of head, the root of the expected sum of squared errors over
             rows, with a margin; None if too few sites were patched to estimate it.
-        forwards: the cost of the patches, in flops of forward passes.
+        forwards: the cost of the patches, in forward passes (counted in flops).
     """
 
     values: Float[Tensor, "row prompt"]

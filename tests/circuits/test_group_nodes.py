@@ -149,7 +149,7 @@ def test_what_cannot_be_grouped_is_refused(model, case):
             circuits.group_nodes(graph, model, clean, corrupted, metric, **settings)
 
     refused("a graph of one run", graph=of_one)
-    refused("a list; expected the graph", graph=[])
+    refused("a list; expected a graph", graph=[])
     refused(r"(?s)similarity=2.*tolerance='x'", similarity=2, tolerance="x")
     refused("prompts other than the graph's", clean=corrupted, corrupted=clean)
     refused("expected the graph's metric", metric=p.loss())
