@@ -91,7 +91,7 @@ def evaluate(
     """
     reasons = _no_circuit_reasons(circuit)
     if positions is not None and not isinstance(positions, Mapping):
-        reasons.append(f"got positions={positions!r}; expected a dict with a position for each role")
+        reasons.append(f"got positions={positions!r}; expected a position for each role")
     if prompts_at_once is not None:
         reasons += positive_reasons(prompts_at_once=prompts_at_once)
     InputError.raise_if(reasons, _PROBLEM)
