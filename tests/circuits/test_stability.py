@@ -225,5 +225,5 @@ def test_what_cannot_be_resampled_is_refused(model, task):
             circuits.discover(*arguments, metric, positions=task.roles, **how)
     three = model, task.clean[:3], task.corrupted[:3]
     metric = p.logit_diff(list(task.answers[:3]), list(task.wrong[:3]))
-    with pytest.raises(InputError, match="got 3 pairs of prompts"):
+    with pytest.raises(InputError, match="got 3 prompt pairs"):
         circuits.discover(*three, metric, positions="all", resamples=4)
