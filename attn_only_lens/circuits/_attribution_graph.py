@@ -1,11 +1,13 @@
-"""The attribution graph of a run, or of the difference between two: nodes, then their edges.
+"""Build the attribution graph of one run, or of the difference between two runs.
 
 The heads and neurons with the largest attributions become nodes; `linear_graph.py` computes their
-edges. Edges from all other heads are summed into one edge from "rest", so sums hold for any choice.
+edges. Edges from all other heads are summed into one edge from "rest", so the sums of edges hold
+for any choice of nodes.
 
-Neurons and queries read their own position alone; keys and values come from every position. So a
-target has at most one edge from each earlier node, at its position or at any. This bound is counted
-before edges are computed, and refused beyond a limit.
+Neurons and queries read the stream only at their own position. Keys and values read it at every
+position. So a target has, for each kind, at most one edge from each earlier node at the positions
+that it reads. This upper bound is counted before edges are computed; graphs beyond a limit are
+refused.
 """
 
 from bisect import bisect_left
@@ -42,7 +44,7 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
-_BYTES = 40  # the size of an edge: source, target, kind, weight, and its weight for one prompt
+_BYTES = 40  # for each edge: its source, target, kind, weight, and weight in one prompt
 _PROBLEM = "no attribution graph can be made"
 
 
@@ -62,42 +64,44 @@ def attribution_graph(
     max_edges: int = 10_000_000,
     mask: Tensor | None = None,
 ) -> CircuitGraph:
-    """Return what each head and neuron contributes to a metric, and through which others.
+    """Return a graph of how heads and neurons contribute to a metric, directly and through others.
 
-    With `corrupted`, the graph explains the difference between the two runs, exactly: the edges
-    into a node add up to its attribution, and the edges into the metric to its change. Slopes are
-    taken between the runs (`engine/secants.py`). How a product of changing factors is divided
-    among them is a convention; an attribution is not the effect of a patch.
+    With `corrupted`, the graph explains the difference between the two runs exactly. The edges into
+    a node add up to its attribution, and the edges into the metric add up to the metric's change.
+    Slopes are secants between the two runs (`engine/secants.py`). The change of a product is
+    divided between its factors by a convention, and an attribution is not the effect of a patch.
 
-    Without `corrupted`, the graph explains one run, with patterns and norm scales held: edges of
-    kind "value" add up exactly. Edges of kinds "q", "k" and "gate" say how patterns would change,
-    to first order.
+    Without `corrupted`, the graph explains one run, with patterns and norm scales held fixed. Edges
+    of kind "value" add up exactly. Edges of kinds "q", "k" and "gate" say how patterns would
+    change, to first order.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            A model in half precision is run in float32; for a difference, a warning says how much
-            this changes the metric's change.
-        clean: a text, texts, or tokens [batch, pos]. Attributions of several prompts at one
-            position are added up.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+            A half-precision model is run in float32; for a difference, a warning says by how much
+            this alters the difference of the metric.
+        clean: a text, a list of texts, or tokens [batch, pos]. Attributions at the same position
+            are summed over prompts.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits
-            [batch, pos, d_vocab]. For one run not `kl`, whose gradient there is 0.
-        corrupted: the prompts to compare with, token for token.
-        sites: the nodes: a circuit of `discover`, or names such as "L5N1234@7".
-        top: or how many heads and neurons become nodes; 60 for a difference, 300 for one run.
-        mass: or the share of Σ |attribution| that nodes must have; 1 for all of them.
-        positions: where each role is in the prompts, `task.roles`. Nodes are then heads at roles,
-            with standard errors over prompts, which may differ in length. Tokens without a role are
-            summed into "rest".
+            [batch, pos, d_vocab]. For one run, `kl` is refused, because its gradient is 0 there.
+        corrupted: the prompts to compare with, aligned with `clean` token by token.
+        sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
+        top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
+            one run. Pass at most one of `sites`, `top` and `mass`.
+        mass: the share of Σ |attribution| that the nodes must have; 1 for all of it.
+        positions: the position of each role in each prompt: `task.roles`. Nodes are then heads at
+            roles, with standard errors over prompts, and prompts may differ in length. Tokens
+            without a role are summed into "rest".
         patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
-        max_edges: the largest number of edges; an upper bound is counted before any is computed.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        max_edges: the largest allowed number of edges; an upper bound is counted before edges are
+            computed.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
 
     Raises:
-        InputError: with every reason: invalid sites, top, mass or max_edges; prompts or a metric
-            that do not fit; unknown norms or matrices; too many edges, with the memory they need
-            and the largest top that fits.
-        UnsupportedModelError: the model has a step without a rule, or is not linear when patterns
-            are held.
+        InputError: with every reason: invalid sites, top, mass or max_edges; invalid prompts or
+            metric; unsupported norms or matrices; too many edges (the message says how much memory
+            they need, and the largest top that is allowed).
+        UnsupportedModelError: the model has an operation without a secant rule, or is not linear
+            when patterns are held fixed.
 
     Example:
         >>> import torch
@@ -108,7 +112,7 @@ def attribution_graph(
         >>> graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=20)
         >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
         True
-        >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # queries are of the same token
+        >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # no "q": the last token is the same
         True
     """
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
@@ -119,7 +123,7 @@ def attribution_graph(
         if positions is not None:
             reasons.append("got positions by role without corrupted prompts; expected both")
     if sum(x is not None for x in (sites, top, mass)) > 1:
-        reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected one of them")
+        reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected at most one of them")
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
     if top is None and mass is None:
         top = _TOP["run" if corrupted is None else "difference"]
@@ -177,7 +181,7 @@ def attribution_graph(
 def _rows_of(
     run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return the rows of nodes by name; refuse unknown ones."""
+    """Return the row indices of the named nodes; refuse unknown names."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     ends = zip(run.linear.sublayers, run.gradients, strict=True)
@@ -212,7 +216,7 @@ def _by_sublayer(
 
 
 def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
-    """Return how many edges there are at most."""
+    """Return an upper bound on the number of edges."""
     n_pos = run.linear.run.embedding.shape[1]
     before, n_edges = np.zeros(n_pos, dtype=np.int64), 0
     for index, nodes in enumerate(chosen):
@@ -220,7 +224,7 @@ def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
         is_neuron = run.linear.sublayers[index].writes.kind == "neuron"
         for kind in run.kinds(index):
             reads_own = is_neuron or kind == "q"
-            # Also from the embedding, "rest" and "bias".
+            # Sources also include the embedding, "rest" and "bias".
             sources = before + 3 if reads_own else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())
         before += here
@@ -234,7 +238,7 @@ def _require_affordable(
     max_edges: int,
     n_pos: int,
 ) -> None:
-    """Refuse more edges than the limit, with their memory and the largest top that is allowed."""
+    """Refuse too many edges; the message says their memory and the largest allowed top."""
     n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return
@@ -247,10 +251,10 @@ def _require_affordable(
     few = bisect_left(range(1, len(index)), True, key=too_many)
     n_bytes = n_edges * (_BYTES - 8 + 8 * len(run.linear.run.embedding))
     share, left = (sizes[rows].sum() / sizes.sum() for rows in (index, order[:few]))
-    met_by = f"top={few:,} ({left:.0%} of the mass)" if few else "not even top=1"
+    advice = f"take top={few:,} ({left:.0%} of the mass)" if few else "even top=1 has too many"
     reason = (
         f"{len(index):,} nodes ({share:.0%} of the mass) have up to {n_edges:,} edges, "
-        f"{n_bytes / 2**30:.1f} GiB; expected up to max_edges={max_edges:,}, which {met_by} meets: "
-        "take fewer nodes, pass patterns=False, or raise max_edges"
+        f"{n_bytes / 2**30:.1f} GiB; expected at most max_edges={max_edges:,}: {advice}, pass "
+        "patterns=False, or raise max_edges"
     )
     raise InputError([reason], "this graph is too large")

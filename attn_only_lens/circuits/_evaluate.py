@@ -1,4 +1,4 @@
-"""Measure circuits on prompts that they were not found on."""
+"""Evaluate circuits on prompts on which they were not found."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.tasks import PairedPrompts
 
-_PROBLEM = "this circuit cannot be measured on these prompts"
-_NO_TRANSFER = "these circuits cannot be measured on these tasks"
+_PROBLEM = "this circuit cannot be evaluated on these prompts"
+_NO_TRANSFER = "these circuits cannot be evaluated on these tasks"
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Evaluation:
 
     Attributes:
         faithfulness: the faithfulness of the circuit.
-        completeness: the faithfulness of all other sites.
+        completeness: the faithfulness of all sites that are not in the circuit.
         whole: the metric of the whole model.
         nothing: the metric with every site ablated.
         standard_error: the standard error of the faithfulness over prompts; NaN for one prompt, or
-            a metric with one number for all prompts.
+            for a metric with one value for all prompts.
         error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. A faithfulness near 1 can
             hide prompts that overshoot and prompts that fall short.
     """
@@ -59,23 +59,23 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Measure a circuit on other prompts, with the ablation with which it was found.
+    """Evaluate a circuit on other prompts, with the ablation with which it was found.
 
     Args:
         model: the circuit's model.
         circuit: found by `discover`.
         clean: prompts of the same length, in which positions have the same meaning; for a circuit
-            by role, prompts of any lengths.
-        corrupted: their counterparts, token for token.
+            by role, prompts of any length.
+        corrupted: the corrupted prompts, aligned with `clean` token by token.
         metric: the metric of these prompts, which may have other answers.
-        positions: for a circuit by role, where each role is in these prompts: `task.roles`.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        positions: for a circuit by role, the position of each role in each prompt: `task.roles`.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         prompts_at_once: how many pairs of prompts are in memory at once; see `discover`.
 
     Raises:
         InputError: prompts of another length, unless positions are "all" or by role; roles that
-            are not those of the circuit; a circuit with sites that the model does not have;
-            prompts or a metric that do not fit; ablating everything changes nothing.
+            differ from the circuit's roles; a circuit with sites that the model does not have;
+            invalid prompts or metric; ablating every site changes nothing.
 
     Example:
         >>> import torch
@@ -99,7 +99,7 @@ def evaluate(
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
     names = sorted(map(str, positions or {}))
     if names != roles:
-        expected = f"its sites are at the roles {roles}: pass positions=task.roles with these alone"
+        expected = f"its sites are at the roles {roles}: pass only these roles of task.roles"
         if not roles:
             expected = "its sites have no roles: leave positions out"
         reasons.append(f"got positions of the roles {names}; {expected}")
@@ -107,10 +107,11 @@ def evaluate(
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos}, "
-            "the length of the prompts on which the circuit was found: its sites have positions"
+            "the length of the prompts on which the circuit was found, because its sites have "
+            "positions"
         )
     if circuit.frame.duplicated(SITE_KEY).any():
-        reasons.append("some sites are in it twice; expected one row for each site")
+        reasons.append("some sites are in the circuit twice; expected one row for each site")
     InputError.raise_if(reasons, _PROBLEM)
     here = positions or circuit.positions
     sites = site_rows(site_groups(model, pair, circuit.candidates, here, "z"))
@@ -136,21 +137,22 @@ def evaluate(
 def _no_circuit_reasons(circuit: object) -> list[str]:
     if isinstance(circuit, Circuit):
         return []
-    return [f"got a {type(circuit).__name__}; expected a Circuit, such as `discover` returns"]
+    return [f"got a {type(circuit).__name__}; expected a Circuit from `discover`"]
 
 
 def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:
-    """Measure every circuit on every task.
+    """Evaluate every circuit on every task.
 
     Args:
         model: the circuits' model.
-        circuits: found by `discover`, by name.
-        tasks: prompts by name: `PairedPrompts`, or (clean, corrupted, metric). A task may have more
-            roles than a circuit. A circuit without roles needs prompts of its own length.
+        circuits: a dict from names to circuits from `discover`.
+        tasks: a dict from names to `PairedPrompts`, or to (clean, corrupted, metric). A task may
+            have more roles than a circuit. A circuit without roles needs prompts of the length on
+            which it was found.
 
     Returns:
-        The faithfulness: a row for each circuit, a column for each task. `viz.transfer_heatmap`
-        draws it.
+        A frame of faithfulness values with one row per circuit and one column per task.
+        `viz.transfer_heatmap` draws it.
 
     Raises:
         InputError: a task lacks a role of a circuit; see `evaluate`.
@@ -166,7 +168,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         True
     """
     reasons = [
-        f"{name}: got a {type(value).__name__}; expected one or more, by name: {{'a name': …}}"
+        f"{name}: got a {type(value).__name__}; expected a dict with one or more: {{'a name': …}}"
         for name, value in (("circuits", circuits), ("tasks", tasks))
         if not isinstance(value, Mapping) or not value
     ]

@@ -1,7 +1,8 @@
 """Explain in one call why a metric differs between two prompts.
 
-Attribution by secants ranks all sites. A search finds a small circuit. The graph of the difference
-shows how its sites act on each other. Patches measure the effects of the strongest sites alone.
+Attribution by secants ranks all sites. A search finds a small circuit. An attribution graph of the
+difference shows how the circuit's sites affect each other. Patches measure the effect of each of
+the strongest sites alone.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
-_LONGEST = 9  # characters of a token in a label
+_LONGEST = 9  # the most characters of a token in a label
 _FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
 _COLUMNS = ("id", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
@@ -46,12 +47,13 @@ class Explanation:
     """Why a metric differs between two prompts. Made by `explain`.
 
     Attributes:
-        attribution: every site's share of the difference, divided into pattern and value.
+        attribution: every site's part of the difference, split into pattern and value.
         circuit: a small circuit that keeps most of the difference.
-        graph: the graph of the difference between the sites of the circuit.
+        graph: the attribution graph of the difference, with the sites of the circuit as nodes.
         patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
-        does: by node, what it reads and writes, in a few words.
-        labels: by node, its name with the token that it looks at, or writes most.
+        does: a short description of what each node reads and writes, by node id.
+        labels: the label of each node, by id: its name with the token that it attends to or
+            promotes most.
         model: the model that was explained.
         clean: the clean prompts.
     """
@@ -67,22 +69,23 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """How small the circuit is, and how much it keeps."""
+        """A sentence that says how small the circuit is, and how much it keeps."""
         kept, n = self.circuit.faithfulness, len(self.circuit)
         return f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.0%} of the difference"
 
     @property
     def neurons(self) -> list[str]:
-        """The names of the graph's neurons, for `neurons.top_examples`."""
+        """The names of the neurons in the graph, to pass to `neurons.top_examples`."""
         heads = self.graph.heads
         return list(heads.loc[heads["kind"] == "neuron", "name"].unique())
 
     def table(self) -> pd.DataFrame:
-        """Return a row for each site of the circuit, the strongest first.
+        """Return a frame with one row per site of the circuit, the strongest first.
 
-        Columns: `id`, `does`; `share` of the difference, which is `by_pattern` + `by_value`; and
-        the exact effects of patching the site alone, in shares of the difference: `denoise`, in the
-        corrupted run, and `noise`, in the clean run (missing where it was not patched).
+        The columns are `id`; `does`; `share` (the site's share of the difference, the sum of
+        `by_pattern` and `by_value`); and `denoise` and `noise`. These two are the exact effects of
+        patching the site alone in the corrupted run, and in the clean run, as shares of the
+        difference; they are missing for sites that were not patched.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -104,8 +107,8 @@ class Explanation:
         """Return the graph as an interactive page (`viz.circuit_view`).
 
         Args:
-            examples: top examples of the explanation's `neurons`, by `neurons.top_examples`. The
-                page shows them, and names a neuron after the token at which it is largest.
+            examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
+                page shows them, and names a neuron after the token at which its output is largest.
         """
         # `viz` imports this package, so it is imported only here.
         viz = import_module("attn_only_lens.viz")
@@ -144,7 +147,7 @@ class Explanation:
     def __repr__(self) -> str:
         table = self.table().head(10).round(2)
         numbers = table.select_dtypes("number").columns
-        table[numbers] += 0.0  # writes 0.00 and not -0.00
+        table[numbers] += 0.0  # turn -0.00 into 0.00
         rows = table.to_string(index=False, float_format="{:.2f}".format)
         return f"{self.title}; everything else keeps {self.circuit.completeness:.0%}\n{rows}"
 
@@ -174,19 +177,21 @@ def explain(
     """Explain why a metric differs between a clean and a corrupted prompt.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-        clean: a text, texts, or tokens [batch, pos].
-        corrupted: the same for the corrupted run, with the same number of tokens.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+        clean: a text, a list of texts, or tokens [batch, pos].
+        corrupted: the corrupted prompts, with the same number of tokens.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
-        most_nodes: how many sites of the circuit the graph shows, those with the largest shares.
+        most_nodes: the largest number of sites in the graph; sites with the largest shares are
+            kept.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
-        progress: show a bar for the search.
+        progress: show a progress bar for the search.
 
     Raises:
-        InputError: with every reason: invalid numbers; prompts or a metric that do not fit.
-        UnsupportedModelError: the model has a step without a rule (`engine/secants.py`).
+        InputError: with every reason: invalid numbers; invalid prompts or metric.
+        UnsupportedModelError: the model has an operation without a secant rule
+            (`engine/secants.py`).
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained

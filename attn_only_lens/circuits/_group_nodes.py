@@ -1,14 +1,15 @@
-"""Groups of nodes of an attribution graph that act alike ("supernodes").
+"""Group nodes of an attribution graph that act alike (into "supernodes").
 
-Only nodes of one kind at one position form a group. The similarity of two nodes is the mean of
+Only nodes of the same kind at the same position form a group. The similarity of two nodes is the
+mean of
 
     cos(edges out), cos(edges in)    edges by neighbour and kind; a missing edge is 0
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
-                                     stream; read: the direction of the gate, for neurons alone
+                                     stream; read: the direction of the gate, only for neurons
 
-Groups are clusters by average linkage. To test a group, it is replaced by one number t for each
-prompt: the z of all members are set to corrupted + t · (clean - corrupted), with the least-squares
-fit t to what they write if only the graph's nodes are left.
+Groups are clusters by average linkage. To test a group, its outputs are replaced by one number t
+for each prompt: the z of all members are set to corrupted + t · (clean - corrupted). Here t is the
+least-squares fit to what the members write if all nodes outside the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,8 +42,8 @@ from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these nodes cannot be grouped"
-_STEP = 0.05  # by which the similarity is raised
-_LONGEST = 12  # characters of a token in a name
+_STEP = 0.05  # the similarity is raised in steps of this size
+_LONGEST = 12  # the most characters of a token in a name
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,13 +51,17 @@ class NodeGroups:
     """Groups of nodes that act alike. Made by `group_nodes`.
 
     Attributes:
-        frame: a row for each group, the largest effect first: `name`, `members` (ids); `effect`,
-            the fall of the metric if all members are patched at once from the corrupted run;
-            `sum_of_effects` and `attribution`, the sums over members, each patched alone.
-        nodes: a row for each head and neuron of the graph: `id`, `group` (its row in `frame`, -1
-            for none), and `effect`, the fall of the metric if it is patched alone.
-        faithfulness: of the graph's nodes, with all other heads and neurons ablated.
-        group_faithfulness: the same, with each group replaced by one number for each prompt.
+        frame: one row per group, the largest effect first. Columns: `name`; `members` (ids);
+            `effect`, the decrease of the metric if all members are patched together from the
+            corrupted run; `sum_of_effects`, the sum over members of the effects of patching each
+            one alone; and `attribution`, the sum of the members' attributions.
+        nodes: one row per head and neuron of the graph. Columns: `id`; `group` (the group's row in
+            `frame`, or -1 for none); and `effect`, the decrease of the metric if the node is
+            patched alone.
+        faithfulness: the faithfulness of the graph's nodes, with all other heads and neurons
+            ablated.
+        group_faithfulness: the faithfulness if each group is also replaced by one number for each
+            prompt.
         similarity: the smallest average similarity within a group.
     """
 
@@ -93,27 +98,29 @@ def group_nodes(
     examples: pd.DataFrame | None = None,
     mask: Tensor | None = None,
 ) -> NodeGroups:
-    """Group the nodes of a graph that read, write and act alike, and measure each group.
+    """Group the nodes of a graph that read, write and act alike, and patch each group.
 
-    Groups are named after the tokens that their members together write most.
+    Groups are named after the tokens that their members together promote most.
 
     Args:
-        graph: of the difference between the two prompts, by `attribution_graph`.
+        graph: an attribution graph of the difference between the two prompts, from
+            `attribution_graph`.
         model: the graph's model.
-        clean: its clean prompts.
-        corrupted: its corrupted prompts.
-        metric: its metric.
+        clean: the graph's clean prompts.
+        corrupted: the graph's corrupted prompts.
+        metric: the graph's metric.
         similarity: from 0 to 1: the smallest average similarity within a group. It is raised in
-            steps of 0.05, which makes groups smaller, until the faithfulness is within `tolerance`.
+            steps of 0.05, which makes groups smaller, until the change of faithfulness is within
+            `tolerance`.
         tolerance: how much the faithfulness may change if each group is replaced by one number.
-        positions: for a graph by role, where each role is: `task.roles`.
-        examples: top examples of neurons, by `neurons.top_examples`; groups are then also named
-            after the token at which most of their neurons are largest.
-        mask: the mask of `attribution_graph`.
+        positions: for a graph by role, the position of each role in each prompt: `task.roles`.
+        examples: top examples of neurons, from `neurons.top_examples`; groups are then also named
+            after the token at which most of their neurons have their largest output.
+        mask: the mask that `attribution_graph` received.
 
     Raises:
-        InputError: with every reason: a graph of one run; a similarity beyond 0 to 1; another
-            model, metric or prompts than the graph's.
+        InputError: with every reason: a graph of one run; a similarity outside [0, 1]; a model,
+            metric or prompts that differ from the graph's.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
@@ -127,7 +134,7 @@ def group_nodes(
     """
     reasons = []
     if not isinstance(graph, CircuitGraph):
-        reasons.append(f"got a {type(graph).__name__}; expected the graph of attribution_graph")
+        reasons.append(f"got a {type(graph).__name__}; expected a graph from attribution_graph")
     elif not graph.corrupted:
         reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
     elif graph.heads.empty:
@@ -139,7 +146,7 @@ def group_nodes(
     ]
     columns = {"name", "rank", "value", "tokens", "position"}
     if examples is not None and not columns <= set(getattr(examples, "columns", ())):
-        reasons.append("got other examples; expected those of neurons.top_examples")
+        reasons.append("got invalid examples; expected the result of neurons.top_examples")
     InputError.raise_if(reasons, _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     _require_same_prompts(graph, model, pair, metric, positions)
@@ -154,7 +161,8 @@ def group_nodes(
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
-    for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):  # the last: no groups
+    # The last value allows no group.
+    for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):
         members = _clusters(heads, distance, least)
         changed = grouped.as_one(rows, [rows[group] for group in members])
         if abs(changed - faithfulness) <= tolerance:
@@ -189,11 +197,11 @@ def group_nodes(
 def _require_same_prompts(
     graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
 ) -> None:
-    """Refuse prompts, roles or a metric that are not the graph's."""
+    """Refuse prompts, roles or a metric that differ from the graph's."""
     reasons = []
     by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
     if by_role != isinstance(positions, Mapping):
-        expected = "the task's roles" if by_role else "none: nodes have numbers"
+        expected = "the task's roles" if by_role else "None: the graph's nodes are at positions"
         reasons.append(f"got positions={positions!r}; expected {expected}")
     if not by_role:
         here = [
@@ -203,12 +211,12 @@ def _require_same_prompts(
         if here != [graph.tokens, graph.corrupted]:
             reasons.append("got prompts other than the graph's")
     if (name := getattr(metric, "name", graph.metric)) != graph.metric:
-        reasons.append(f"got the metric {name}; the graph is of {graph.metric}")
+        reasons.append(f"got the metric {name}; expected the graph's metric, {graph.metric}")
     InputError.raise_if(reasons, _PROBLEM)
 
 
 def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
-    """Return cosines; the cosine with a zero vector is 0."""
+    """Return the cosines between all rows; the cosine with a zero vector is 0."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
     return np.asarray(units @ units.T)
@@ -217,14 +225,14 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return the larger of the similarities of what nodes write and, of neurons, read."""
+    """Return max(cos(write), cos(read)) for each pair; only neurons have a read direction."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
     for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
         sites = LayerSites.of(map(HeadName.parse, some["name"]))
         directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
-        # If a neuron is smaller in the clean run, its directions are reversed.
+        # If a neuron's output is smaller in the clean run, its directions are reversed.
         rows = torch.from_numpy(some.index.to_numpy(copy=True))
         signs = (write[rows] * directions).sum(1, keepdim=True).sign()
         read[rows] = matrices.read_matrices(sites, "q").A[:, :, 0].cpu().double() * signs
@@ -246,7 +254,7 @@ def _distances(
 def _clusters(
     heads: pd.DataFrame, distance: Float[np.ndarray, "node node"], similarity: float
 ) -> list[Rows]:
-    """Return the rows of the members of each group."""
+    """Return the member rows of each group."""
     groups = list[Rows]()
     for some in heads.groupby(["kind", "position"], observed=True).indices.values():
         rows = np.asarray(some, dtype=np.int64)
@@ -267,7 +275,7 @@ def _names(
     members: Sequence[Rows],
     peaks: Mapping[str, str],
 ) -> list[str]:
-    """Name groups after what their members write together, and where most are largest."""
+    """Name groups after what their members promote, and the token of most of their peaks."""
     if not members:
         return []
     sums = torch.stack([written[group].sum(0) for group in members])
@@ -284,7 +292,7 @@ def _names(
 
 
 def peak_tokens(examples: pd.DataFrame | None) -> dict[str, str]:
-    """Return the token at which the output of each neuron is largest in size, by its name."""
+    """Return, by neuron name, the token at which the neuron's |output| is largest."""
     if examples is None:
         return {}
     first = examples[examples["rank"] == 1]
@@ -298,7 +306,7 @@ def _short(token: str) -> str:
 
 
 class _GroupedModel(AblatedModel):
-    """A model in which all but the nodes of a graph are ablated, single or in groups."""
+    """A model in which sites outside a graph are ablated, to test the graph's nodes and groups."""
 
     def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
         super().__init__(model, *prompts, **options)
@@ -311,21 +319,21 @@ class _GroupedModel(AblatedModel):
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
-        """Return how z differs from the corrupted run when only some sites are left."""
+        """Return how z differs from the corrupted run when only the kept sites are not ablated."""
         z = dict[str, Tensor]()
         self._run(self._hooks(self._kept([kept]), z))
         first = self._first
         return {x.name: z[x.name] - x.replacement[:, first:].to(z[x.name]) for x in self._points}
 
     def _place(self, row: int) -> tuple[str, slice, Tensor]:
-        """Return a site's hook point, its heads, and where it is: [batch or 1, pos]."""
+        """Return a site's hook point, its heads, and its positions: [batch or 1, pos]."""
         (point,) = [x for x in self._points if row in x.rows]
         ((index, place),) = np.stack([point.index, point.place], 1)[point.rows == row]
         heads = slice(index * point.width, (index + 1) * point.width)
         return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
-        """Return what a site adds to the stream in each prompt, beyond the corrupted run."""
+        """Return the change of what a site adds to the stream in each prompt."""
         name, heads, here = self._place(row)
         change = changes[name][:, :, heads]
         z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
@@ -333,7 +341,7 @@ class _GroupedModel(AblatedModel):
         return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
-        """Return what sites add to the stream in the clean run beyond the corrupted one."""
+        """Return what sites add to the stream in the clean run, minus the corrupted run."""
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:

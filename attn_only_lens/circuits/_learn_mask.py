@@ -1,18 +1,19 @@
-r"""Learn a circuit of a given size that also holds on prompts that were not seen.
+r"""Learn a circuit of a given size that is also faithful on held-out prompts.
 
 Every candidate site has a score θ. The circuit C is the k sites with the highest scores. Scores are
-trained by gradient on
+trained by gradient descent on
 
     loss = mean over prompts of |m(C) - m(M)| / max(|m(M) - m(∅)|, half of its mean)
 
-in the notation of `ablation.py`. The mean metric would let errors of single prompts cancel. The
-forward pass runs the circuit. The slope of θ is what the site adds to the loss, to first order,
-whether or not it is in the circuit (a straight-through estimator: Bengio et al., "Estimating or
-Propagating Gradients Through Stochastic Neurons", 2013). Steps have momentum, and are divided by
-the geometric mean of two running sizes: of the site's slopes, and of all slopes. (With the first
-alone, as in Adam, all useful sites would rise equally fast.) k falls from all candidates to
-`n_sites` in the first 40 % of the steps. After that, circuits are chosen by running means of θ, and
-the one with the smallest error on validation prompts is returned.
+in the notation of `ablation.py`. In the error of the mean metric, errors of single prompts would
+cancel. The forward pass runs the circuit. The gradient of θ is what the site adds to the loss, to
+first order, whether or not it is in the circuit (a straight-through estimator: Bengio et al.,
+"Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Steps have momentum, and
+are divided by the geometric mean of two running averages: the size of the site's gradient, and the
+size of all gradients. (Divided only by the first, as in Adam, the scores of all useful sites would
+rise equally fast.) k decreases from all candidates to `n_sites` in the first 40 % of the steps.
+After that, circuits are chosen by running means of θ. The circuit with the smallest error on
+validation prompts is returned.
 """
 
 import math
@@ -44,7 +45,7 @@ from attn_only_lens.errors import InputError
 _SHRINKING = 0.4  # the share of steps in which circuits get smaller
 _RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
-_CHECKS = 16  # how often validation prompts are measured
+_CHECKS = 16  # how often the circuit is evaluated on validation prompts
 _VALIDATION = 0.2  # the share of prompts for validation
 
 
@@ -68,38 +69,38 @@ def learn_mask(
     mask: Tensor | None = None,
     progress: bool | str = False,
 ) -> Circuit:
-    """Learn a circuit of a given size that keeps the metric of every prompt, also of unseen ones.
+    """Learn a circuit of a given size that keeps the metric of every prompt, also on new prompts.
 
-    `discover` finds a small circuit that keeps the mean over its prompts. This function takes three
-    passes for each step.
+    In contrast, `discover` finds a small circuit that keeps the mean of the metric over its
+    prompts. Each step costs three passes.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
         clean: five prompts or more; see `prompt_pair`.
-        corrupted: their counterparts without the feature to explain, token for token.
-        metric: `logit_diff(...)` or another differentiable metric with a number for each prompt.
+        corrupted: prompts without the feature to explain, aligned with `clean` token by token.
+        metric: `logit_diff(...)` or another differentiable metric with a value for each prompt.
         n_sites: the size of the circuit.
-        steps: how many training steps, 20 or more.
-        n_candidates: how many sites of largest |effect| are candidates; by default five times
-            `n_sites`.
+        steps: the number of training steps, 20 or more.
+        n_candidates: how many sites with the largest |effect| are candidates; by default five
+            times `n_sites`.
         groups: a label for each pair, for instance its noun; a random fifth of the labels is used
             for validation. By default each pair has its own label.
-        batch_size: how many prompts a step has.
+        batch_size: the number of prompts in a step.
         method: how candidates are ranked; see `attribution`.
         ablation: how other sites are ablated; see `discover`. Means are over a step's prompts.
-        sites: candidates, all heads by default. Others are never ablated.
+        sites: the heads to choose from, by default all. Other heads are never ablated.
         positions: "each" separately, "all" together, or by role; see `discover`.
         seed: the seed of the validation prompts and of batches.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        progress: show a bar over the steps; a text is its label.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        progress: show a progress bar over the steps; a text is its label.
 
     Returns:
-        The circuit, measured on all prompts. `tried` has a row for each look at the validation
-        prompts: `n_sites`, `faithfulness` and `error` (see `Evaluation`).
+        The circuit, evaluated on all prompts. Its `tried` has one row per evaluation on the
+        validation prompts, with columns `n_sites`, `faithfulness` and `error` (see `Evaluation`).
 
     Raises:
-        InputError: with every reason: invalid settings; too few prompts or groups; prompts, metric,
-            sites or positions that do not fit; ablating everything changes nothing.
+        InputError: with every reason: invalid settings; too few prompts or groups; invalid prompts,
+            metric, sites or positions; ablating every site changes nothing.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
@@ -119,13 +120,13 @@ def learn_mask(
         reasons += positive_reasons(n_candidates=n_candidates)
     reasons += reasons_against_draws(0, seed)
     if not (bound := as_metric(metric)).by_prompt:
-        reasons.append(f"got {bound.name}; expected a metric of each prompt")
+        reasons.append(f"got {bound.name}; expected a metric with a value for each prompt")
     groups = as_plain(range(len(pair.clean)) if groups is None else groups)
     labels = list(map(str, groups)) if isinstance(groups, Iterable) else []
     if len(labels) != len(pair.clean):
-        reasons.append(f"got {len(labels)} groups of {len(pair.clean)} pairs; expected as many")
+        reasons.append(f"got {len(labels)} group labels; expected {len(pair.clean)}, one per pair")
     elif len(set(labels)) < 5:
-        reasons.append(f"got {len(set(labels))} groups of prompts; expected 5 or more, to validate")
+        reasons.append(f"got {len(set(labels))} groups of prompts; expected 5 or more")
     InputError.raise_if(reasons, "no mask can be learned")
     sites = all_heads() if sites is None else sites
     prompts = model, clean, corrupted, metric
@@ -161,7 +162,7 @@ def learn_mask(
 
 
 def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:
-    """Return prompts for training and for validation, without a label in both, in random order."""
+    """Return training and validation prompts in random order; no label is in both."""
     generator = np.random.default_rng(seed)
     names = list(dict.fromkeys(labels))
     chosen = generator.permutation(len(names))[: max(1, round(_VALIDATION * len(names)))]
@@ -171,7 +172,7 @@ def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:
 
 
 class _Training:
-    """Scores of candidates, and the best circuit on validation prompts."""
+    """The scores of the candidates, and the best circuit so far on validation prompts."""
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class _Training:
         self.tried: list[dict[str, Any]] = []
 
     def step(self, done: float) -> None:
-        """Train on the next batch, when a share of all steps is done."""
+        """Train on the next batch; `done` is the share of all steps that are done."""
         ablated = self._batches[self._n_steps % len(self._batches)]
         self._n_steps += 1
         ratio = self._n_sites / len(self._candidates)
@@ -207,7 +208,7 @@ class _Training:
         slope = torch.from_numpy(slopes[self._candidates])
         self._slope += (1 - _MOMENTUM) * (slope - self._slope)
         self._square += (1 - _MEMORY) * (slope**2 - self._square)
-        # Both means begin at 0; as in Adam, these factors remove the bias.
+        # Both running means begin at 0. As in Adam, these factors remove their bias.
         sizes = (self._square / (1 - _MEMORY**self._n_steps)).sqrt()
         divisor = (sizes * (sizes**2).mean().sqrt()).sqrt()
         rate = _RATE + (_LAST_RATE - _RATE) * done
@@ -216,7 +217,7 @@ class _Training:
         self._mean += (1 - _MOMENTUM) * (self._scores - self._mean)
 
     def validate(self) -> None:
-        """Measure the circuit on the validation prompts, and keep it if it is the best."""
+        """Evaluate the circuit on the validation prompts, and keep it if it is the best."""
         circuit = self._candidates[self._mean.topk(self._size).indices.numpy()]
         ablated = self._validation
         (measured,) = ablated.by_prompt([circuit])
@@ -225,7 +226,7 @@ class _Training:
         row = {"step": "training", "n_sites": len(circuit)}
         row |= {"faithfulness": float(ablated.faithfulness([circuit])[0])}
         self.tried.append(row | {"error": float((errors / spans).mean())})
-        # Relative to the mean span: a prompt with a small span has no large weight.
+        # Errors are relative to the mean range, so a prompt with a small range has no large weight.
         error = errors.mean() / spans.mean()
         if self._size == self._n_sites and error < self._best:
             self.circuit, self._best = circuit, float(error)

@@ -1,19 +1,19 @@
-"""Path expansion on a prompt: the logits as a sum over paths, through zero, one, two or more heads.
+"""Path expansion on a prompt: the logits as a sum over paths through zero, one, two or more heads.
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
-attention-only model into end-to-end terms. With patterns held, a head is linear, a neuron-head with
-its gate held too, so the stream is
+attention-only model into end-to-end terms. A head with its pattern held fixed is linear, and so is
+a neuron-head with its gate held fixed. So the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
 over all paths embedding → s → … → t → logits. The terms add up to the logits of the run. A path
 says what flows with this run's patterns, not how another prompt would change them.
 
-A path begins at the embedding (with positions) or at a bias. b_O and b_out have no hop; b_V, b_in
-and a norm's bias have one, through the head that reads them. One pass computes the streams of 0, 1,
-2, … hops together. The effect of embedding → s → t → logits is the product of z_s W_O[s], for the
-embedding alone, and F_tᵀ c, with c the gradient of a metric at the stream that is unembedded. The
-largest products are found in blocks.
+A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hop.
+Paths from b_V, b_in and a norm's bias have one hop, through the head that reads the bias. One pass
+computes the streams of 0, 1, 2, … hops together. The effect of embedding → s → t → logits is the
+product of z_s W_O[s] and F_tᵀ c. Here z_s is computed only from the embedding, and c is the
+gradient of a metric at the stream that is unembedded. The largest products are searched in blocks.
 """
 
 from bisect import bisect_right
@@ -53,12 +53,12 @@ _PROBLEM = "the logits of this model cannot be expanded into paths"
 
 @dataclass(frozen=True, eq=False)
 class PathExpansion:
-    """The logits of a run by the number of heads and neuron-heads that paths pass through.
+    """The logits of a run, split by the number of heads and neuron-heads on each path.
 
     Attributes:
         logits: the logits of paths through 0, 1, 2, … heads; the last entry has all longer paths.
-            They add up to the logits of the run, before any soft cap.
-        held: which factor of gated neurons is held.
+            The entries add up to the logits of the run, before any soft cap.
+        held: which factor of gated neurons is held fixed.
     """
 
     logits: Float[Tensor, "hops batch pos d_vocab"]
@@ -66,19 +66,20 @@ class PathExpansion:
     _pair: PromptPair = field(repr=False)
     _linear: LinearRun = field(repr=False)
     _first: tuple[Tensor, ...] = field(repr=False)
-    """The outputs of each sublayer in paths of one hop."""
+    """The outputs of each sublayer in one-hop paths."""
 
     @full_precision()
     def effects(self, metric: AnyMetric) -> pd.DataFrame:
         """Return the effect on a metric of all paths of each length.
 
         Args:
-            metric: a function of the logits of one run; if it is not linear, effects are to first
-                order at the run's logits.
+            metric: a function of the logits of one run; if it is not linear, effects are
+                first-order approximations at the run's logits.
 
         Returns:
-            `hops` ("0", "1", "2", …, "more") and `effect`; `attrs["value"]` is the metric. If the
-            metric is linear in the logits, and these have no soft cap, effects add up to it.
+            A frame with columns `hops` ("0", "1", "2", …, "more") and `effect`; `attrs["value"]` is
+            the metric's value. If the metric is linear in the logits, and the logits have no soft
+            cap, the effects add up to this value.
 
         Raises:
             InputError: a metric that compares two runs or has no gradient.
@@ -95,18 +96,19 @@ class PathExpansion:
     def paths(
         self, metric: AnyMetric, k: int = 100, *, block: int = 1024, progress: bool = True
     ) -> pd.DataFrame:
-        """Return the single paths with the largest effects on a metric, through one head or two.
+        """Return the paths through one or two heads with the largest effects on a metric.
 
         Args:
             metric: as in `effects`.
-            k: how many paths, at most.
-            block: how many heads on either side to compute at once.
-            progress: show a bar over positions.
+            k: the largest number of paths to return.
+            block: how many first heads, and how many second heads, to compute at once.
+            progress: show a progress bar over positions.
 
         Returns:
-            Rows by falling |effect|: `hops` (1 or 2), `first` and `second` (names with positions,
-            such as `L3N7@13`; `second` is empty for one hop), `effect`. `attrs["paths"]` is the
-            number of all such paths, and `attrs["value"]` the metric.
+            A frame sorted by decreasing |effect|, with columns `hops` (1 or 2), `first`, `second`
+            (names with positions, such as `L3N7@13`; `second` is empty for one hop) and `effect`.
+            `attrs["paths"]` is the number of all such paths; `attrs["value"]` is the metric's
+            value.
 
         Raises:
             InputError: as in `effects`; k or block not positive.
@@ -144,22 +146,23 @@ def path_expansion(
 ) -> PathExpansion:
     """Expand the logits of a run into paths through heads and neuron-heads.
 
-    This is exact if patterns and norm scales are held at their values of the run. A neuron-head is
-    linear in its value if its gate is held.
+    The expansion is exact if patterns and norm scales are held at their values in the run. A
+    neuron-head is linear in its value if its gate is held fixed.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
-        model: converted, or with exposed neuron-heads. In half precision it is run in float32.
-        prompts: a text, texts, or tokens.
-        hops: up to which number of heads paths get separate entries.
-        held: in a gated MLP with exact heads, the factor of the value that is held: "gate" (paths
-            go through W_in), or "up" (through W_gate, the neuron's score).
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        model: a model from `convert`, or one with exposed neuron-heads. A half-precision
+            model is run in float32.
+        prompts: a text, a list of texts, or tokens.
+        hops: the largest number of heads for which paths have a separate entry.
+        held: in a gated MLP with exact heads, the factor of the value that is held fixed: "gate"
+            (paths go through W_in), or "up" (paths go through W_gate, the neuron's score).
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
 
     Raises:
-        InputError: with every reason: prompts that do not fit, unknown norms or matrices,
-            `held="up"` where no value is a product.
+        InputError: with every reason: invalid prompts, unsupported norms or matrices, `held="up"`
+            if no neuron-head's value is a product.
         UnsupportedModelError: heads whose outputs are not linear in what they read, for instance
             because values are clipped or normed; or paths that do not add up to the logits.
 
@@ -194,7 +197,7 @@ def path_expansion(
     size = logits.abs().sum(0)[real].amax()
     if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
         raise UnsupportedModelError(
-            [f"its paths do not add up to the logits of the run: {off}"], _PROBLEM
+            [f"the paths do not add up to the logits of the run: {off}"], _PROBLEM
         )
     return PathExpansion(logits, held, pair, linear, first)
 
@@ -202,7 +205,7 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final stream by hops, and the outputs of each sublayer in paths of one hop."""
+    """Return the final stream by hops, and each sublayer's outputs in one-hop paths."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
@@ -218,7 +221,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The largest effects of single paths; `first` has the outputs of heads in paths of one hop."""
+    """The largest effects of single paths; `first` has the heads' outputs in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -227,7 +230,7 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the number of the first head of a sublayer at a position; 0 is no head."""
+        """Return the number of the first head of a sublayer at a position; 0 means no head."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:

@@ -1,22 +1,23 @@
 r"""Score edges by two factors, with one forward pass for each node instead of one for each edge.
 
-A cut of the edge from a writer w to a reader R changes what R writes, and so everything after R.
-The first change has a closed form for all writers at once. One forward pass for each node estimates
-the second:
+A cut of the edge from a writer w to a reader R changes what R writes. This change affects
+everything after R. The change of R's write has a closed form for all writers at once. One forward
+pass for each node estimates the effect of this change on the logits:
 
-    L(w → R)  = Σ_ref mean ‖change of what R writes, if it reads ref in place of w's write‖
-    N(R)      = Σ_ref mean max |change of the logits, if ref takes the place of R's z|
-    score     = L(w → R) · N(R) / max ‖what R writes‖
-    exact     = Σ_ref mean max |change of the logits, if R reads ref in place of w's write|
+    L(w → R)  = Σ_ref mean ‖change of R's write, if R reads ref instead of w's write‖
+    N(R)      = Σ_ref mean max |change of the logits, if R's z is replaced by ref|
+    score     = L(w → R) · N(R) / max ‖R's write‖
+    exact     = Σ_ref mean max |change of the logits, if R reads ref instead of w's write|
 
 The references ref are 0 and the mean of z ("zero", "mean"). Means, and the maximum of norms, are
-over all tokens of all prompts. A writer is replaced in one input of the reader alone: queries, keys
-or values of an attention head ("q", "k", "value"), or the whole input of a neuron-head or of the
-unembedding ("in"). Norm scales are held. For edges into the logits ("output") all three are equal.
+over all tokens of all prompts. A writer is replaced in only one input of the reader: the queries,
+keys or values of an attention head ("q", "k", "value"), or the whole input of a neuron-head or of
+the unembedding ("in"). Norm scales are held fixed. For edges into the logits ("output"), L, score
+and exact are equal.
 
-Cost: 1 forward pass for the writes; for each layer with readers, kind and reference, an attention
-block with a row for each writer; 2 forward passes for each node and each exact cut. Prompts of one
-length run together.
+The cost is 1 forward pass for the writes, and 2 forward passes for each node and each exact cut. In
+addition, each layer with readers runs an attention block with a row for each writer, for each kind
+and reference. Prompts of the same length run together.
 """
 
 from collections import defaultdict
@@ -61,7 +62,7 @@ from attn_only_lens.precision import full_precision
 
 _REFERENCES = ("zero", "mean")
 _KINDS: dict[HeadKind, tuple[str, ...]] = {"attention": ("q", "k", "value"), "neuron": ("in",)}
-_NUMBERS = 2**24  # numbers at once: 128 MiB in float64
+_NUMBERS = 2**24  # how many numbers are in memory at once: 128 MiB in float64
 _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"
@@ -85,29 +86,32 @@ def score_edges(
 ) -> pd.DataFrame:
     """Score every edge between some nodes, the embedding and the logits.
 
-    An edge is a writer, a later reader, and the reader's input, at all positions together.
+    An edge connects a writer to one input of a later reader, at all positions together.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own. A model in half
-            precision is run in float32.
-        prompts: a text, texts, tokens [batch, pos], or a list of rows of tokens; of any lengths.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
+            half-precision model is run in float32.
+        prompts: a text, a list of texts, tokens [batch, pos], or a list of token rows of any
+            length.
         nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names of heads and whole neurons. By
-            default all, or the `top` nodes of largest attribution, Σ |gradient · z| over tokens.
-        metric: for this attribution.
+            default all, or the `top` nodes with the largest attribution, Σ |gradient · z| over
+            tokens.
+        metric: the metric for this attribution.
         top: the largest number of default nodes.
         to: what replaces writes and outputs: "zero", "mean", or both (scores are added up).
         exact: how many of the edges with the highest scores are also cut exactly.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        progress: show a bar over forward passes of nodes and cuts.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        progress: show a progress bar over forward passes of nodes and cuts.
 
     Returns:
-        A row for each edge, the highest score first: `writer` ("embed" or a name), `reader` (a name
-        or "output"), `kind` ("q", "k", "value", "in"), `score`, `local` (L), `node` (N; missing for
-        "output"), and `exact` (missing for edges that were not cut).
+        A frame with one row per edge, the highest score first. Columns: `writer` ("embed" or a
+        name), `reader` (a name or "output"), `kind` ("q", "k", "value", "in"), `score`, `local`
+        (L), `node` (N; missing for "output"), and `exact` (missing for edges that were not cut).
 
     Raises:
-        InputError: with every reason: prompts or nodes that do not fit, single heads of a neuron, a
-            model with too many heads without nodes or a metric, unknown norms or matrices.
+        InputError: with every reason: invalid prompts or nodes, single heads of a neuron, a model
+            with too many heads if neither nodes nor a metric are given, unsupported norms or
+            matrices.
         UnsupportedModelError: writes do not add up to the stream, or the model ignores edits at the
             hook points of heads.
 
@@ -130,7 +134,7 @@ def score_edges(
         reasons.append(f"got exact={exact!r}; expected a number of edges, 0 or more")
     reasons += positive_reasons(top=top)
     if nodes is not None and metric is not None:
-        reasons.append("got nodes and a metric, which chooses nodes; expected one of the two")
+        reasons.append("got both nodes and a metric to choose nodes; expected one of the two")
     if metric is not None:
         reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
@@ -160,7 +164,7 @@ def score_edges(
 
 
 def _by_length(pair: PromptPair) -> list[Tokens]:
-    """Return a batch without padding for each length of prompts, the shortest first."""
+    """Return one batch without padding for each prompt length, the shortest first."""
     rows: dict[int, list[Tensor]] = {}
     for row, real in zip(pair.clean, pair.real, strict=True):
         rows.setdefault(int(real.sum()), []).append(row[real])
@@ -168,15 +172,15 @@ def _by_length(pair: PromptPair) -> list[Tokens]:
 
 
 def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return all heads of a small model, or those of largest Σ |gradient · z|."""
+    """Return all heads of a small model, or the heads with the largest Σ |gradient · z|."""
     layers = resolve_sites(model, all_heads())
     names = [name for layer in layers for name in layer.names]
     if len(names) <= top:
         return names
     if metric is None:
         reason = (
-            f"the model has {len(names):,} heads and neurons; expected nodes, or a metric whose "
-            f"attribution chooses the largest {top}"
+            f"the model has {len(names):,} heads and neurons; expected nodes, or a metric to "
+            f"choose the {top} nodes with the largest attribution"
         )
         raise InputError([reason], _PROBLEM)
     host = host_of(model)
@@ -206,7 +210,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """Prompts of one length, decomposed; `share` is their share of all tokens."""
+    """The decomposed run of same-length prompts; `share` is their share of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -218,7 +222,7 @@ class _Batch:
 
 
 class _Scoring:
-    """Both factors, and exact cuts, over all prompts."""
+    """Computes both factors, and exact cuts, over all prompts."""
 
     def __init__(
         self,
@@ -267,7 +271,7 @@ class _Scoring:
 
     @torch.no_grad()
     def local(self) -> Iterator[tuple[_Edge, float]]:
-        """Yield the terms of L of every edge."""
+        """Yield the terms of L for every edge."""
         for batch, reference, sites in self._cases():
             writes = batch.writes(sites)
             for kind in _KINDS[sites.kind]:
@@ -280,7 +284,7 @@ class _Scoring:
 
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
-        """Yield the terms of N of every node."""
+        """Yield the terms of N for every node."""
         for batch, reference, sites in self._cases():
             z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
@@ -290,7 +294,7 @@ class _Scoring:
 
     @torch.no_grad()
     def exact(self, edges: Sequence[_Edge]) -> Iterator[tuple[_Edge, float]]:
-        """Yield the terms of the change of the logits by each cut."""
+        """Yield, for each exact cut, the terms of the change of the logits."""
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
@@ -319,7 +323,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return writers, and the change of the stream if each of them is replaced."""
+        """Return writers, and the change of the stream when each writer is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -342,7 +346,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield writers, and the z of a layer's nodes if each writer is replaced."""
+        """Yield writers, and the z of a layer's nodes when each writer is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -359,7 +363,7 @@ class _Scoring:
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
-        """Yield the change of the logits if each writer is replaced in the final stream."""
+        """Yield the change of the logits when each writer is replaced in the final stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
             for reference in self._references:
@@ -377,7 +381,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return the change of the logits if, in each variant, one node has another z."""
+        """Return the change of the logits in each variant, in which one node has another z."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -403,7 +407,7 @@ class _Scoring:
 
 
 def _largest_change(decomposed: Decomposition) -> BoundMetric:
-    """The largest |change| of a logit; the mean over the tokens of each prompt."""
+    """Return the metric: the largest |change of a logit|, averaged over each prompt's tokens."""
     recorded = decomposed.recording.logits
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:
@@ -425,7 +429,7 @@ def _sizes(
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
-    """Return the norm of the change of what each node writes, as the mean over tokens."""
+    """Return the norm of the change of each node's write, averaged over tokens."""
     index = sites.index.to(dz.device)
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])

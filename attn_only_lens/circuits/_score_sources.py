@@ -1,20 +1,21 @@
 """Split an attention score, or a pre-activation, into an exact sum over writers.
 
-The stream that a head reads is a sum of what was written before (`engine/writes.py`). With norm
+The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm
 scales held at their values in the run, a score is linear in the stream at both positions:
 
-    score = Σ_u Σ_w q_u B k_w        u writes at the query's position, w at the key's
+    score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'
 
-B is the head's bilinear form at these two positions: 1/√d_head, rotations, norms of queries and
-keys with held scales. It is computed with the model's own code, as the second derivative of the
-score at queries and keys of 0 (of the logarithm of the pattern, if a model shows no scores). Other
-terms of a score (ALiBi, the bias of a norm of queries) belong to the head's own biases. The score
-is the value before the softmax and before a soft cap. For a neuron,
+B is the head's bilinear form at these two positions. It contains 1/√d_head, rotations, and norms of
+queries and keys with held scales. The model's own code computes it, as the second derivative of the
+score at queries and keys of 0 (or of the pattern's logarithm, if the score hook holds the pattern).
+Other terms of a score (ALiBi, the bias of a query norm) belong to the head's own biases. The score
+is the value before the softmax and before any soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
-(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", for the terms of a score.)
+The terms of a score are from Elhage et al. 2021, "A Mathematical Framework for Transformer
+Circuits".
 """
 
 from collections.abc import Callable, Sequence
@@ -43,9 +44,9 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _MOST_PAIRS = 4_000_000
-_BLOCK = 2**22  # pairs at once
+_BLOCK = 2**22  # how many pairs are computed at once
 _PROBLEM = "this score has no sources"
-_NOT_A_SUM = "this score is not a sum over what was written before"
+_NOT_A_SUM = "this score is not a sum over earlier writes"
 
 
 @in_float32
@@ -59,30 +60,31 @@ def score_sources(
     *,
     top: int | None = None,
 ) -> pd.DataFrame:
-    """Split an attention score, or a neuron's pre-activation, into shares of all writers.
+    """Split an attention score, or a neuron's pre-activation, into the shares of all writers.
 
-    The shares add up to the score, up to rounding, with the norm scales of this run.
+    With the norm scales of this run, the shares add up to the score, up to rounding errors.
 
     Args:
-        model: converted, or with exposed neuron-heads. In half precision it is run in float32.
+        model: a model from `convert`, or one with exposed neuron-heads. A half-precision
+            model is run in float32.
         prompt: a text, or tokens [pos] or [1, pos].
         name: `L5H3`, or a neuron, `L5N1234`.
-        query: the position that attends, or the position of the neuron. -1 is the last.
-        key: the position attended to; None for a neuron.
-        top: how many rows of largest |share| to keep; the others are summed into a last row,
-            "rest". None for all rows, up to 4,000,000.
+        query: the query position, or the neuron's position. -1 is the last.
+        key: the key position; None for a neuron.
+        top: how many rows with the largest |share| to keep; the others are summed into a last row,
+            "rest". None keeps all rows, up to 4,000,000.
 
     Returns:
-        For a neuron, a row for each writer before it, by falling |share|: `name`, `position`,
-        `share`. For an attention head, a row for each pair of writers: `writer_q`, `position_q`,
-        `writer_k`, `position_k`, `share`. Writers are "embed" (token and position), heads by name,
-        the biases of sublayers ("L0.b_O", "L0.b_out"), and "own bias": the biases of the head
-        itself and of the norm before it. `attrs["score"]` is the score in the run, before the
-        softmax and any soft cap.
+        A frame sorted by decreasing |share|. For a neuron, it has one row per earlier writer, with
+        columns `name`, `position` and `share`. For an attention head, it has one row per pair of
+        writers, with columns `writer_q`, `position_q`, `writer_k`, `position_k` and `share`.
+        Writers are "embed" (token and position), heads by name, the biases of sublayers ("L0.b_O",
+        "L0.b_out"), and "own bias": the biases of the head itself and of the norm before it.
+        `attrs["score"]` is the score in the run, before the softmax and any soft cap.
 
     Raises:
         InputError: with every reason: invalid positions, a key after its query, more than one
-            prompt, too many pairs, unknown norms or matrices.
+            prompt, too many pairs, unsupported norms or matrices.
         UnknownHeadError: the model has no such head.
         UnsupportedModelError: the shares do not add up, for instance because queries are clipped.
 
@@ -129,7 +131,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return what a head reads through W from each writer at a position; the last is its bias."""
+    """Return what a head reads through W from each writer; the last writer is its own bias."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -174,15 +176,15 @@ def _of_attention(
         host.hook_name(head.layer, "attention", point)
         for point in ("q", "k", "attn_scores", "pattern")
     )
-    # The scales of the norms of queries and keys.
+    # The hook points of the scales of query and key norms.
     points = [m for m in host.attention(head.layer).modules() if isinstance(m, HookPoint)]
     scales = sorted({str(m.name) for m in points if str(m.name).endswith("hook_scale")})
     parts = decompose(model, tokens, None, names=(*names, *scales))
     scores, pattern = (
         parts.recording.hooked[name][0, head.index, query] for name in (score_name, pattern_name)
     )
-    # Some bridges show the pattern in place of the scores. Its logarithm is the score less a
-    # constant of the query.
+    # In some bridges, the score hook holds the pattern. The pattern's logarithm is the score minus
+    # a constant that depends on the query.
     hidden = torch.equal(scores, pattern)
     scores = pattern.log() if hidden else scores
     if scores[key] <= torch.finfo(scores.dtype).min / 2:
@@ -218,7 +220,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return the query, or the key, of each writer; the last coordinate is 1 for the bias."""
+    """Return each writer's query or key; the last coordinate is 1 for the own bias."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(
@@ -272,8 +274,8 @@ def _bilinear_form(
     alone = 1 - float(scores[0].detach())
     if not alone > 0:
         reason = (
-            f"position {query} attends to position {key} alone, and {names[2]} of this model "
-            "shows the pattern and not the scores: the score is unknown"
+            f"position {query} attends only to position {key}, and {names[2]} of this model "
+            "holds the pattern and not the scores: the score is unknown"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
     form = _taylor(scores[0].log(), leaves, places) / alone
@@ -284,7 +286,7 @@ def _bilinear_form(
 def _taylor(
     score: Tensor, leaves: list[Tensor], places: list[tuple[int, int, int]]
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the value, first derivatives and mixed second derivatives at 0."""
+    """Return the value, the first derivatives and the mixed second derivatives at 0."""
     by_q, by_k = torch.autograd.grad(score, leaves, create_graph=True)
     by_q, by_k = by_q[places[0]], by_k[places[1]]
     n, m = len(by_q), len(by_k)
@@ -299,7 +301,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Compare sums with scores of the run, before or after a soft cap; of two, the differences."""
+    """Compare sums with the run's scores, with or without a soft cap; for two, the differences."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:
@@ -311,14 +313,14 @@ def _require_score(
 def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
     if off := disagreement(total, expected, _tolerance(expected), size=size):
         reason = (
-            f"the shares do not add up to what the run shows ({off}): something between is not "
-            "linear, such as queries that are clipped, or another cap"
+            f"the shares do not add up to the value in the run ({off}): a step is not linear, "
+            "for instance because queries are clipped or another cap is used"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
 
 
 def _tolerance(x: Tensor) -> float:
-    # Many bridged norms compute in float32, in whatever dtype the model is.
+    # Many bridged norms compute in float32, whatever the model's dtype is.
     return max(LOGIT_TOLERANCE[x.dtype], LOGIT_TOLERANCE[torch.float32])
 
 
@@ -329,12 +331,12 @@ def _largest(
     score: float,
     top: int | None,
 ) -> pd.DataFrame:
-    """Return the products of largest size as a frame; `ends` are two columns, names, a position."""
+    """Return the largest products as a frame; each end has two columns, names and a position."""
     n, m = len(left), len(right)
     if top is None and n * m > _MOST_PAIRS:
         raise InputError(
             [f"got {n * m:,} pairs of writers; expected at most {_MOST_PAIRS:,}: pass top=1000"],
-            "these shares would not fit a table",
+            "these shares need too large a table",
         )
     wanted = n * m if top is None else min(top, n * m)
     largest, step = LargestScores(wanted, by_size=True), max(1, _BLOCK // m)

@@ -1,20 +1,21 @@
 r"""Search for a small circuit that is nearly as faithful as the whole model.
 
 With f the faithfulness (`ablation.py`), a circuit C suffices if |1 - f(C)| ≤ 1 - wanted.
-Faithfulness is not monotone in circuit size, because sites can cancel, so bisection along a ranking
-does not find the smallest prefix. The search has three steps, each from the best circuit so far:
+Faithfulness is not monotone in circuit size, because sites can cancel. So bisection along a ranking
+does not find the smallest prefix. The search has three steps. Each starts from the best circuit so
+far:
 
-    prefixes   The k highest ranked sites, by |effect| and by signed effect, for k on a grid of
-               ratio √√2, which is finer where f enters or crosses the bound.
+    prefixes   The k highest ranked sites, by |effect| and by signed effect, are tried for k on a
+               grid with ratio √√2. The grid is refined where f starts to suffice or crosses 1.
     worth      Sites are ranked again by what they add to the current circuit, to first order
                (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
                without a smaller circuit.
     pruning    Each chunk of sites is left out in turn, exactly; then as many chunks as possible are
                removed together. If none can be removed, chunks are halved, down to single sites.
 
-At the end, every shorter prefix of both orders is measured. So in a circuit of up to 1,000 sites,
-no single site can be left out, and no shorter prefix suffices. It is not proved that no smaller
-circuit exists.
+At the end, the faithfulness of every shorter prefix of both orders is computed. So in a circuit
+with up to 1,000 sites, no single site can be left out, and no shorter prefix suffices. A smaller
+circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -58,11 +59,11 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # sizes of the grid from k to 2k
-_BETWEEN = 16  # sizes of the finer grid
+_PER_DOUBLING = 4  # how many sizes the grid has from k to 2k
+_BETWEEN = 16  # how many sizes the finer grid has
 _IDLE_ROUNDS = 2
-_AROUND = 4  # the largest ratio expected between sizes of circuits of other prompts
-_LARGE = 1000  # the most sites of a circuit that is pruned site by site
+_AROUND = 4  # the largest ratio expected between circuit sizes for different prompts
+_LARGE = 1000  # circuits with more sites are not pruned site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
@@ -75,18 +76,18 @@ class Circuit:
     """A set of sites that is nearly as faithful as the whole model. Made by `discover`.
 
     Attributes:
-        frame: a row for each site, the highest ranked first: `layer`, `kind`, `index`, `name`,
-            `position`, and its `effect` in the ranking. If prompts were resampled, also
-            `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`), which are
-            missing for a site that is in no circuit of a half.
+        frame: one row per site, the highest ranked first. Columns: `layer`, `kind`, `index`,
+            `name`, `position`, and the site's `effect` in the ranking. If prompts were resampled,
+            also `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`). A
+            site that is in no resampled circuit has an inclusion of 0.
         n_sites: how many sites were ranked.
-        n_pos: tokens of a prompt.
-        faithfulness: of the circuit.
-        completeness: the faithfulness of all other sites: near 0 if nothing was missed.
+        n_pos: the number of tokens in a prompt.
+        faithfulness: the faithfulness of the circuit.
+        completeness: the faithfulness of all other sites; it is near 0 if nothing was missed.
         random: the faithfulness of random circuits of the same size.
-        wanted: the faithfulness that was asked for; None if a number of sites was.
-        tried: a row for each measured circuit, in order: the `step` of the search ("magnitude",
-            "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
+        wanted: the requested faithfulness; None if the number of sites was requested.
+        tried: one row per evaluated circuit, in order. Columns: the `step` of the search
+            ("magnitude", "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
         ablation: how all other sites are ablated.
         method: the method of the ranking.
         metric: the metric's name.
@@ -114,7 +115,7 @@ class Circuit:
         return len(self.frame)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the sites; if prompts were resampled, all that were in any circuit."""
+        """Return the sites; if prompts were resampled, all sites that were in any circuit."""
         if self.stability is None:
             return self.frame.copy()
         sites = self.stability.sites
@@ -132,7 +133,7 @@ class Circuit:
             InputError: the prompts were not resampled.
         """
         if self.stability is None:
-            reason = "got a circuit of one search; expected discover(…, resamples=20)"
+            reason = "got a circuit without resamples; expected discover(…, resamples=20)"
             raise InputError([reason], "this circuit has no core")
         sites = self.stability.sites
         faithful, complete = self.stability.core_faithfulness
@@ -169,40 +170,42 @@ def discover(
     """Find a small circuit whose faithfulness is within 1 - `faithfulness` of 1.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
         clean: the prompts to explain; see `prompt_pair`. Several prompts share one circuit, for the
             mean of the metric.
-        corrupted: their counterparts without the feature to explain, token for token.
+        corrupted: prompts without the feature to explain, aligned with `clean` token by token.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
         faithfulness: the wanted faithfulness, more than 0, up to 1.
         method: how sites are ranked: a method of `attribution`, or "patching" for
             `activation_patch`, which uses no gradients; the search then skips the step "worth".
-            With the default, "secant", circuits were the smallest
+            The default, "secant", gave the smallest circuits
             (`analyses/results/contrast_vs_patching.md`).
         budget: how many sites of the ranking are patched exactly, as in `attribution`.
-        ablation: "zero", "mean", "positional_mean" or "resample", for sites outside the circuit.
-        order: None to search and prune; "magnitude" or "signed" for the shortest sufficient prefix
-            of one order of effects ("signed": sites that help the clean run first).
-        sites: candidates, all heads by default. Others are never ablated.
+        ablation: how sites outside the circuit are ablated: "zero", "mean", "positional_mean" or
+            "resample".
+        order: None to search and prune. "magnitude" or "signed" returns the shortest sufficient
+            prefix of the sites in this order of effects; "signed" puts sites that help the clean
+            run first.
+        sites: the heads to choose from, by default all. Other heads are never ablated.
         positions: "each" separately, "all" together, or by role: `task.roles`. By role, a site is
-            a head at a role's token, prompts may differ in length, and tokens without a role are
+            a head at a role's token, and prompts may differ in length. Tokens without a role are
             never ablated.
-        n_random: how many random circuits of the same size to measure.
-        resamples: how many random halves of the prompts to search again, for instance 20; the
-            circuit then has a `stability`.
+        n_random: how many random circuits of the same size to evaluate.
+        resamples: how many times to search again on a random half of the prompts, for instance 20;
+            the circuit then has a `stability`.
         seed: the seed of random circuits and halves.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        prompts_at_once: how many pairs of prompts are in memory at once; by default as many as fit
-            a fifth of it. With fewer than all, each measurement records the runs again. Ablations
-            to a mean, and custom metrics, need all prompts at once.
-        progress: show a bar over the circuits that are run; a text is its label.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        prompts_at_once: how many prompt pairs are in memory at once; by default as many as fit in
+            a fifth of the memory. With fewer than all, each evaluation records the runs again. Mean
+            ablation and custom metrics need all prompts at once.
+        progress: show a progress bar over the circuits that are run; a text is its label.
 
     Returns:
-        The circuit. `tried` lists all circuits that were measured.
+        The circuit. Its `tried` lists all circuits that were evaluated.
 
     Raises:
-        InputError: with every reason: invalid settings; prompts, metric, sites or positions that do
-            not fit; ablating everything changes nothing.
+        InputError: with every reason: invalid settings, prompts, metric, sites or positions;
+            ablating every site changes nothing.
 
     Example:
         >>> import torch
@@ -259,7 +262,7 @@ def search_circuit(
         ranking = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
-        if resamples:  # the rows of a site are consecutive
+        if resamples:  # the rows of each site are consecutive
             n_prompts = len(pair.clean)
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
@@ -295,7 +298,7 @@ def search_circuit(
 def rank_sites(
     prompts: tuple[Any, ...], method: str, budget: Budget, options: Mapping[str, Any]
 ) -> Sweep:
-    """Return the effects of taking sites out of the clean run, estimated or measured."""
+    """Return the effects of removing sites from the clean run, estimated or exact."""
     settings: dict[str, Any] = {**options, "direction": "noise", "progress": False}
     if method == MEASURED:
         return activation_patch(*prompts, **settings)
@@ -312,9 +315,9 @@ def circuit_of(
     draws: tuple[int, int] = (3, 0),
     **settings: Any,
 ) -> Circuit:
-    """Measure some sites, and return them as a circuit, the largest |effect| first.
+    """Evaluate some sites, and return them as a circuit, the largest |effect| first.
 
-    `draws` are the number of random circuits and their seed; `settings` are fields of the circuit.
+    `draws` has the number of random circuits and their seed; `settings` are fields of the circuit.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[_SITE].assign(effect=effects).iloc[rows]
@@ -341,7 +344,7 @@ def _smallest(
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Return the smallest circuit found for some effects of sites, and the circuits tried."""
+    """Return the smallest circuit in a search by these effects, and the circuits tried."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
@@ -350,10 +353,10 @@ def _smallest(
 
 
 class _Search:
-    """A search for circuits of one ablated model; `tried` lists those that were measured.
+    """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 
-    `near` is the size of a circuit of other prompts: the search begins with sizes around it, and
-    does not measure all shorter prefixes at the end.
+    `near` is the size of a circuit for other prompts. The search then begins with sizes around
+    `near`, and does not try all shorter prefixes at the end.
     """
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
@@ -372,7 +375,7 @@ class _Search:
         return self.prune(shorter) if len(shorter) < len(circuit) else circuit
 
     def prefixes(self, orders: Mapping[_Step, Rows], longest: int | None = None) -> list[Rows]:
-        """Return the shortest sufficient prefix found of each order; all sites if none suffices."""
+        """Return, for each order, the shortest sufficient prefix, or all sites if none suffices."""
         searches = {step: self._search(order, longest) for step, order in orders.items()}
         asked = {step: next(search) for step, search in searches.items()}
         prefixes: dict[_Step, Rows] = {}
@@ -392,8 +395,8 @@ class _Search:
     def _search(self, order: Rows, longest: int | None) -> _Questions:
         """Ask for the faithfulness of prefixes, and return the shortest size that suffices."""
         longest = len(order) if longest is None else min(longest, len(order))
-        # Sizes do not depend on the number of sites. So a model that grew by sites without effects,
-        # which are ranked last, has the same prefix.
+        # Sizes do not depend on the number of sites. If a model grows by sites without effects,
+        # these are ranked last, so the grown model has the same prefix.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -423,7 +426,7 @@ class _Search:
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:
-        """Return the smallest circuit found by what sites add to the current circuit."""
+        """Rank sites by what they add to the current circuit, and return the smallest circuit."""
         best, idle, worth = circuit, 0, self._ablated.worth(circuit)
         while idle < _IDLE_ROUNDS:
             order = np.argsort(-worth, kind="stable")
@@ -435,7 +438,7 @@ class _Search:
         return best
 
     def prune(self, circuit: Rows) -> Rows:
-        """Leave out chunks of sites, down to single sites, while the rest suffices."""
+        """Remove chunks of sites, down to single sites, while the rest suffices."""
         n_chunks = 16
         while True:
             finest = min(len(circuit), _LARGE)
@@ -449,11 +452,11 @@ class _Search:
                 n_chunks *= 2
 
     def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
-        """Return a circuit without as many chunks as can be left out together."""
+        """Return the circuit without as many chunks as can be left out together."""
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # First the chunk that changes f least, or the chunk whose removal raises f most.
+        # Start with the chunk that changes f least, or with the chunk whose removal raises f most.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),

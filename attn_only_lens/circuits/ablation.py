@@ -1,7 +1,7 @@
-r"""Ablate everything but a circuit, and measure how faithful circuits of each size are.
+r"""Ablate all sites outside a circuit, and compute the faithfulness of circuits of each size.
 
-Sites are attention heads and neuron-heads at positions, as in the rows of a `Sweep`, or at roles: a
-token in each prompt. Sites of the circuit compute as usual. All other sites are ablated: z becomes
+Sites are attention heads and neuron-heads at positions (the rows of a `Sweep`), or at roles (one
+token in each prompt). Sites in the circuit compute as usual. All other sites are ablated: z becomes
 
     "zero"             0
     "mean"             its mean over all real tokens of the clean prompts
@@ -14,12 +14,12 @@ circuits run as one batch (`engine/replay`). With m the metric, M all sites and 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
     completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
 
-(Marks et al., "Sparse Feature Circuits", 2024.) With g the gradient of m at a site where only C is
-left, the site adds g · (z - its ablated value) / (m(M) - m(∅)) to f(C), to first order.
+(Marks et al., "Sparse Feature Circuits", 2024.) Let g be the gradient of m at a site when only C is
+not ablated. Then the site adds g · (z - its ablated value) / (m(M) - m(∅)) to f(C), to first order.
 
-`faithfulness` measures the k highest ranked sites, for shares k of all sites, and two areas of
-Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by trapezoids (MIB ranks by
-signed scores for CPR, by |scores| for CMD, and counts edges, not sites):
+`faithfulness` evaluates the k highest ranked sites, for shares k of all sites. It also computes two
+areas from Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by the trapezoidal
+rule (MIB ranks by signed scores for CPR and by |scores| for CMD, and counts edges, not sites):
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -63,12 +63,12 @@ Ablation = Literal["zero", "mean", "positional_mean", "resample"]
 Order = Literal["magnitude", "signed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""The shares of all sites that MIB measures."""
+"""The shares of all sites at which MIB evaluates circuits."""
 Rows: TypeAlias = npt.NDArray[np.int64]
-"""Rows of a frame of sites."""
+"""Row indices in the frame of all sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-_BY_PROMPT = ("zero", "resample")  # these ablations of a prompt depend on no other prompt
+_BY_PROMPT = ("zero", "resample")  # ablations that do not depend on other prompts
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -77,14 +77,14 @@ class Faithfulness:
     """Faithfulness over circuit size.
 
     Attributes:
-        frame: a row for each share of all sites: `share`, `n_sites`, `faithfulness`,
-            `completeness`, and of random circuits of the same size the mean, least and largest
-            faithfulness, `random`, `random_min` and `random_max`.
-        cpr: circuit performance ratio.
-        cmd: circuit-model distance.
-        random_cpr: mean CPR of random rankings.
-        random_cmd: mean CMD of random rankings.
-        whole: the metric of the model.
+        frame: one row per share of all sites. Columns: `share`, `n_sites`, `faithfulness`,
+            `completeness`; and `random`, `random_min` and `random_max`, the mean, smallest and
+            largest faithfulness of random circuits of the same size.
+        cpr: the circuit performance ratio.
+        cmd: the circuit-model distance.
+        random_cpr: the mean CPR of random rankings.
+        random_cmd: the mean CMD of random rankings.
+        whole: the metric of the whole model.
         nothing: the metric with every site ablated.
         ablation: how sites outside a circuit are ablated.
         order: the order of the ranking, "magnitude" or "signed".
@@ -119,25 +119,28 @@ def faithfulness(
     seed: int = 0,
     mask: Tensor | None = None,
 ) -> Faithfulness:
-    """Measure the faithfulness and completeness of the highest ranked sites, by circuit size.
+    """Compute the faithfulness and completeness of the highest ranked sites, by circuit size.
 
     Args:
-        model: converted, or with exposed neuron-heads; without hooks of its own.
-        clean: the prompts whose circuit it is; see `prompt_pair`.
-        corrupted: the prompts to resample from, token for token.
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+        clean: the prompts to explain; see `prompt_pair`.
+        corrupted: the prompts to resample from, aligned with `clean` token by token.
         metric: `logit_diff(...)` or another metric, or any function of logits.
-        ranking: by `activation_patch` or `attribution`, with positions "each", "all" or by role.
-        ablation: "zero", "mean", "positional_mean" or "resample", for sites outside a circuit.
-        order: "magnitude" of effects, or "signed": sites that help the clean run first.
-        shares: increasing shares of all sites; MIB's by default.
-        positions: for a ranking by role, where each role is in these prompts: `task.roles`.
+        ranking: the result of `activation_patch` or `attribution`, with positions "each", "all" or
+            by role.
+        ablation: how sites outside a circuit are ablated: "zero", "mean", "positional_mean" or
+            "resample".
+        order: "magnitude" ranks sites by |effect|; "signed" puts sites that help the clean run
+            first.
+        shares: increasing shares of all sites; by default MIB's shares.
+        positions: for a ranking by role, the position of each role in each prompt: `task.roles`.
         n_random: how many random rankings to compare with; 0 for none.
         seed: the seed of random rankings.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
 
     Raises:
-        InputError: with every reason: invalid shares, settings or sites; prompts or a metric that
-            do not fit; ablating everything changes nothing.
+        InputError: with every reason: invalid shares, settings or sites; invalid prompts or metric;
+            ablating every site changes nothing.
 
     Example:
         >>> import torch
@@ -153,7 +156,7 @@ def faithfulness(
     reasons = reasons_against_draws(n_random, seed) + option_reasons("order", order, ORDERS)
     in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
     if not in_range or list(shares) != sorted(set(shares)):
-        reasons.append(f"got shares {list(shares)}; expected two or more, increasing, from 0 to 1")
+        reasons.append(f"got shares {list(shares)}; expected two or more in [0, 1], increasing")
     if not isinstance(ranking, Sweep):
         expected = "expected the result of `attribution` or `activation_patch`"
         reasons.append(f"ranking: got a {type(ranking).__name__}; {expected}")
@@ -181,7 +184,7 @@ def faithfulness(
 
 
 def reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    """Return why these options of random circuits are refused."""
+    """Return the reasons to refuse these options for random circuits."""
     return [
         f"got {name}={number!r}; expected a whole number, 0 or more"
         for name, number in (("n_random", n_random), ("seed", seed))
@@ -192,7 +195,7 @@ def reasons_against_draws(n_random: object, seed: object) -> list[str]:
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
-    `whole` and `nothing` are the metric with all sites, and with none.
+    `whole` is the metric with no site ablated, and `nothing` is the metric with every site ablated.
     """
 
     def __init__(
@@ -209,10 +212,10 @@ class AblatedModel:
         some: Sequence[int] | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
-        """Record the clean and the corrupted run, and measure the clean one without any site.
+        """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`; `positions` says where their roles are; `some` are
-        indices of the prompts to use; `on_done` is called with numbers of finished circuits.
+        `sites` are rows of `Sweep.frame`; `positions` has the position of each role; `some` has the
+        indices of the prompts to use; `on_done` receives the number of newly finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -249,19 +252,19 @@ class AblatedModel:
 
     @cached_property
     def span(self) -> float:
-        """The metric of the whole model, less the metric with every site ablated."""
+        """The metric of the whole model, minus the metric with every site ablated."""
         span = self.whole - self.nothing
         if not abs(span) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
-                f"the metric is {self.whole} with all sites and {self.nothing} with none of them; "
-                "expected sites, an ablation and a metric that tell the two apart"
+                f"the metric is {self.whole} for the whole model and {self.nothing} with every "
+                "site ablated; expected sites, an ablation and a metric for which they differ"
             )
             raise InputError([reason], _PROBLEM)
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Return the rows of a ranking (or of other effects of its sites), the highest first."""
-        # Clean and corrupted runs may differ by another sign than all sites and none.
+        """Return the rows sorted by a ranking's effects (or by `effects`), the highest first."""
+        # The metric's range may have another sign between runs than between all sites and none.
         span = ranking.clean_value - ranking.corrupted_value
         # A useful site raises the score if it is added, and lowers it if it is removed.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
@@ -269,7 +272,7 @@ class AblatedModel:
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
-        """Return the faithfulness of circuits, each the rows of its sites."""
+        """Return the faithfulness of circuits; a circuit is the row indices of its sites."""
         values = self._mean(self.by_prompt(circuits))
         return (values - self.nothing) / self.span
 
@@ -327,7 +330,7 @@ class AblatedModel:
 
     @torch.no_grad()
     def by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
-        """Return the metric of each prompt when only a circuit is left."""
+        """Return each prompt's metric when all sites outside a circuit are ablated."""
         n_prompts = len(self.whole_by_prompt)
         values = torch.empty(len(circuits), n_prompts, dtype=torch.float64, device="cpu")
 
@@ -352,7 +355,7 @@ class AblatedModel:
 
 
 def _positional_means(run: Recording, places: Sequence[PositionSet]) -> Recording:
-    """Return a run with z replaced by its mean over prompts at each place."""
+    """Return the run with z replaced by its mean over prompts at each position or role."""
 
     def means(z: Tensor) -> Tensor:
         result = z.clone()
@@ -372,7 +375,9 @@ def _reasons_against_sites(
 ) -> list[str]:
     reasons = []
     if "prompt" in sites:
-        reasons.append('got rows of each prompt; expected means, or query("prompt == 0")')
+        reasons.append(
+            'got one row per prompt; expected means over prompts, or query("prompt == 0")'
+        )
     if single := [name for name in sites["name"].astype(str) if "." in name]:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
     numbers = set(sites["position"].unique().tolist()) - {"all"}
@@ -384,9 +389,9 @@ def _reasons_against_sites(
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
         reasons += [
-            f"got {first.label!r} and {second.label!r}, the same token of prompt "
+            f"got {first.label!r} and {second.label!r} at the same token of prompt "
             f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected "
-            f"another token for each role: leave {first.label!r} out of positions"
+            f"a different token for each role: leave {first.label!r} out of positions"
             for first, second in combinations(roles, 2)
             if (first.chosen & second.chosen).any()
         ]
@@ -397,7 +402,7 @@ def _reasons_against_sites(
     elif any(number >= n_pos for number in numbers):
         reasons.append(
             f"got a site at position {max(numbers)}; the prompts have {n_pos} tokens: pass a "
-            "ranking of prompts of this length"
+            "ranking for prompts of this length"
         )
     return reasons
 
@@ -406,13 +411,13 @@ def _reasons_against_sites(
 class _AblatedPoint:
     """Sites at one hook point, and the ablated value of every z there.
 
-    A place is the number of a position or of a role; it is 0 for sites at all positions. `place_of`
-    has the place of each token, -1 for none, with one row for all prompts if there are no roles.
+    A place is the index of a position or role; it is 0 for sites at all positions. `place_of` has
+    the place of each token, or -1 for none. Without roles, it has one row for all prompts.
     """
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
-    width: int  # how many heads a node has
+    width: int  # how many heads a site has
     rows: Rows  # the rows of the sites in the frame of all sites
     index: Rows
     place: Rows
@@ -423,7 +428,7 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return the hook that ablates the sites that each circuit does not keep.
 
-        Activations begin at position `first`; `computed` gets them.
+        Activations begin at position `first`; the hook stores them in `computed`.
         """
         replacement = self.replacement[:, first:]
 
@@ -443,7 +448,7 @@ class _AblatedPoint:
         return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Return numbers of sites, from those of heads from position `first` on."""
+        """Sum values by head over each site; `by_head` begins at position `first`."""
         by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         by_place = np.zeros(self._shape)
         np.add.at(by_place, self.place_of[:, first:], by_node)
@@ -451,7 +456,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places, the last of which is none, and of nodes."""
+        """The number of places (the last one means no place), and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 
@@ -459,7 +464,7 @@ class _AblatedPoint:
 def _ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> list[_AblatedPoint]:
-    """Return the hook points of some sites, with replacements from a run."""
+    """Return the hook points of some sites, with ablated values from a run."""
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
@@ -490,9 +495,9 @@ def ablated_model(
     some: Sequence[int] | None = None,
     **options: Any,
 ) -> AblatedModel:
-    """Return an `AblatedModel` that holds the runs of all prompts, or of a chunk if they are many.
+    """Return an `AblatedModel` with all prompts in memory, or a chunk at once if they are many.
 
-    Means are over all prompts, and so are custom metrics: with these, all prompts are held.
+    Mean ablations and custom metrics need all prompts, so these stay in memory together.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)
@@ -516,8 +521,8 @@ def ablated_model(
 class _InChunks(AblatedModel):
     """An ablated model whose memory does not grow with the number of prompts.
 
-    Each measurement records the runs of every chunk again. A search measures about ten times,
-    hundreds of circuits at once.
+    Each evaluation records the runs of every chunk again. A search has about ten evaluations with
+    hundreds of circuits each.
     """
 
     def __init__(
@@ -538,7 +543,7 @@ class _InChunks(AblatedModel):
             yield self._make(some=prompts)
 
     def by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
-        """Return the metric of each prompt when only a circuit is left."""
+        """Return each prompt's metric when all sites outside a circuit are ablated."""
         return np.concatenate([ablated.by_prompt(circuits) for ablated in self._chunks()], axis=1)
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:

@@ -1,22 +1,23 @@
-"""A metric attributed to the heads of one run, or of the difference between two.
+"""Attribute a metric to the heads of one run, or of the difference between two runs.
 
-A target t reads the stream, so its output z_t is a sum over everything written before it. Its
-attribution A_t = c_t · z_t, with c_t the gradient of the metric at its output, is a sum of edges.
+A target t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
+gradient of the metric at this output. The attribution A_t = c_t · z_t is a sum of edges.
 
-In one run, with patterns and norm scales held (`linear_run.py`), only values carry A_t:
+In one run, with patterns and norm scales held fixed (`linear_run.py`), only values carry A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
-In the difference of two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern and
-value carry A_t, and there are no biases:
+In the difference between two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern
+and value carry A_t, and there are no biases:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-The keys of a neuron-head are constant. If its gate is a step (relu), it has no edges of kind "gate"
-in one run; in a difference only if the two runs are on different sides of the step.
+The keys of a neuron-head are constant. If its gate is a step function (relu), it has no edges of
+kind "gate" in one run. In a difference, it has such edges only if the two runs are on different
+sides of the step.
 """
 
 from collections.abc import Sequence
@@ -52,9 +53,10 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The gradient of the metric at neurons' pre-activations, through their patterns alone.
+    """The gradient of the metric at neurons' pre-activations, only through their patterns.
 
-    `constant` is the derivative of the metric by the scale of the queries' constant part.
+    `constant` is the derivative of the metric with respect to the scale of the queries' constant
+    part.
     """
 
     sublayer: LinearSublayer
@@ -65,7 +67,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return the covectors of targets at their own positions, and the terms of their biases."""
+        """Return the covectors of targets at the targets' positions, and the bias terms."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -73,10 +75,10 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The gradient of the metric at patterns, in a graph with `inputs`, their queries or keys.
+    """The gradient of the metric at patterns, with the autograd graph from queries or keys.
 
-    `W` is W_Q or W_K, with one entry for each group of heads that share keys; `constant` are the
-    inputs for a stream of 0.
+    `inputs` are these queries or keys. `W` is W_Q or W_K, with one entry for each group of heads
+    that share keys. `constant` are the inputs for a stream of 0.
     """
 
     sublayer: LinearSublayer
@@ -89,12 +91,12 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return the gradient at the inputs through one row of the pattern for each target."""
+        """Return, for each target, the gradient at the inputs through one row of the pattern."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
 
-        # Not is_grads_batched: it computes some operations, such as softmax, row by row.
+        # With is_grads_batched, autograd would compute some operations (softmax) row by row.
         def gradient(row: Tensor) -> Tensor:
             graph = (self.pattern, self.inputs, row)
             (slope,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
@@ -119,9 +121,9 @@ Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
 
 @dataclass(frozen=True, eq=False)
 class AttributedRun:
-    """A run, or the difference of two, as linear maps with the gradients of a metric.
+    """One run, or the difference of two runs, as linear maps with the gradients of a metric.
 
-    Lists have an entry for each sublayer.
+    Each list has one entry per sublayer.
     """
 
     linear: LinearRun
@@ -131,8 +133,8 @@ class AttributedRun:
     gradients: list[Outputs]
     first: Residual  # the gradient at the embedding
     last: Residual  # the gradient at the stream that is unembedded
-    logit_bias: Float[Tensor, "batch"]  # the terms of biases of the last norm and the unembedding
-    bias: float  # the sum of the terms of all biases
+    logit_bias: Float[Tensor, "batch"]  # the bias terms of the last norm and the unembedding
+    bias: float  # the sum of all bias terms
     slopes: list[Slopes]
     z: list[Outputs]  # the outputs of heads in the clean run
     is_difference: bool = False
@@ -150,7 +152,7 @@ class AttributedRun:
 def attribute_run(
     model: Any, pair: PromptPair, metric: AnyMetric, patterns: bool = True
 ) -> AttributedRun:
-    """Attribute a metric of the clean run, with patterns and norm scales held."""
+    """Attribute a metric of the clean run, with patterns and norm scales held fixed."""
     linear = linearize(model, pair.clean, pair.mask)
     logits = linear.run.recording.logits
     bound = bind(metric, model, pair, logits)
@@ -179,12 +181,12 @@ def attribute_run(
 
 
 def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
-    """Attribute the change of a metric from the corrupted to the clean run."""
+    """Attribute the change of a metric from the corrupted run to the clean run."""
     names, host = _hook_names(model), host_of(model)
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    with FunctionRules(paused=True):  # all in float64, as in `run_both`
+    with FunctionRules(paused=True):  # compute in float64, as in `run_both`
         both = decompose(model, tokens, mask, names=tuple(patterns))
     runs = run_both(model, pair)
     clean, corrupted = runs.logits.chunk(2)
@@ -200,7 +202,7 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
             pattern = result.softmax[writes.layer], result.patterns[writes.layer]
             here: Slopes = {**_pattern_slopes(model, sublayer, *pattern, tape.nodes)}
         else:
-            heads: Any = writes.neurons  # z has Σ_j w_j z_j of the heads of a neuron
+            heads: Any = writes.neurons  # z is Σ_j w_j z_j, a sum over the neuron's heads
             flat = along.squeeze(-1)
             weights = heads.neuron_outputs(heads.head_outputs(torch.ones_like(flat)))
             along = (heads.neuron_outputs(flat) / weights).unsqueeze(-1)
@@ -268,7 +270,7 @@ def _run_slopes(
 
 
 def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | None:
-    """Return the slope of the gates of one run; None if they are steps."""
+    """Return the slope of the gates in one run, or None if the gates are step functions."""
     heads: Any = sublayer.writes.neurons
     q, up = heads.projections(sublayer.writes.entered)
     with torch.enable_grad():
@@ -296,7 +298,7 @@ def _pattern_slopes(
     gradient: Float[Tensor, "batch head_index query_pos key"],
     nodes: dict[str, Tensor],
 ) -> dict[str, AttentionSlope]:
-    """Return how queries and keys move patterns of attention heads; `gradient` is at these."""
+    """Return how queries and keys change attention patterns; `gradient` is at the patterns."""
     host, layer = host_of(model), sublayer.writes.layer
     slopes: dict[str, AttentionSlope] = {}
     for kind in "qk":
@@ -338,7 +340,7 @@ def _require_flows(
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: flows into its {sublayer.writes.kind} heads add up to "
-        f"{got:.6g}; expected {expected:.6g}: its matrices do not make what its heads read, for "
+        f"{got:.6g}; expected {expected:.6g}: its heads are not linear in the stream, for "
         "instance because values are clipped"
         for sublayer, (got, expected), size in zip(sublayers, sums, sizes, strict=True)
         if not abs(got - expected) <= allowed * max(size, smallest)

@@ -1,12 +1,12 @@
-"""Attribution graphs in JSON files that are read back exactly.
+"""Write attribution graphs to JSON files, and read them back exactly.
 
     {"format": "attn_only_lens.CircuitGraph", "format_version": 3,
-     "sha256": of the rest, as JSON with sorted keys,
+     "sha256": the hash of the rest, as JSON with sorted keys,
      "graph": {"tokens": …, "metric": …, …,
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}
 
-Tables are lists by column; sources and targets of edges are rows of the nodes.
+Tables are stored by column, as lists. Edge sources and targets are row indices of the nodes.
 """
 
 from pathlib import Path
@@ -56,7 +56,7 @@ _DOCUMENT = Document("attn_only_lens.CircuitGraph", 3, _Body)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
-    """Write a graph to a file, all of it or nothing.
+    """Write a graph to a file atomically.
 
     Example:
         >>> import tempfile, torch
@@ -86,7 +86,7 @@ def from_json(path: str | Path) -> CircuitGraph:
     """Read the graph that `to_json` wrote.
 
     Raises:
-        CheckpointError: it is missing, damaged, newer than this package, or no such graph.
+        CheckpointError: the file is missing, damaged, newer than this package, or not a graph file.
     """
     body = _DOCUMENT.read(path)["graph"]
     try:
@@ -94,7 +94,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         ids = nodes["id"].to_numpy()
         for end in ("source", "target"):
             if len(edges) and edges[end].min() < 0:
-                raise IndexError(f"got ends such as {edges[end].min()}; expected rows of the nodes")
+                raise IndexError(f"got ends such as {edges[end].min()}; expected rows of nodes")
             edges[end] = ids[edges[end].to_numpy(dtype=int)]
         attributes = {name: body[name] for name in _ATTRIBUTES}
         for name in ("tokens", "corrupted"):

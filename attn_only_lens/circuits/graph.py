@@ -1,6 +1,6 @@
-"""An attribution graph: what each node contributes to a metric, and through which others.
+"""An attribution graph: what each node contributes to a metric, directly and through other nodes.
 
-Nodes, by `kind`, and their `id`:
+These are the kinds of nodes (`kind`), with an example of each `id`:
 
     embed      embed@3        what enters the first block at position 3
     attention  L5H3@7         an attention head, at the position where it writes
@@ -10,11 +10,11 @@ Nodes, by `kind`, and their `id`:
     offset     offset         the part of a metric that is not linear in the logits
     metric     metric         the metric
 
-The edges into a node add up to its attribution, and the edges into "metric" to the metric, or to
-its change (`attributed_run.py`). In a graph of one run only edges of kind "value" count; the kinds
-"q", "k" and "gate" say what sets a node's pattern, to first order. In a graph of a difference all
-kinds add up together. Pruning preserves the sums: edges from dropped nodes become edges from
-"rest".
+The edges into a node add up to its attribution, and the edges into "metric" add up to the metric,
+or to its change (`attributed_run.py`). In a graph of one run, these sums are over edges of kind
+"value" only; the kinds "q", "k" and "gate" say what changes a node's pattern, to first order. In a
+graph of a difference, the sums are over all kinds. Pruning preserves the sums: edges from dropped
+nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
 EDGE_KINDS = ("value", "q", "k", "gate")
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
-_PROBLEM = "this is no attribution graph"
+_PROBLEM = "this is not a valid attribution graph"
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -43,21 +43,21 @@ class CircuitGraph:
     """An attribution graph. Made by `attribution_graph`, and checked when made.
 
     Attributes:
-        nodes: a row for each node: `id`, `kind`, `layer` (source layer; only of heads and neurons),
-            `name`, `position` (missing for bias, rest, offset, metric), `value` (in the clean run,
-            the mean over prompts of a neuron's output, or of the norm of a head's output or of the
-            embedding), `gradient` (of the metric by a neuron's output; missing for several prompts,
-            or if several heads share a neuron) and `attribution`, the sum over prompts; by role
-            also `error`, the standard error.
-        edges: a row for each edge that is not 0: `source`, `target` (ids), `kind` ("value", "q",
+        nodes: one row per node. Columns: `id`; `kind`; `layer` (the source layer; only for heads
+            and neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in
+            the clean run, the mean over prompts of a neuron's output, or of the norm of a head's
+            output or of the embedding); `gradient` (the derivative of the metric with respect to a
+            neuron's output; missing for several prompts, or if several heads share a neuron);
+            `attribution`, the sum over prompts; by role also `error`, the standard error.
+        edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
             "k", "gate"), `weight`; by role also `error`.
         tokens: the tokens of each clean prompt, as strings; by role, the roles.
         metric: the metric's name.
         value: the metric, or its change from the corrupted to the clean run.
         model: the model's name.
-        n_layers: source layers of the model.
+        n_layers: the number of source layers in the model.
         n_heads: the number of possible nodes: heads and neurons at all positions.
-        mass: the share of Σ |attribution| of all possible nodes that this graph's nodes have.
+        mass: the share of Σ |attribution| over all possible nodes that this graph's nodes have.
         corrupted: the tokens of each corrupted prompt; empty for a graph of one run.
 
     Example:
@@ -97,11 +97,11 @@ class CircuitGraph:
         reasons += [f"got node {name} twice" for name in ids[ids.duplicated()].unique()[:5]]
         for end in ("source", "target"):
             unknown = sorted(set(self.edges[end]) - set(ids))
-            reasons += [f"got an edge with {end} {name!r}, no node" for name in unknown[:5]]
+            reasons += [f"got an edge with {end} {name!r}, not a node" for name in unknown[:5]]
         reasons += _unknown("node", self.nodes["kind"], NODE_KINDS)
         reasons += _unknown("edge", self.edges["kind"], EDGE_KINDS)
         if self.edges.duplicated(["source", "target", "kind"]).any():
-            reasons.append("got an edge twice; expected one of each kind between two nodes")
+            reasons.append("got an edge twice; expected one edge of each kind between two nodes")
         numbers = [*self.nodes["attribution"], *self.nodes["value"], *self.edges["weight"]]
         if not np.isfinite([*numbers, self.value, self.mass]).all():
             reasons.append("got numbers that are not finite")
@@ -109,7 +109,7 @@ class CircuitGraph:
         n_pos = max(map(len, self.tokens), default=0)
         away = ids[self.nodes["position"].notna() & ~self.nodes["position"].between(0, n_pos - 1)]
         reasons += [f"got node {name} beyond prompts of {n_pos} tokens" for name in away[:5]]
-        if not 0 <= self.mass <= 1 + 1e-9:  # a sum of shares may be rounded up
+        if not 0 <= self.mass <= 1 + 1e-9:  # rounding errors may raise the sum of shares above 1
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
 
@@ -121,8 +121,8 @@ class CircuitGraph:
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
         """Return the sum of the edges into each node, by id.
 
-        By default, of all kinds that add up to attributions. An unknown kind raises an
-        `InputError`.
+        By default, all edge kinds that add up to attributions are included. An unknown kind raises
+        an `InputError`.
         """
         if kind not in (None, *EDGE_KINDS):
             raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
@@ -136,16 +136,16 @@ class CircuitGraph:
         return self.nodes[self.nodes["kind"].isin(HEAD_KINDS)]
 
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
-        """Keep the heads and neurons of largest |attribution|; merge the others into "rest".
+        """Keep the heads and neurons with the largest |attribution|; merge the others into "rest".
 
         All sums still hold.
 
         Args:
-            top: how many to keep.
-            mass: or the share of their Σ |attribution| to keep, with as few as possible.
+            top: how many heads and neurons to keep.
+            mass: the share of Σ |attribution| to keep, with as few heads and neurons as possible.
 
         Raises:
-            InputError: not exactly one of them, or an invalid one.
+            InputError: not exactly one of `top` and `mass` is given, or its value is invalid.
         """
         heads = self.heads
         sizes = heads["attribution"].abs()
@@ -159,16 +159,16 @@ class CircuitGraph:
         return replace(self, nodes=nodes, edges=edges, mass=self.mass * left)
 
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
-        """Keep the edges of largest |weight| into each node; merge the others into "rest".
+        """Keep the edges with the largest |weight| into each node; merge the others into "rest".
 
         All sums still hold. Edges from "bias" and "offset" are always kept.
 
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.
-            top: or how many edges to keep, for every node and kind.
+            top: how many edges to keep, for every node and kind.
 
         Raises:
-            InputError: not exactly one of them, or an invalid one.
+            InputError: not exactly one of `mass` and `top` is given, or its value is invalid.
         """
         keep = np.zeros(len(self.edges), dtype=bool)
         for rows in self.edges.groupby(["target", "kind"], observed=True).indices.values():
@@ -212,9 +212,9 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the rows of the `top` largest entries, or of as few as have the share `mass`, sorted.
+    """Return the sorted indices of the `top` largest entries, or of the fewest with share `mass`.
 
-    Of equal entries, the first are taken.
+    Among equal entries, the first are taken.
     """
     reasons = []
     if (top is None) == (mass is None):
@@ -234,7 +234,7 @@ def select_largest(
 
 
 def _through_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
-    """Add the dropped edges to those from "rest"."""
+    """Add the dropped edges to the edges from "rest"."""
     dropped = dropped | (edges["source"] == "rest").to_numpy()
     sums = edges[dropped].groupby(["target", "kind"], observed=True)["weight"].sum().reset_index()
     into = sums.assign(source="rest")[list(EDGE_COLUMNS)]

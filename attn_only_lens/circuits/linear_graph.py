@@ -1,8 +1,8 @@
-"""Nodes and edges of an attributed run (`attributed_run.py`), as frames.
+"""Compute the nodes and edges of an attributed run (`attributed_run.py`), as frames.
 
-An edge is the product of a covector that the target reads, and a vector that the source wrote into
-the stream. The vectors of heads that are not nodes are summed into "rest", so a graph of K nodes
-takes K² products, for a model of any size.
+An edge is the product of a covector that the target reads and a vector that the source writes to
+the stream. The vectors of heads that are not nodes are summed into "rest". So a graph with K nodes
+needs K² products, whatever the size of the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,18 +26,18 @@ from attn_only_lens.heads import HeadName
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
-_BLOCK = 2**24  # numbers at once on a CPU: 64 MiB in float32
+_BLOCK = 2**24  # how many numbers are in memory at once on a CPU: 64 MiB in float32
 _SHARE = 0.1  # the share of another device's free memory to use
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The places of nodes: positions, or roles, which are at another token in each prompt.
+    """The places of nodes: positions, or roles, whose token may differ between prompts.
 
     Attributes:
         names: positions as texts, or roles in the order of their mean positions.
         real: the places that at least one prompt has.
-        chosen: whether a role is at a position of a prompt; None for positions.
+        chosen: whether a role is at a position in a prompt; None if the places are positions.
     """
 
     names: list[str]
@@ -64,7 +64,7 @@ class Places:
     def sums(
         self, by_position: Float[Tensor, "batch pos node"]
     ) -> Float[Tensor, "batch place node"]:
-        """Return the sum of the numbers at each place."""
+        """Return the sum of the values at each place."""
         numbers = by_position.cpu().double()
         if self.chosen is None:
             return numbers
@@ -118,14 +118,14 @@ def node_frame(
     chosen: Sequence[Sequence[Node]],
     rest: float,
 ) -> pd.DataFrame:
-    """Return the nodes: the embedding, heads by layer, and "bias", "rest", "offset", "metric".
+    """Return a frame of nodes: the embedding, heads by layer, "bias", "rest", "offset", "metric".
 
     Args:
-        run: the run.
+        run: the attributed run.
         places: the places of nodes.
-        attributions: of all nodes of each sublayer.
+        attributions: the attributions of all possible nodes in each sublayer.
         chosen: the nodes of the graph in each sublayer.
-        rest: the attribution of the heads that are no nodes.
+        rest: the attribution of the heads that are not nodes of the graph.
     """
     rows = list[tuple[Any, ...]]()
 
@@ -155,7 +155,7 @@ def node_frame(
         nodes, z, is_attention = chosen[index], run.z[index], writes.kind == "attention"
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        # One prompt, and one head for each neuron.
+        # The gradient is shown only for one prompt and one head per neuron.
         single = len(z) == 1 and z.shape[2] == gradients.shape[2]
         if not is_attention and single and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
@@ -178,14 +178,14 @@ def node_frame(
 
 
 def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
-    """Return the outputs of neurons in the clean run, or the lengths of heads' outputs."""
+    """Return the outputs of neurons in the clean run, or the norms of attention heads' outputs."""
     z = run.z[index].unflatten(2, (run.gradients[index].shape[2], -1))
     is_attention = run.linear.sublayers[index].writes.kind == "attention"
     return z.flatten(3).norm(dim=-1) if is_attention else z.sum((3, 4))
 
 
 class LinearGraph:
-    """Edges of an attributed run, into chosen nodes (position, index) of each sublayer."""
+    """The edges of an attributed run into chosen nodes (position, index) of each sublayer."""
 
     def __init__(
         self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]
@@ -201,9 +201,9 @@ class LinearGraph:
     def edges(
         self, on_done: Callable[[int], object] = lambda n: None
     ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        """Return the edges that are not 0, and the weights of each prompt.
+        """Return the nonzero edges, and their weights in each prompt.
 
-        `on_done` is called with numbers of nodes whose edges are done.
+        `on_done` receives the number of nodes whose edges were just computed.
         """
         sources = [f"embed@{pos}" for pos in self._real]
         for index, nodes in enumerate(self._chosen):
@@ -268,7 +268,7 @@ class LinearGraph:
 def _edges_of(
     sources: list[str], targets: list[str], kind: str, by_prompt: Tensor
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """Return edges that are not 0 into targets, and the weights of each prompt."""
+    """Return nonzero edges into targets, and their weights in each prompt."""
     weights = by_prompt.sum(0)
     row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
     names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
@@ -284,7 +284,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors that the embedding and each chosen node wrote, and the sums of all others."""
+    """The vectors that the embedding and each chosen node write, and the sums of other writes."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
@@ -322,7 +322,7 @@ class _Sources:
     ) -> Float[Tensor, "batch target column"]:
         """Return the products of covectors with the sources of the first `n_before` sublayers.
 
-        Targets read at their own position, or at every position (None). The last two columns are
+        Targets read at `target_positions`, or at every position (None). The last two columns are
         "rest" and "bias". The result is on the CPU.
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)

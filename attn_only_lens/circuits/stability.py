@@ -1,16 +1,18 @@
-"""How a circuit changes with the prompts that it was found on.
+"""Evaluate how a circuit depends on the prompts on which it was found.
 
-The prompts are split into random halves, and each half is searched as all prompts were (stability
-selection: Meinshausen and Bühlmann 2010; in pairs of halves, Shah and Samworth 2013). Each circuit
-is also measured on the half that it was not fitted to.
+The prompts are split into random halves, and a circuit is searched on each half in the same way as
+on all prompts (stability selection: Meinshausen and Bühlmann 2010; with pairs of halves: Shah and
+Samworth 2013). Each circuit is also evaluated on the other half.
 
-    inclusion    the share of these circuits that include a site: it estimates how probable the
-                 site is in the circuit of a new sample of half as many prompts
-    class        "core" from an inclusion of 90 % on, "noise" up to 10 %, else "contingent"
+    inclusion    the share of these circuits that include a site: an estimate of the probability
+                 that the site is in the circuit of a new sample with half as many prompts
+    class        "core" for an inclusion of at least 90 %, "noise" for at most 10 %, otherwise
+                 "contingent"
 
-Intervals of inclusion are Wilson's for n_eff independent circuits. The two halves of one split are
-independent, but circuits of different splits share prompts, so n_eff is smaller than the number of
-circuits: 2 + (resamples - 2) / `_DEPENDENCE` (`analyses/results/stability_of_circuits.md`).
+Intervals of inclusion are Wilson intervals for n_eff independent circuits. The two halves of one
+split are independent, but circuits from different splits share prompts. So n_eff is smaller than
+the number of circuits: 2 + (resamples - 2) / `_DEPENDENCE`
+(`analyses/results/stability_of_circuits.md`).
 """
 
 from collections.abc import Callable, Iterator
@@ -36,18 +38,20 @@ _Half: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Stability:
-    """Circuits of random halves of the prompts. Made by `discover(…, resamples=20)`.
+    """Circuits for random halves of the prompts. Made by `discover(…, resamples=20)`.
 
     Attributes:
-        sites: a row for each site that any of these circuits includes: `layer`, `kind`, `index`,
-            `name`, `position`, `effect`; `inclusion`, `inclusion_low`, `inclusion_high` (90 %), and
-            `class`: "core", "contingent" or "noise". The most included first.
-        resamples: a row for each half: `n_sites` of its circuit; `faithfulness` and `completeness`
-            on this half; `held_out_faithfulness` and `held_out_completeness` on the other one.
-        held_out: faithfulness and completeness on held-out prompts, with their standard errors
-            over prompts: columns `mean`, `standard_error`.
+        sites: one row per site that is in any of these circuits, the largest inclusion first.
+            Columns: `layer`, `kind`, `index`, `name`, `position`, `effect`, `inclusion`,
+            `inclusion_low`, `inclusion_high` (a 90 % interval), and `class`: "core", "contingent"
+            or "noise".
+        resamples: one row per half. Columns: `n_sites` of the half's circuit; the circuit's
+            `faithfulness` and `completeness` on this half; and `held_out_faithfulness` and
+            `held_out_completeness` on the other half.
+        held_out: faithfulness and completeness on held-out prompts, with standard errors over
+            prompts: columns `mean`, `standard_error`.
         core_faithfulness: faithfulness and completeness of the core on all prompts.
-        jaccard: the mean Jaccard index of two of these circuits.
+        jaccard: the mean Jaccard index over pairs of these circuits.
     """
 
     sites: pd.DataFrame
@@ -58,26 +62,27 @@ class Stability:
 
     @property
     def n_core(self) -> int:
-        """How many sites the core has."""
+        """The number of sites in the core."""
         return int((self.sites["class"] == "core").sum())
 
     @property
     def n_union(self) -> int:
-        """How many sites are in any of the circuits."""
+        """The number of sites that are in any of the circuits."""
         return len(self.sites)
 
     def __repr__(self) -> str:
         faithful, complete = map(float, self.held_out["mean"])
         error = float(self.held_out["standard_error"].iloc[0])
         return (
-            f"{len(self.resamples)} circuits of half of the prompts: a core of {self.n_core} sites "
-            f"in a union of {self.n_union}, mean Jaccard index {self.jaccard:.2f}; on held-out "
-            f"prompts faithfulness {faithful:.2f} ± {error:.2f}, completeness {complete:.2f}"
+            f"{len(self.resamples)} circuits, each for half of the prompts: a core of "
+            f"{self.n_core} sites in a union of {self.n_union}, mean Jaccard index "
+            f"{self.jaccard:.2f}; on held-out prompts, faithfulness {faithful:.2f} ± {error:.2f}, "
+            f"completeness {complete:.2f}"
         )
 
 
 def resamples_reasons(resamples: object) -> list[str]:
-    """Return why this is no number of resamples."""
+    """Return the reasons why `resamples` is not a valid number of resamples."""
     if is_count(resamples) and as_plain(resamples) != 1:
         return []
     return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
@@ -87,14 +92,14 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
     """Refuse prompts that cannot be resampled, with every reason."""
     reasons = []
     if n_prompts < 4:
-        reasons.append(f"got {n_prompts} pairs of prompts; expected 4 or more, to split in halves")
+        reasons.append(f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}, one number of all prompts; expected one for each")
+        reasons.append(f"got {metric.name}, one value for all prompts; expected one per prompt")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
 def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _Half]]:
-    """Yield random halves of the prompts, each with the other half."""
+    """Yield random halves of the prompts, with the other half of each."""
     generator, size = np.random.default_rng(seed), n_prompts // 2
     for number in range(n):
         if number % 2 == 0:
@@ -111,13 +116,13 @@ def resampled(
     effects: Float[np.ndarray, "site prompt"],
     halves: Iterator[tuple[_Half, _Half]],
 ) -> Stability:
-    """Search halves of the prompts, and measure what is found on the other halves."""
+    """Search a circuit on each half of the prompts, and evaluate it on the other half."""
     included, rows = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]]()
     held_out = list[pd.DataFrame]()
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The two halves of a split follow each other.
+        # The two halves of a split come one after the other.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
@@ -148,7 +153,7 @@ def resampled(
 
 
 def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) -> pd.DataFrame:
-    """Return the sites of any circuit with their inclusion, the most included first."""
+    """Return the sites that are in any circuit, sorted by decreasing inclusion."""
     counts, n = flags.sum(axis=0), len(flags)
     bounds = np.array([inclusion_interval(count, n) for count in range(n + 1)])
     frame = sites.assign(inclusion=counts / n)
@@ -160,17 +165,17 @@ def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) ->
 
 
 def inclusion_interval(count: int, n: int) -> tuple[float, float]:
-    """Return the interval of a site that `count` of n circuits include."""
+    """Return the inclusion interval of a site that `count` of n circuits include."""
     return interval(count / n, 2 + (n - 2) / _DEPENDENCE)
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Return Wilson's 90 % interval of a share of n trials; n need not be a whole number."""
+    """Return the 90 % Wilson interval of a share of n trials; n may be a fraction."""
     z2 = 1.6448536269514722**2  # the quantile of a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return min(low, share), max(high, share)  # rounding may exclude shares of 0 and 1
+    return min(low, share), max(high, share)  # rounding errors may exclude shares of 0 and 1
 
 
 def share_of_sums(

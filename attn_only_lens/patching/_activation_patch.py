@@ -1,4 +1,4 @@
-"""Activation patching: exact, site by site, at the cost of what each site can change."""
+"""Exact activation patching, site by site; only what each patch can change is computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,50 +71,54 @@ def activation_patch(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
-    """Patch every site in turn, and measure.
+    """Patch each site in turn, and compute the metric.
 
-    Exact: each value is that of a whole forward pass with the patch in it, up to rounding. Only
-    what a patch can change is computed (see `engine/replay`), for many sites at once. A site whose
-    patch cannot affect the metric has the value of the unpatched run.
+    Results are exact: each value equals the metric of a whole forward pass with the patch, up to
+    rounding. Only what a patch can change is computed (see `engine/replay`), for many sites at
+    once. A site whose patch cannot affect the metric has the value of the unpatched run.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the corrupted run, with the same number of tokens; None for an
-            ablation without one, whose scores are shares of the clean run's metric.
-        metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
+        corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
+            without corrupted prompts, whose scores are shares of the clean run's metric.
+        metric: `logit_diff(...)` or another metric, or any function of logits
+            [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
-        part: "z", a head's output; "pattern", its attention; "value"; "q"; or "k", of attention
-            heads only. Heads that share a neuron are patched together unless a name selects one.
-            Where heads share values and keys (grouped queries), only one head reads the patch.
+        part: the patched activation: "z", a head's output; "pattern", its attention pattern;
+            "value"; "q"; or "k", for attention heads only. Heads that share a neuron are patched
+            together unless a name selects one. If heads share values and keys (grouped-query
+            attention), only one head reads the patch.
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
             of numbers, or roles: `{"subject": [2, 4], "end": -1}`, with one number for all prompts
-            or one for each, counted in the prompt's own tokens.
-        direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
-            an ablation of z in the clean run: to "zero"; to the "mean" over all real tokens of all
-            prompts; to z of the next prompt at that position ("resample"; the first prompt for the
-            last); or of a neuron-head's attention to the "bias" token.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
+            or one number per prompt, counted without padding.
+        direction: "denoise" patches clean activations into the corrupted run; "noise" patches
+            corrupted activations into the clean run. An ablation replaces z in the clean run:
+            "zero" by 0; "mean" by the mean over all real tokens of all prompts; "resample" by z
+            of the next prompt at the same position (for the last prompt, of the first prompt);
+            "bias" by z with all of a neuron-head's attention on the bias token.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         reference: a text, or tokens [batch, pos] without padding, for "mean" and "resample" (prompt
             i is resampled from row i); by default the clean prompts.
-        per_prompt: whether to return a row for each prompt of each site; by default one for each
-            site, the mean over prompts with its standard errors (see `Sweep`).
-        prompts_at_once: pairs whose activations are held at once; by default as many as fit a
-            fifth of the memory, or as in the folder `resume`; all for a custom metric.
-        batch_size: sites in one forward pass; by default as many as fit in memory.
-        resume: checkpoint folder: results are written to it as they come, and an interrupted sweep
-            resumes from it. A custom metric needs a version (see `custom`). Needed under
-            `accelerate launch`, where processes share the work.
+        per_prompt: whether to return one row per site and prompt; by default there is one row per
+            site, with the mean over prompts and standard errors (see `Sweep`).
+        prompts_at_once: how many prompt pairs have their activations in memory at once; by default
+            as many as fit in a fifth of the memory, or the number in the folder `resume`; for a
+            custom metric, all of them.
+        batch_size: how many sites run in one forward pass; by default as many as fit in memory.
+        resume: a checkpoint folder: results are written to it as they are computed, and an
+            interrupted sweep resumes from it. A custom metric then needs a version (see `custom`).
+            Under `accelerate launch`, where processes share the work, the folder is required.
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
 
     Raises:
-        InputError: with every reason: prompts, metric, sites or positions that do not fit;
-            `per_prompt` with a metric that is one number of all prompts; a folder of another sweep.
-        UnsupportedModelError: the model, run in parts, has other logits, or an edit of the sites
-            in it differs from a hook in a whole run: both are tested first.
+        InputError: with every reason: invalid prompts, metric, sites or positions; `per_prompt`
+            with a metric that has one value for all prompts; a folder with another sweep.
+        UnsupportedModelError: the model has other logits if it is run in parts, or a patch then
+            differs from a hook in a whole forward pass (both are tested first).
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -162,7 +166,7 @@ def activation_patch(
 
 @dataclass(frozen=True, eq=False)
 class SweepPlan:
-    """The prompts, sites (as `asked`, and resolved) and metric of a sweep."""
+    """The prompts, sites (as requested, and resolved) and metric of a sweep."""
 
     model: Any
     pair: PromptPair
@@ -187,18 +191,18 @@ class SweepPlan:
 
     @property
     def prompts(self) -> list[range]:
-        """The prompts that are held at once, in order."""
+        """The prompts of each chunk, in order."""
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def chunks(self, *, by_cost: bool) -> list[Chunk]:
-        """Split the sweep by prompts; by cost, if results are stored or shared, by sites too."""
+        """Split the sweep by prompts; with `by_cost` (stored or shared results), also by sites."""
         if by_cost:
             at_once = self.prompts_at_once
             return split_sweep(self.model, self.pair, self.groups, at_once, self.direction)
         return [Chunk(prompts, range(self.n_rows)) for prompts in self.prompts]
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs of some prompts."""
+        """Record the clean and the corrupted run of some prompts."""
         return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
 
     def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
@@ -212,7 +216,7 @@ class SweepPlan:
         return PromptChunks(self.model, self.pair, self.metric, self.direction, record, ablated)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that values depend on, so that no other sweep is resumed."""
+        """Return everything that values depend on, so that a different sweep is not resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.groups),
             "reference": None if self.reference is None else self.reference.tolist(),
@@ -245,7 +249,7 @@ def plan_sweep(
     traced: bool = False,
     most_rows: int | None = ROWS,
 ) -> SweepPlan:
-    """Resolve prompts, sites and metric, and decide how many prompts are held at once."""
+    """Resolve prompts, sites and metric, and choose how many prompts are in memory at once."""
     pair = (
         single_prompts(model, clean, mask)
         if corrupted is None
@@ -277,7 +281,7 @@ class SitePatches:
         self._tested: set[tuple[bool, int]] = set()
 
     def compute(self, chunk: Chunk) -> Arrays:
-        """Return what is stored of the metric after each patch of a chunk."""
+        """Return the stored statistics of the metric after each patch of a chunk."""
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)
@@ -285,7 +289,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Return a runner of patches on some prompts, with the edits tested."""
+        """Return a runner of patches on some prompts; the edits of the sites are tested first."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)
@@ -301,24 +305,24 @@ class SitePatches:
 def sweep_reasons(
     model: Any, corrupted: object, part: object, direction: object, reference: object
 ) -> list[str]:
-    """Return why sites cannot be patched or attributed like this."""
+    """Return the reasons why these patches or attributions are refused."""
     reasons = [*reasons_not_to_run(model)]
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
     if corrupted is None and direction not in ABLATIONS:
         reasons.append(
-            f"got no corrupted prompt with direction={direction!r}; expected one, or an ablation: "
-            f"direction={' or '.join(map(repr, ABLATIONS))}"
+            f"got no corrupted prompt with direction={direction!r}; expected a corrupted prompt, "
+            f"or an ablation: direction={' or '.join(map(repr, ABLATIONS))}"
         )
     if direction in ABLATIONS and part != "z":
-        reasons.append(f"got part={part!r} with direction={direction!r}; an ablation is of z")
+        reasons.append(f"got part={part!r} with direction={direction!r}; expected part='z'")
     if reference is not None and direction not in ("mean", "resample"):
-        reasons.append(f"got a reference with direction={direction!r}, which uses none")
+        reasons.append(f"got a reference with direction={direction!r}; expected no reference")
     return reasons
 
 
 def count_reasons(**counts: object) -> list[str]:
-    """Return why options are not counts, or None."""
+    """Return the reasons why options are neither positive whole numbers nor None."""
     return [
         f"got {name}={count!r}; expected 1 or more, or None"
         for name, count in counts.items()
@@ -329,7 +333,7 @@ def count_reasons(**counts: object) -> list[str]:
 def prompt_settings(
     model: Any, pair: PromptPair, metric: Metric, groups: Sequence[SiteGroup]
 ) -> dict[str, Any]:
-    """Return the settings that every method of patching has."""
+    """Return the settings that all patching methods share."""
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),

@@ -1,32 +1,35 @@
-"""Attribution: an estimate of every patch's score from a few forward passes and a backward one.
+"""Attribution: estimate the score of every patch from a few forward passes and a backward pass.
 
     value after the patch ≈ value + Σ_{patched positions} g · Δ
 
-with `value` the metric of the run that is patched into, Δ the change at a head, source run minus
-the run patched into, and g the gradient of the metric there. Scores are those of `results.py`. In
-an ablation the source is the clean run with its z ablated. The methods differ in g:
+Here `value` is the metric of the run that is patched into (the target run). Δ is the change of an
+activation of a head (source run minus target run), and g is the gradient of the metric with respect
+to this activation. Scores are defined in `results.py`. In an ablation, the source run is the clean
+run with z ablated. The methods differ in g:
 
-    "gradient"    g of the run patched into: attribution patching (Nanda 2023; Syed, Rager and Conmy
-                  2023, "Attribution Patching Outperforms Automated Circuit Discovery").
-    "exact_gate"  the same g; queries move the gate in closed form: w(q') - w(q), not w'(q) Δq. For
-                  an attention head, z' = softmax(q' · K) V, from one pass in which all queries are
-                  replaced at once and z is restored before anything reads it.
-    "integrated"  g averaged over k runs whose embeddings x + α_j (x' - x) lie between the two, with
-                  α_j = (j - 1/2)/k: EAP-IG (Hanna, Pezzelle and Belinkov 2024, "Have Faith in
+    "gradient"    g is the gradient in the target run: attribution patching (Nanda 2023; Syed, Rager
+                  and Conmy 2023, "Attribution Patching Outperforms Automated Circuit Discovery").
+    "exact_gate"  g is the same, but the gate's change with its query is exact: w(q') - w(q), not
+                  w'(q) Δq. For an attention head, z' = softmax(q' · K) V comes from one pass,
+                  in which all queries are replaced and each z is restored before anything reads it.
+    "integrated"  g is averaged over k runs with embeddings x + α_j (x' - x) between the two runs,
+                  where α_j = (j - 1/2)/k: EAP-IG (Hanna, Pezzelle and Belinkov 2024, "Have Faith in
                   Faithfulness"), by the midpoint rule.
-    "secant"      g between the two runs (`engine/contrast.py`): slopes of the whole change. Σ g · Δ
-                  over the heads of a layer, and what the stream carries past them, is exactly the
-                  change of the metric. The direction changes only its sign, so compare it with the
-                  mean of denoising and noising.
+    "secant"      g is a multiplier between the two runs (`engine/contrast.py`), made of secant
+                  slopes. Σ g · Δ over the heads of a layer, plus the part of the stream that passes
+                  them by, is exactly the change of the metric. The direction changes only its sign,
+                  so compare it with the mean of denoising and noising.
 
-Keys of attention heads, part "k", are linear in every method. Δ is exact except for keys, and for
-queries under "gradient" and "integrated": a patch of any part of a neuron-head is a patch of its Δz
-(`edits.py`). Patches scaled by ε move the metric by ε times the estimate of "gradient", as ε → 0.
+Every method is linear in the keys of attention heads (part "k"). Δ is exact except for keys, and
+for queries with "gradient" and "integrated": a patch of any part of a neuron-head is treated as a
+patch of z by its Δz (`edits.py`). As ε → 0, a patch scaled by ε changes the metric by ε times the
+estimate of "gradient".
 
-Cost in forwards of 2 · n_pos · parameters flops (a backward that stops at activations costs one):
-"gradient" 3; "exact_gate" 3, and 2 more for queries of attention heads; "secant" 6; "integrated"
-3 + 2 · steps. Some sites are then patched exactly (`repairs.py`). Agreement with patching:
-`analyses/results/attribution_vs_patching.md`, `contrast_vs_patching.md`, `attribution_repairs.md`.
+The cost is counted in forward passes of 2 · n_pos · parameters flops (a backward pass that stops at
+activations costs one). "gradient" costs 3; "exact_gate" costs 3, and for queries of attention heads
+2 more; "secant" costs 6; "integrated" costs 3 + 2 · steps. Some sites are then patched exactly
+(`repairs.py`). The agreement with patching is in `analyses/results/attribution_vs_patching.md`,
+`contrast_vs_patching.md` and `attribution_repairs.md`.
 """
 
 from collections.abc import Sequence
@@ -98,7 +101,7 @@ from attn_only_lens.tolerances import disagreement
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
 _TRACED = ("gradient", "exact_gate")  # methods whose gradients come from the recorded run
-_STEPS = 5  # as in the experiments of EAP-IG
+_STEPS = 5  # as in the EAP-IG experiments
 
 
 @warned_once()
@@ -124,60 +127,64 @@ def attribution(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> Sweep:
-    """Estimate the results of patching every site, all sites at once.
+    """Estimate the results of patching every site, for all sites at once.
 
-    The results have the scale and the columns of `activation_patch`; `agreement` compares the two.
+    The results have the same scale and columns as those of `activation_patch`; `agreement` compares
+    the two.
 
-    An estimate by gradients alone can miss the one site that matters, usually a neuron of an early
-    layer at the first token that differs. So the sites with the largest expected errors are patched
-    exactly (`repairs.py`), and their rows are marked `exact`; in a small model these are most sites
-    or all, and with `budget=0` none. `expected_pearson` is the expected correlation with patching,
-    for attention heads and for neuron-heads.
+    Estimates from gradients can miss the one site that matters, usually a neuron of an early layer
+    at the first token that differs. So the sites with the largest expected errors are patched
+    exactly (`repairs.py`), and their rows are marked `exact`. In a small model, these are most or
+    all sites; with `budget=0`, there are none. `expected_pearson` is the expected correlation with
+    patching, for attention heads and for neuron-heads.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            The `requires_grad` and `grad` of its parameters do not change. "secant" runs a model in
-            half precision in float32, and warns by how much that moves the metric's change.
-        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the corrupted run, with the same number of tokens; None for an
-            ablation without one, whose scores are shares of the clean run's metric.
-        metric: `logit_diff(...)` and the like, or a differentiable function of logits
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+            The `requires_grad` and `grad` of its parameters do not change. "secant" runs a
+            half-precision model in float32, and warns by how much this alters the metric's range
+            (clean minus corrupted).
+        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
+        corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
+            without corrupted prompts, whose scores are shares of the clean run's metric.
+        metric: `logit_diff(...)` or another metric, or a differentiable function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
         part: "z", "pattern", "value", "q", "k"; see `activation_patch`.
         positions: "each", "all", numbers, or roles; see `activation_patch`.
-        direction: "denoise", clean activations into the corrupted run; "noise", the other way; or
-            an ablation of z in the clean run, "zero", "mean", "resample", "bias".
-        method: "gradient", "exact_gate", "integrated", "secant"; see the module.
+        direction: "denoise" or "noise"; or an ablation of z in the clean run, "zero", "mean",
+            "resample" or "bias"; see `activation_patch`.
+        method: "gradient", "exact_gate", "integrated" or "secant"; see the module docstring.
         steps: for "integrated", how many gradients to average; by default 5.
-        budget: the cost of exact patches, in forward passes (counted in flops); or "auto": at
-            least 3 forward passes or 0.2 Gflop, then more until the expected correlations are
-            .99, but at most 7 forward passes (10 with those of the estimates) or 4 Gflop; of each
-            two limits the larger counts. Tests of a model cost about ten more, once.
-        split: with method "secant" and budget=0, also return what goes through the pattern of each
-            head and through its values: columns `by_pattern` and `by_value`, which add up to the
-            effect on the score.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        reference: prompts to take means or other activations from; see `activation_patch`.
-        per_prompt: whether to return a row for each prompt of each site; see `activation_patch`.
-            Estimates of all prompts come from the same gradients.
-        prompts_at_once: pairs that are run at once; see `activation_patch`. Each chunk of prompts
-            has its own budget: a row is `exact` if it was patched in all of them.
-        resume: checkpoint folder; see `activation_patch`.
-        progress: whether to show progress bars, over exact patches and the steps of "integrated";
-            for several chunks of prompts, over sites.
+        budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
+            spends at least 3 forward passes or 0.2 Gflop. It then continues until the expected
+            correlations are .99, but spends at most 7 forward passes (10 with the estimates) or
+            4 Gflop. In each case the larger limit applies. Tests of a model cost about ten more
+            forward passes, once.
+        split: with method "secant" and budget=0, also return each head's effect through its pattern
+            and through its values: columns `by_pattern` and `by_value`, which add up to the effect
+            on the score.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        reference: the prompts for "mean" and "resample"; see `activation_patch`.
+        per_prompt: whether to return one row per site and prompt; see `activation_patch`. The
+            estimates of all prompts come from the same gradients.
+        prompts_at_once: how many prompt pairs are run at once; see `activation_patch`. Each chunk
+            of prompts has its own budget: a row is `exact` if it was patched in all chunks.
+        resume: a checkpoint folder; see `activation_patch`.
+        progress: whether to show progress bars. They count exact patches and the steps of
+            "integrated", or sites if there are several chunks of prompts.
 
     Returns:
         The estimated metric after each patch, and its score: 0 is the corrupted run, 1 the clean
         one. `Sweep.method` names the method.
 
     Raises:
-        InputWarning: with "secant", the metric has no rule, and shares do not add up to its change.
-        InputError: with every reason: prompts, metric, sites or positions that do not fit; the
-            metric is flat at the run patched into, as `kl` is on the clean run.
-        UnsupportedModelError: the model has a step without a rule ("secant"), has tokens enter
-            after its embedding ("integrated"), or norms its queries together ("exact_gate"); a hook
-            point of the sites does not fire, or is read-only.
+        InputWarning: with "secant", the metric has no secant rule, and shares do not add up to the
+            metric's change.
+        InputError: with every reason: invalid prompts, metric, sites or positions; the metric has
+            zero gradient in the target run (for instance `kl` in the clean run).
+        UnsupportedModelError: the model has an operation without a secant rule ("secant"), reads
+            tokens again after its embedding ("integrated"), or norms the queries of all heads
+            together ("exact_gate"); a hook point of the sites does not fire, or is read-only.
 
     Example:
         >>> import torch
@@ -199,7 +206,8 @@ def attribution(
     if split and (method != "secant" or budget != 0 or per_prompt):
         reasons.append(
             f"got split=True with method={method!r}, budget={budget!r}, per_prompt={per_prompt}; "
-            "expected method='secant', budget=0 (a patched row has no parts) and per_prompt=False"
+            "expected method='secant', budget=0 (an exact patch cannot be split) and "
+            "per_prompt=False"
         )
     InputError.raise_if(reasons, "this cannot be attributed")
 
@@ -235,7 +243,7 @@ def attribution(
             exact &= arrays["exact"]  # patched in all chunks
             weight = totals.weight(chunk.prompts)
             share = len(chunk.prompts) / totals.n_prompts
-            # The sum of errors is a bound on the error of the mean.
+            # The sum of errors bounds the error of the mean.
             for name, w in (("errors", weight), ("by_pattern", weight), ("forwards", share)):
                 if name in arrays:
                     sums[name] = sums.get(name, 0.0) + w * arrays[name]
@@ -253,7 +261,7 @@ def attribution(
 def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
-    """Return what is stored of the estimates of a chunk."""
+    """Return the stored statistics of a chunk's estimates."""
     some_prompts = prompts.of(chunk.prompts)
     repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]
@@ -269,7 +277,7 @@ def _estimate_chunk(
 def _expected_pearson(
     plan: SweepPlan, totals: OverPrompts, errors: np.ndarray
 ) -> dict[Any, float | None]:
-    """Return the expected correlation with patching of each kind of head."""
+    """Return the expected correlation with patching for each kind of head."""
     sizes = [len(group) for group in plan.groups]
     kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
     means = totals.means.numpy()
@@ -281,7 +289,7 @@ def _expected_pearson(
 
 
 class _Estimator:
-    """Estimates of the effects of all sites, a chunk of prompts at a time."""
+    """Estimates the effects of all sites, for one chunk of prompts at a time."""
 
     def __init__(
         self,
@@ -300,7 +308,7 @@ class _Estimator:
             for site in plan.sites
         }
         self._attention = [site.layer for site in plan.sites if site.kind == "attention"]
-        # The z of the heads that read keys or values, which they may share.
+        # Record z of the heads that read keys or values, because heads may share these.
         self._readers = {
             node: hook_name(plan.model, site.layer, "z")
             for site, node in self._nodes.items()
@@ -311,7 +319,7 @@ class _Estimator:
         self._both: BothRuns | None = None
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs of some prompts, and keep the graph of the one that is patched into."""
+        """Record both runs of some prompts, and keep the autograd graph of the target run."""
         plan, nodes = self._plan, self._nodes.values()
         written, kept = set[str](), set[str]()
         if self._budget:
@@ -332,9 +340,9 @@ class _Estimator:
             )
 
     def estimate(self, prompts: PromptChunk) -> tuple[Repairs, Tensor | None]:
-        """Estimate the effects of all sites, and repair some by patches.
+        """Estimate the effects of all sites, and replace some estimates by exact patches.
 
-        Return with them by how much each row moves the metric through patterns, if asked.
+        If the results are split, also return each row's effect on the metric through patterns.
         """
         model, part = self._plan.model, self._plan.part
         target, source = prompts.target, prompts.source
@@ -372,7 +380,7 @@ class _Estimator:
             return repairer.spend(self._budget), by_pattern
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:
-        """Return the multipliers between the two runs."""
+        """Return the secant multipliers between the two runs."""
         require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
         runs = self._both
         if runs is None or runs.pair is not prompts.pair:
@@ -380,14 +388,15 @@ class _Estimator:
         result = contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
         if result.remainder:
             reason = (
-                f"shares of all sites add up to {result.total:.4g}, and the metric changes by "
-                f"{result.total + result.remainder:.4g}; the difference belongs to no site"
+                f"the shares of all sites add up to {result.total:.4g}, but the metric changes by "
+                f"{result.total + result.remainder:.4g}; the difference is not attributed to any "
+                "site"
             )
-            warn({"remainder": reason}, "this metric has no exact rule")
+            warn({"remainder": reason}, "this metric has no exact secant rule")
         return result
 
     def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
-        """Return by how much each row moves the metric through patterns."""
+        """Return by how much each row changes the metric through patterns."""
         model, sign = self._plan.model, 1 if self._plan.direction == "denoise" else -1
         moves = []
         for group in groups:
@@ -397,14 +406,14 @@ class _Estimator:
         return sign * on_one_device(moves).cpu().double()
 
     def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
-        """Return the gradients of the method, by hook point."""
+        """Return the gradients that the method uses, by hook point."""
         model, metric = self._plan.model, prompts.runs.metric
         target, source = prompts.target, prompts.source
         require_differentiable(metric, target.logits.detach())
-        if self._method == "integrated":  # its gradients are between the runs
+        if self._method == "integrated":  # gradients at points between the runs
             tape, steps = self._tape, self._steps
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
-        if prompts.first:  # later prompts may happen to be flat
+        if prompts.first:  # later prompts may happen to have zero gradient
             ablation = self._plan.direction in ABLATIONS
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value
@@ -413,21 +422,21 @@ class _Estimator:
 
 
 def _method_reasons(part: str, direction: str, method: str, steps: object) -> list[str]:
-    """Return why a method cannot estimate these patches."""
+    """Return the reasons why a method cannot estimate these patches."""
     reasons = option_reasons("method", method, METHODS)
     if direction in ABLATIONS and method == "integrated":
         reasons.append(
-            f"got direction={direction!r} with method='integrated', which goes between the runs of "
-            "two prompts; expected 'denoise' or 'noise', or another method"
+            f"got direction={direction!r} with method='integrated', which interpolates between the "
+            "clean and the corrupted run; expected 'denoise' or 'noise', or another method"
         )
     if method == "secant" and (part != "z" or direction in ABLATIONS):
         reasons.append(
-            f"got part={part!r}, direction={direction!r} with method='secant', which explains the "
-            "difference of two prompts; expected part='z' (split=True divides it), and 'denoise' "
-            "or 'noise'; or another method"
+            f"got part={part!r}, direction={direction!r} with method='secant'; expected part='z' "
+            "(split=True divides it into pattern and value) and 'denoise' or 'noise', or another "
+            "method"
         )
     if steps is not None and method != "integrated":
-        reasons.append(f"got steps={steps!r} with method={method!r}, which takes none")
+        reasons.append(f"got steps={steps!r} with method={method!r}; expected steps=None")
     elif steps is not None and not is_count(steps, 1):
         reasons.append(f"got steps={steps!r}; expected 1 or more")
     return reasons
@@ -442,13 +451,13 @@ def integrated_gradients(
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Return gradients at hook points, averaged between the two runs: k forwards, k backwards."""
+    """Return gradients at hook points, averaged over k runs between the target and the source."""
     x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()
     for step in tqdm(range(steps), unit="step", disable=not progress):
         tape, point = tape.anew(), torch.lerp(x, end, (step + 0.5) / steps)
-        # The later of two hooks sees the output of the earlier: first the point, then a root.
+        # A later hook sees the output of an earlier one: first replace the point, then make a root.
         start = partial(_replace_stream, point)
         with torch.enable_grad(), edit_input(model, start), start_graph(model):
             logits = run(model, target.tokens, target.mask, tape.hooks)
@@ -465,13 +474,13 @@ def _replace_stream(stream: Residual, _: Residual) -> Residual:
 
 @torch.no_grad()
 def _require_whole(model: Any, target: Recording, source: Recording) -> None:
-    """Refuse models in which tokens also enter elsewhere, not only in the first block's stream."""
+    """Refuse models that read tokens not only in the embedding before the first block."""
     with edit_input(model, lambda _: source.streams[0]):
         logits = run(model, target.tokens, target.mask)
     tolerance = logit_tolerance(host_of(model).neurons, logits.dtype)
     if off := disagreement(logits, source.logits, tolerance):
         reason = (
-            "with the embeddings of the other run in its first block, its logits are not those of "
-            f"that run ({off}), so tokens enter elsewhere too; use method='gradient'"
+            "with the other run's embeddings in the first block, the logits differ from that run's "
+            f"logits ({off}), so the model reads tokens elsewhere too; use method='gradient'"
         )
         raise UnsupportedModelError([reason], "gradients cannot be integrated between these runs")

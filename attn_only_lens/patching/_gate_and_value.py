@@ -1,13 +1,13 @@
 """Split a patch's effect into pattern, value and interaction.
 
-The output of a neuron-head is z = w v, so between two runs (the second one with a prime)
+The output of a neuron-head is z = w v. So between two runs (the second run has a prime)
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. An MLP shows only the left side. The metric is not linear in these changes, so its
-interaction is the effect of patching z minus the effects of patching the pattern and the value
-alone.
+exactly. In an MLP, only the left side can be observed. The metric is not linear in these changes.
+So the interaction in the metric is the effect of patching z minus the effects of patching only the
+pattern and only the value.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ _WRITES: dict[str, Callable[[NeuronRun, NeuronRun], Tensor]] = {
     "write_interaction": interaction,
     "write": partial(change_of_z, part="z"),
 }
-"""The changes of z, in the order of columns."""
+"""The parts of the change of z, in the order of the columns."""
 
 
 @warned_once()
@@ -67,32 +67,32 @@ def gate_and_value(
     """Split the effect of patching neuron-heads into pattern, value and interaction.
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads.
-        clean: a text, texts, or tokens [batch, pos].
-        corrupted: the same for the corrupted run.
-        metric: `logit_diff(...)` and the like, or a function of logits.
+        model: a model from `convert`, or one with exposed neuron-heads.
+        clean: a text, a list of texts, or tokens [batch, pos].
+        corrupted: the corrupted prompts, with the same number of tokens.
+        metric: `logit_diff(...)` or another metric, or a function of logits.
         sites: neuron-heads; by default all.
         positions: "each", "all", numbers, or roles; see `activation_patch`.
         direction: "denoise" or "noise".
         mask: 1 for real tokens, 0 for padding.
-        per_prompt: whether to return a row for each prompt of each site.
-        prompts_at_once: pairs whose activations are held at once.
-        batch_size: sites in one forward pass.
-        resume: checkpoint folder, in which each of the three sweeps has its own folder.
+        per_prompt: whether to return one row per site and prompt.
+        prompts_at_once: how many prompt pairs have their activations in memory at once.
+        batch_size: how many sites run in one forward pass.
+        resume: a checkpoint folder with one folder for each of the three sweeps.
         progress: whether to show progress bars.
 
     Returns:
-        A row for each site and position, with `layer`, `index`, `name`, `position`, with
-        `per_prompt` also `prompt`, counted from 0, and
+        A frame with one row per site and position. Its columns are `layer`, `index`, `name`,
+        `position`, with `per_prompt` also `prompt` (counted from 0), and
 
         write_pattern, write_value, write_interaction, write: the change of the neuron's activation
-            (the factor of its row of W_out), summed over the patched positions. The first three
-            add up to the last.
+            (which multiplies the neuron's row of W_out), summed over the patched positions. The
+            first three add up to the last.
         effect_pattern, effect_value, effect_interaction, effect: the change of the score (0 is the
             corrupted run, 1 the clean one). The first three add up to the last.
 
     Raises:
-        InputError: as for `activation_patch`; sites that are not neuron-heads; an ablation.
+        InputError: as in `activation_patch`; sites that are not neuron-heads; an ablation.
 
     Example:
         >>> import torch
@@ -112,7 +112,7 @@ def gate_and_value(
     attention = [group.sites.names[0] for group in groups if group.sites.kind == "attention"]
     reasons = [f"got {name}; expected neuron-heads" for name in attention]
     reasons += option_reasons("direction", direction, DIRECTIONS)
-    InputError.raise_if(reasons, "gate and value cannot be told apart")
+    InputError.raise_if(reasons, "effects cannot be split into pattern and value")
 
     # Run
     folder = None if resume is None else open_folder(resume)

@@ -1,27 +1,27 @@
-"""Path patching: replace what one head writes, as another head reads it, exactly.
+"""Exact path patching: replace what one head writes, but only in what another head reads.
 
-For a sender s and a receiver r, with the run that is patched into (the target) and the other one
-(the source):
+A path has a sender s and a receiver r. The target is the run that is patched into, and the source
+is the other run.
 
     δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
-    what r reads by the inputs of `part` moves by δ, through its norm; nothing else moves
-    r's output moves by Δz_r(δ)                  (`engine/readers.py`)
-    z_r + Δz_r is patched into the target run, and measured
+    the stream that r reads for its inputs `part` changes by δ before r's norm; all else stays fixed
+    r's output changes by Δz_r(δ)                (`engine/readers.py`)
+    z_r + Δz_r is patched into the target run, and the metric is computed
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
-Behavior with Path Patching".) A pair stands for all paths whose first edge is s → r; for the
-receiver "logits", for the direct path. The norm that r reads through is "held" at the target run,
-so that changes by several senders add up; or computed "anew" from x + δ. (TransformerLens'
-`get_act_patch_direct_path` is "held" in 3.9, "anew" in 4.) A norm after s belongs to s; norms of
+Behavior with Path Patching".) A pair includes all paths whose first edge is s → r. For the receiver
+"logits", it is the direct path. The norm before r is "held" at the target run, so that the changes
+from several senders add up, or it is computed "anew" from x + δ. (TransformerLens'
+`get_act_patch_direct_path` is "held" in 3.9, "anew" in 4.) A norm after s belongs to s. Norms of
 queries and keys belong to r, and are computed anew.
 
-Flops of a pair for each prompt, if δ has T positions and S positions follow the first of them,
-besides the run after r of 2 S Σ_{later blocks} parameters: for a neuron 2 d_model T (4 d_model T if
-gated); for an attention head the attention of its layer, once for each sender; for logits the
-unembedding.
+The cost of a pair, for each prompt, is the run after r (2 S Σ_{later blocks} parameters flops), and
+the change of r. Here δ has T positions, and S positions begin with the first of them. For a neuron,
+the change costs 2 d_model T flops (4 d_model T if gated). For an attention head, it costs the
+attention of its layer, once for each sender. For logits, it costs the unembedding.
 
-Paths run in blocks. A block is some senders of one layer and kind, at one set of positions, and
-some receivers of one layer and kind; its tensors have at most about `_NUMBERS` numbers.
+Paths run in blocks. A block has some senders of one layer and kind, at one set of positions, and
+some receivers of one layer and kind. Its tensors have at most about `_NUMBERS` numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,9 +79,9 @@ from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these paths cannot be patched"
 _LOGITS = "logits"
-_AT_ONCE = 256  # paths in a chunk of exact values
-_ESTIMATES_AT_ONCE = 2**24  # paths in a chunk of estimates: some ten seconds
-_NUMBERS = 2**21  # in a tensor of a block; several are held
+_AT_ONCE = 256  # how many paths a chunk of exact values has
+_ESTIMATES_AT_ONCE = 2**24  # how many paths a chunk of estimates has: about ten seconds of work
+_NUMBERS = 2**21  # how many numbers a tensor of a block has; several are in memory at once
 
 
 @warned_once()
@@ -107,48 +107,55 @@ def path_patch(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Paths:
-    """Patch every path from a sender to a receiver that reads after it, and measure.
+    """Patch each path from a sender to a later receiver, and compute the metric.
 
-    Exact: the receiver reads what the sender wrote in the other run. Everything else is held, and
-    the change of the receiver's output runs on to the metric (see `_path_patch.py`).
+    Results are exact. The receiver reads what the sender wrote in the other run, and everything
+    else that it reads stays fixed. The change of the receiver's output then affects the rest of the
+    forward pass and the metric (see `_path_patch.py`).
 
     Args:
-        model: converted by `convert`, or with exposed neuron-heads; without hooks of its own.
-            A model in half precision is run in float32 during the call.
-        clean: a text, texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the same for the corrupted run, with the same number of tokens.
-        metric: `logit_diff(...)` and the like, or any function of logits [batch, pos, d_vocab].
-        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names, with a position if you like:
+        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
+            A half-precision model is run in float32 during the call.
+        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
+        corrupted: the corrupted prompts, with the same number of tokens.
+        metric: `logit_diff(...)` or another metric, or any function of logits
+            [batch, pos, d_vocab].
+        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names; a name may have a position:
             `L3N7@13`.
-        receivers: the same; or "logits", or names with "logits" among them.
-        part: the inputs by which receivers read: "q", "k", "value" (the gate of a neuron does not
-            move); "pattern", queries and keys; or "z", all of them: the whole direct effect. A
-            neuron-head has no "k", its "q" is its pattern, and its value is the pre-activation, in
-            a gated MLP the product with what it gates. The receiver "logits" ignores it.
+        receivers: `neuron_heads()`, `heads()`, `all_heads()`, "logits", or names, which may include
+            "logits".
+        part: the receiver inputs that change: "q"; "k"; "value" (a neuron's gate stays fixed);
+            "pattern", queries and keys; or "z", all inputs, which is the whole direct effect. A
+            neuron-head has no "k", and its "q" sets its pattern. Its value is the pre-activation,
+            or in a gated MLP the pre-activation times the output of W_in. The receiver "logits"
+            ignores `part`.
         positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
             (-1 is each prompt's last token), a list of numbers, or roles; see `activation_patch`.
-        direction: "denoise", clean writes into the corrupted run; or "noise", the other way.
-        scale: "held": norms that receivers read through keep their scale; "anew": they compute it.
-        top: how many paths to patch: those of the largest |estimated effect|, the exact change of
-            the receiver's output times the mean gradient of the metric there. None for all.
-        mask: 1 for real tokens, 0 for padding, if prompts are tokens.
-        per_prompt: whether to return a row for each prompt of each path; by default one for each
-            path, the mean over prompts with its standard errors (see `Paths`).
-        prompts_at_once: pairs whose activations are held at once; see `activation_patch`.
-        batch_size: paths in one forward pass; by default as many as fit in memory.
-        resume: checkpoint folder; see `activation_patch`.
+        direction: "denoise" patches clean writes into the corrupted run; "noise" patches corrupted
+            writes into the clean run.
+        scale: "held" keeps the scale of the norms before receivers; "anew" computes it again.
+        top: how many paths to patch: the paths with the largest |estimated effect|. The estimate is
+            the exact change of the receiver's output times the mean gradient of the metric there.
+            None patches all paths.
+        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        per_prompt: whether to return one row per path and prompt; by default there is one row per
+            path, with the mean over prompts and standard errors (see `Paths`).
+        prompts_at_once: how many prompt pairs have their activations in memory at once; see
+            `activation_patch`.
+        batch_size: how many paths run in one forward pass; by default as many as fit in memory.
+        resume: a checkpoint folder; see `activation_patch`.
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
         The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
 
     Raises:
-        InputError: with every reason: prompts, metric, heads or positions that do not fit; no
-            receiver reads after a sender; a flat metric with `top`; with `per_prompt`, a metric
-            that is one number of all prompts.
+        InputError: with every reason: invalid prompts, metric, heads or positions; no receiver
+            comes after a sender; with `top`, a metric with zero gradient; with `per_prompt`, a
+            metric that has one value for all prompts.
         UnsupportedModelError: the writes of the model do not add up to its stream; a receiver's
-            attention is not a function of its hooked queries, keys and values; the model, run in
-            parts, has other logits.
+            attention is not a function of its hooked queries, keys and values; the model has other
+            logits if it is run in parts.
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -215,11 +222,11 @@ class _PathPlan:
 
     @property
     def prompts(self) -> list[range]:
-        """The prompts that are held at once, in order."""
+        """The prompts of each chunk, in order."""
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that values depend on, so that no other results are resumed."""
+        """Return everything that values depend on, so that different results are not resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.senders),
             "senders": [[*site_rows([group])["name"]] for group in self.senders],
@@ -249,8 +256,9 @@ class _PathPatches:
         first, run = self._prompts.first(plan.prompts), self._runs["clean"]
         self.blocks = list(_path_blocks(run, plan.senders, plan.receivers, plan.prompts_at_once))
         reason = (
-            "no receiver reads what a sender has written; expected a later layer, or an "
-            "attention head and a neuron of one layer (not if they read in parallel)"
+            "no receiver reads what a sender writes; expected a receiver in a later layer, or an "
+            "attention head as sender and a neuron of the same layer as receiver (unless attention "
+            "and MLP run in parallel)"
         )
         InputError.raise_if([reason] * (not self.blocks), _PROBLEM)
         self.n_paths = sum(block.n_paths for block in self.blocks)
@@ -265,7 +273,7 @@ class _PathPatches:
         self._tested = set[bool]()
 
     def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs of some prompts, decomposed into what each sublayer writes."""
+        """Record both runs of some prompts, split into what each sublayer writes."""
         model, names = self._plan.model, self._names
         self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
         self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
@@ -273,15 +281,15 @@ class _PathPatches:
         return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
-        """Return all paths, and the rows of each chunk of them: whole blocks."""
+        """Return all paths, and the rows of each chunk of paths; a chunk has whole blocks."""
         work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
         ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
         return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
-        """Return the paths of largest |mean estimate|, and the rows of each chunk of them."""
-        # Rows are blocks here. No prompts: their keys differ from those of chunks of patches.
+        """Return the paths with the largest |mean estimate|, and the rows of each chunk of them."""
+        # Rows are blocks here. Without prompts, the keys differ from the keys of patch chunks.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
@@ -307,7 +315,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Return what is stored of the metric after each path of a chunk."""
+        """Return the stored statistics of the metric after each path of a chunk is patched."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [
@@ -317,7 +325,7 @@ class _PathPatches:
         return {"kept": prompts.reduced(self.totals, torch.cat(values)).numpy()}
 
     def results(self, work: pd.DataFrame) -> Paths:
-        """Return a row for each path, or for each prompt of each path, once all are added up."""
+        """Return the results with one row per path, or per path and prompt, after all chunks."""
         plan = self._plan
         settings = run_settings(plan.model, plan.pair, plan.senders, self.totals, plan.part)
         paths = pd.concat(
@@ -334,7 +342,7 @@ class _PathPatches:
         return Paths(frame=frame, scale=plan.scale, n_paths=self.n_paths, **settings)
 
     def _runner(self, prompts: PromptChunk) -> "_PathRunner":
-        """Return the runner of paths on some prompts, with the edits of receivers tested."""
+        """Return the runner of paths on some prompts; the edits of receivers are tested first."""
         if prompts.runner is None:
             plan, runs = self._plan, self._runs
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
@@ -369,7 +377,7 @@ class _PathPatches:
 
 
 def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
-    """Return heads by layer and kind; then None for the logits, if they are receivers."""
+    """Return receivers by layer and kind; None, at the end, stands for the logits."""
     names, has_logits = receivers, False
     if isinstance(names, str | HeadName):
         names = [names]
@@ -382,15 +390,15 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
     neurons = [sites.names[0] for sites in resolved if sites and sites.kind == "neuron"]
     if part == "k" and neurons:
         reason = (
-            f"got part='k' and receivers such as {neurons[0]}: a neuron-head's keys do not depend "
-            "on the token"
+            f"got part='k' and receivers such as {neurons[0]}; expected attention heads: a "
+            "neuron-head's keys do not depend on the token"
         )
         raise InputError([reason], _PROBLEM)
     return [*resolved, *[None] * has_logits]
 
 
 def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
-    """Return consecutive blocks; every range but the last has at least so many paths."""
+    """Return ranges of blocks; each range except the last has at least `n_paths` paths."""
     ends, n = [0], 0
     for number, block in enumerate(blocks):
         n += block.n_paths
@@ -401,7 +409,7 @@ def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
 
 
 def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
-    """Return the paths of largest |estimated effect| of all picks, by block."""
+    """Return the paths with the largest |estimated effect| of all chunks, ordered by block."""
     paths = pd.concat(picked, ignore_index=True)
     rows = paths["estimate"].abs().nlargest(top).index
     return paths.loc[rows.sort_values()].reset_index(drop=True)
@@ -416,7 +424,7 @@ def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 @dataclass(frozen=True, eq=False)
 class _PathBlock:
-    """Every path from some senders, at some positions, to some receivers (None: the logits)."""
+    """All paths from some senders at some positions to some receivers (None for the logits)."""
 
     senders: LayerSites
     positions: PositionSet
@@ -424,7 +432,7 @@ class _PathBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of senders and of receivers."""
+        """The number of senders and the number of receivers."""
         return len(self.senders.names), len(_names_of(self.receivers))
 
     @property
@@ -433,7 +441,7 @@ class _PathBlock:
         return self.shape[0] * self.shape[1]
 
     def paths(self, number: int) -> pd.DataFrame:
-        """Return all paths: from sender i to receiver j of the block with this number."""
+        """Return all paths as rows with the block's number, sender i and receiver j."""
         i, j = (index.ravel() for index in np.indices(self.shape))
         return pd.DataFrame({"block": number, "i": i, "j": j})
 
@@ -445,7 +453,7 @@ class _PathBlock:
         return replace(self, positions=positions)
 
     def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"]) -> pd.DataFrame:
-        """Return a row for each path from sender i to receiver j."""
+        """Return a frame with one row per path from sender i to receiver j."""
         receivers = _names_of(self.receivers)
         return pd.DataFrame(
             {
@@ -462,7 +470,7 @@ def _path_blocks(
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
 ) -> Iterator[_PathBlock]:
-    """Yield every pair in which the receiver reads after the sender has written.
+    """Yield blocks of all pairs in which the receiver comes after the sender.
 
     The order and the sizes of blocks depend only on the prompts, the heads and `prompts_at_once`.
     """
@@ -486,7 +494,7 @@ def _in_order(run: Decomposition, sending: LayerSites, receiving: LayerSites | N
 
 
 def _split(run: Decomposition, whole: _PathBlock, prompts_at_once: int) -> Iterator[_PathBlock]:
-    """Cut a block into ones of a size that fits."""
+    """Split a block into blocks whose tensors fit in memory."""
     chosen, receivers = whole.positions.chosen, whole.receivers
     batch, n_pos = prompts_at_once, chosen.shape[1]
     some = chosen.any(dim=0)
@@ -511,7 +519,7 @@ def _split(run: Decomposition, whole: _PathBlock, prompts_at_once: int) -> Itera
 
 
 def _names_of(receivers: LayerSites | None) -> tuple[str, ...]:
-    """Return the names of receivers."""
+    """Return the receivers' names."""
     return (_LOGITS,) if receivers is None else receivers.names
 
 
@@ -522,13 +530,13 @@ def _take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
 
 
 def _local(sites: LayerSites) -> LayerSites:
-    """Return the same sites, numbered from 0."""
+    """Return the same sites with indices from 0."""
     return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
 
 
 @dataclass(eq=False)
 class _PathRunner:
-    """Run paths into one run, with `baseline` the metric of each of its prompts."""
+    """Patches paths into one run; `baseline` is the unpatched metric of each prompt."""
 
     readers: Readers
     source: Decomposition
@@ -577,7 +585,7 @@ class _PathRunner:
         block: int,
         run: Callable[[Tensor, int], Tensor],
     ) -> None:
-        """Run the paths whose change, at some positions of a block, can affect the metric."""
+        """Run the paths that can affect the metric by a change at some positions of a block."""
         replay = self.replay
         effective = replay.effective(changed, block, positions)
         moving, first = effective.flatten(1).any(1), 0
@@ -612,7 +620,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return the change of z of each receiver by each sender × prompt, and its positions."""
+        """Return the change of each receiver's z by each sender × prompt, and its positions."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
@@ -644,7 +652,7 @@ class _PathRunner:
     def _attention_z(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """Return z of all heads of the receivers' layer for each sender, from a position on."""
+        """Return z of all heads in the receivers' layer for each sender, and its first position."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])
@@ -676,7 +684,7 @@ class _PathRunner:
         name = replay.host.hook_name(layer, "attention", "z")
 
         def run(some: Tensor, first: int) -> Tensor:
-            # Variants may begin before the path, at positions that it does not move.
+            # Variants may begin before the path, at positions that it does not change.
             before = z_values[:, first:begins, index[some]].movedim(2, 0)
             rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
             rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)
@@ -695,7 +703,7 @@ class _PathRunner:
     def estimates(
         self, block: _PathBlock, gradients: dict[tuple[int, HeadKind], Tensor]
     ) -> Float[Tensor, "sender receiver"]:
-        """Return the expected change of the metric by each path; to the logits, the exact one."""
+        """Return each path's estimated change of the metric; to the logits, it is exact."""
         receivers, n = block.receivers, len(block.senders.names)
         if not block.positions.chosen.any():
             return torch.zeros(block.shape, device="cpu")

@@ -1,15 +1,15 @@
-"""A job: chunks of work that are computed, stored if asked, and collected in order.
+"""A job: chunks of work that are computed, stored if requested, and collected in order.
 
-Every long computation runs in the same way. It is cut into chunks, and a function computes the
-named arrays of a chunk. A folder keeps them, so that an interrupted job resumes. The processes of
-`accelerate launch` share the chunks: chunk i belongs to process i modulo their number. A method of
-patching only says what its chunks are and how one is computed:
+All long computations run in the same way. The work is split into chunks, and a function computes
+the named arrays of each chunk. A folder can store the arrays, so that an interrupted job resumes.
+Processes started by `accelerate launch` share the chunks: with n processes, process i mod n
+computes chunk i. A patching method defines only its chunks and how to compute one chunk:
 
     job = Job(resume, settings, progress)
     for chunk, arrays in job.run(chunks, compute, unit="site"):
         ...  # add up, in the order of chunks
 
-If a process dies, its chunks are missing; the next start of the job computes them. Without a GPU,
+If a process dies, its chunks are missing, and the next run of the job computes them. Without a GPU,
 `accelerate launch --multi_gpu --num_processes 2 script.py` starts two processes on CPUs. With GPUs,
 the script puts its model on `accelerate.PartialState().device`.
 """
@@ -28,33 +28,34 @@ from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 _POLL, _PATIENCE = 0.2, 3600.0  # seconds: how often, and how long, to look for a missing chunk
-# Variables in which torchrun, accelerate and MPI give the number of processes, and of this one.
+# torchrun, accelerate and MPI set these variables to the number of processes and this one's rank.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 class Chunk(Protocol):
-    """A share of a job."""
+    """One piece of a job's work."""
 
     @property
     def key(self) -> str:
-        """A name, unique in the job."""
+        """The chunk's name, which is unique in the job."""
 
     @property
     def size(self) -> int:
-        """How far the chunk moves the progress bar."""
+        """By how much the chunk advances the progress bar."""
 
 
 _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
 class Job:
-    """Run chunks of work, resume from a folder, and share the work with other processes.
+    """Runs chunks of work, resumes from a folder, and shares the work with other processes.
 
     Args:
         folder: where the arrays of chunks are stored; None to store nothing.
-        settings: returns everything that the arrays depend on; called only if there is a folder.
-        progress: whether to show bars; a text is their label.
+        settings: a function that returns everything that the arrays depend on; it is called only
+            if there is a folder.
+        progress: whether to show progress bars; a text is their label.
 
     Example:
         >>> from typing import NamedTuple
@@ -84,7 +85,7 @@ class Job:
     def run(
         self, chunks: Sequence[_Chunk], compute: Callable[[_Chunk], Arrays], *, unit: str
     ) -> Iterator[tuple[_Chunk, Arrays]]:
-        """Yield each chunk with its arrays, in order. `unit` is what the progress bar counts."""
+        """Yield each chunk with its arrays, in order; `unit` is the unit of the progress bar."""
         total, hidden = sum(chunk.size for chunk in chunks), self._hidden
         with tqdm(total=total, unit=unit, desc=self._label, disable=hidden) as self._bar:
             if self._store is None:
@@ -103,7 +104,7 @@ class Job:
                     self._bar.update(chunk.size)
 
     def advance(self, n: int) -> None:
-        """Move the progress bar within a chunk."""
+        """Advance the progress bar within a chunk."""
         self._bar.update(n)
 
     def _computed(self, chunk: _Chunk, compute: Callable[[_Chunk], Arrays]) -> Arrays:
@@ -121,28 +122,28 @@ class Job:
                 raise InputError(
                     [
                         f"{self._store.folder} lacks {chunk.key}: it was deleted, or another "
-                        "process died or writes to another folder of that name; expected one "
-                        "folder that every process sees"
+                        "process died or writes to another folder with that name; expected one "
+                        "folder that all processes share"
                     ],
-                    "this job is not whole; start it again, and it resumes",
+                    "this job is incomplete; start it again to resume it",
                 )
             time.sleep(_POLL)
         return arrays
 
 
 def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
-    """Return the chunks of this process."""
+    """Return the chunks that this process computes."""
     n = n_launched()
     return chunks[_from_environment(_RANKS, 0) % n :: n]
 
 
 def require_folder(folder: str | Path | None) -> None:
-    """Refuse several processes without a folder to exchange results in."""
+    """Refuse several processes without a shared folder for their results."""
     if folder is None and n_launched() > 1:
         raise InputError(
             [
-                f"{n_launched()} processes were launched; expected a folder for "
-                "them to write to: resume='sweep.chunks'"
+                f"{n_launched()} processes were launched without a shared folder for their "
+                "results; pass a folder, such as resume='sweep.chunks'"
             ],
             "these processes cannot share the work",
         )

@@ -1,19 +1,20 @@
-"""Means over prompts that come a chunk at a time, with standard errors; or values of each prompt.
+"""Means over prompts with standard errors, or values for each prompt, from chunks of prompts.
 
-With v_b the metric of prompt b after a patch and u_b before it, w_b its weight in the mean (1/n,
-except for a loss; Σ w_b = 1), and span = clean - corrupted of the means, taken as constant,
+Let v_b be the metric of prompt b after a patch, and u_b the metric before it. The weight of the
+prompt in the mean is w_b (1/n, except for a loss; Σ w_b = 1). The metric's range, span = clean -
+corrupted (of the means), is treated as a constant. Then
 
     value                  Σ w_b v_b
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
-For n prompts of equal weight the standard error is s/√n; otherwise it is the linearised one of a
-ratio of sums. That of the score is of paired differences, because prompts differ more from each
-other than a patch moves them.
+For n prompts with equal weights, the standard error is s/√n. Otherwise it is the linearised
+standard error of a ratio of sums. The standard error of the score uses paired differences, because
+prompts differ more from each other than before and after a patch.
 
-Of a chunk of prompts, three numbers of v, and of d, are kept for each site: the mean m, and
-Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². Two chunks are joined by moving both about the mean of all
-(Chan, Golub and LeVeque 1979, for equal weights).
+For each chunk of prompts and each site, three numbers are stored for v, and three for d: the mean
+m, Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². To join two chunks, the sums of both are shifted to the
+common mean (Chan, Golub and LeVeque 1979, for equal weights).
 """
 
 from dataclasses import dataclass, field
@@ -27,19 +28,19 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.patching.site_groups import Chunk
 
 SPREAD = ("value_standard_error", "score_standard_error")
-"""Columns of means over several prompts."""
+"""Columns with the standard errors of means over several prompts."""
 
 
 @dataclass(eq=False)
 class OverPrompts:
-    """The metric of both runs and after the patch of each site, over the prompts so far.
+    """The metric of both runs and after each patch, accumulated over the prompts added so far.
 
     Attributes:
         name: the name of the metric.
         n_rows: the number of sites.
         n_prompts: the number of prompts.
-        weights: the weight of each prompt in the mean; one weight if the metric is a single number
-            of all prompts.
+        weights: the weight of each prompt in the mean; one weight if the metric has one value for
+            all prompts.
         direction: the direction of the patches.
         per_prompt: whether each prompt gets its own rows.
     """
@@ -55,14 +56,14 @@ class OverPrompts:
     def __post_init__(self) -> None:
         if self.per_prompt and len(self.weights) != self.n_prompts:
             reason = (
-                f"{self.name} is one number of all {self.n_prompts} prompts; expected a metric "
+                f"{self.name} has one value for all {self.n_prompts} prompts; expected a metric "
                 f"with a value for each prompt: return a tensor [{self.n_prompts}]"
             )
-            raise InputError([reason], "there are no rows of each prompt")
+            raise InputError([reason], "there are no rows for single prompts")
         if self.per_prompt and 0.0 in self.weights:
             zero_step = self.weights.index(0.0)
             reason = f"{self.name} has no value for prompt {zero_step}; leave it out"
-            raise InputError([reason], "there are no rows of each prompt")
+            raise InputError([reason], "there are no rows for single prompts")
         width = self.n_prompts if self.per_prompt else 6 if self.n_prompts > 1 else 1
         self._table = torch.zeros(2 + self.n_rows, width, dtype=torch.float64, device="cpu")
 
@@ -73,7 +74,7 @@ class OverPrompts:
         values: Float[Tensor, "row prompt"],
         shares: tuple[float, ...],
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return what is stored of a chunk: for the clean and the corrupted run, and each row."""
+        """Return a chunk's stored statistics for the clean run, the corrupted run and each row."""
         scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
             return scores
@@ -83,7 +84,7 @@ class OverPrompts:
         return torch.cat([_moments(scores, shares), _moments(scores - unpatched, shares)], dim=1)
 
     def add(self, chunk: Chunk, by_row: Float[Tensor, "end_or_row number"]) -> None:
-        """Add what `reduced` returned for a chunk. Chunks come in order."""
+        """Add the result of `reduced` for a chunk. Chunks must be added in order."""
         rows = slice(2 + chunk.rows.start, 2 + chunk.rows.stop)
         for there, new in ((slice(2), by_row[:2]), (rows, by_row[2:])):
             if self.per_prompt:
@@ -101,7 +102,7 @@ class OverPrompts:
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        total = (before.sum() + here.sum()) or 1.0  # without weight so far, all are 0
+        total = (before.sum() + here.sum()) or 1.0  # if all weights so far are 0, so are the sums
         mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (here.sum() / total)
         first = second = torch.zeros_like(mean)
         for moments, w in ((old, before), (new, here)):
@@ -118,17 +119,17 @@ class OverPrompts:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The metric of the clean run, and of the corrupted one."""
+        """The metric of the clean run and the metric of the corrupted run."""
         ends = mean_over(self._table[:2], self.weights) if self.per_prompt else self._table[:2, 0]
         return ends[0].item(), ends[1].item()
 
     @property
     def means(self) -> Float[Tensor, "row"]:
-        """The metric after each patch: the mean over prompts."""
+        """The mean over prompts of the metric after each patch."""
         return mean_over(self._table[2:], self.weights) if self.per_prompt else self._table[2:, 0]
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the results: a row for each site, or for each site and prompt."""
+        """Return the columns of the results, with one row per site, or per site and prompt."""
         values = self._table[2:]
         if self.per_prompt:
             unpatched = self._table[1 if self.direction == "denoise" else 0]
@@ -145,7 +146,7 @@ class OverPrompts:
         return columns
 
     def _error(self, squares: Float[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the standard error; nan if fewer than two prompts have a value."""
+        """Return the standard error, or NaN if fewer than two prompts have a value."""
         n = len(self.weights) - self.weights.count(0.0)
         if n < 2:
             return torch.full_like(squares, torch.nan)
@@ -155,10 +156,10 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return the weighted mean over prompts, summed alike for one row and for many."""
+    """Return the weighted mean over prompts, with the same summation for one row and for many."""
     if len(shares) == 1:
         return values[:, 0]
-    # As `BoundMetric.mean` sums: a patch without effect has the unpatched value, bit for bit.
+    # Sum as in `BoundMetric.mean`, so a patch without effect has exactly the unpatched value.
     weighted = zip(shares, values.unbind(-1), strict=True)
     return sum((share * weight for share, weight in weighted), torch.zeros_like(values[:, 0]))
 
@@ -166,9 +167,9 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return the value of each prompt, from how far it moves the mean."""
+    """Return the value of each prompt, from the change of the mean that it causes."""
     moves = moves.cpu().double()
-    if len(shares) == 1:  # of all prompts, or of the only one
+    if len(shares) == 1:  # one value for all prompts, or only one prompt
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))
     return unpatched + moves / moves.new_tensor([share or 1.0 for share in shares])
 
@@ -176,7 +177,7 @@ def moved_values(
 def _moments(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row 3"]:
-    """Return the mean, and the first and second moment about it by squares of weights."""
+    """Return the mean m, Σ w² (v - m) and Σ w² (v - m)² of each row."""
     mean = mean_over(values, shares)
     squares = values.new_tensor(shares).square()
     deviations = values - mean[:, None]

@@ -1,4 +1,4 @@
-"""The recorded runs of prompts, a chunk of prompts at a time, so that activations fit memory."""
+"""Record the runs of prompts in chunks, so that activations fit in memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,17 +23,17 @@ from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.storage.chunks import ChunkStore
 
-_SHARE = 0.2  # of all memory, for the recorded activations of a chunk of prompts
+_SHARE = 0.2  # the share of all memory for the recorded activations of a chunk of prompts
 
 
 @dataclass(eq=False)
 class PromptChunk:
-    """The recorded runs of some prompts; patches go from the source into the target.
+    """The recorded runs of some prompts; a patch copies from the source run to the target run.
 
     Attributes:
-        unpatched: the metric of each prompt of the target.
-        first: whether it contains the first pair whose prompts differ.
-        runner: runs patches on these prompts; made when first needed.
+        unpatched: the metric of each prompt in the target run.
+        first: whether the chunk contains the first prompt pair that differs.
+        runner: the runner of patches on these prompts; it is created when first needed.
     """
 
     prompts: range
@@ -46,29 +46,29 @@ class PromptChunk:
 
     @property
     def pair(self) -> PromptPair:
-        """The prompts."""
+        """The prompt pairs of the chunk."""
         return self.runs.pair
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The weight of each prompt in their mean."""
+        """The weight of each prompt in the mean over the chunk's prompts."""
         return self.runs.metric.shares(len(self.unpatched))
 
     @property
     def padded(self) -> bool:
-        """Whether a prompt has padding."""
+        """Whether any prompt has padding."""
         return not bool(self.pair.real.all())
 
     def reduced(
         self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return what is stored of the values of these prompts."""
+        """Return the statistics of these prompts' values that are stored."""
         runs = self.runs
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 
 
 class PromptChunks:
-    """The recorded runs of prompts, of which one chunk is held at a time."""
+    """The recorded runs of all prompts; one chunk is in memory at a time."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class PromptChunks:
         self._first = int(differ.int().argmax())
 
     def of(self, prompts: range) -> PromptChunk:
-        """Return a chunk of prompts, recorded now unless it was the last one."""
+        """Return a chunk of prompts; record it unless it is already in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
-            # HookedTransformers that are not causal attend to padding.
+            # HookedTransformers with bidirectional attention attend to padding.
             causal = getattr(self._model.cfg, "attention_dir", "causal") == "causal"
             pair = self._pair.of_prompts(prompts, cut=causal)
             runs = self._record(pair, distinct=pair is self._pair)
@@ -101,28 +101,28 @@ class PromptChunks:
         return self._held
 
     def first(self, prompts: Sequence[range]) -> PromptChunk:
-        """Return the chunk with the first pair whose prompts differ."""
+        """Return the chunk with the first prompt pair that differs."""
         return self.of(next(some for some in prompts if self._first in some))
 
     def totals(self, prompts: Sequence[range], n_rows: int, per_prompt: bool) -> OverPrompts:
-        """Return the totals that results of all prompts are added to; record a first chunk."""
+        """Return empty totals, to which the results of all prompts are added."""
         chunk, n_prompts = self.first(prompts), len(self._pair.clean)
         weights = chunk.shares
         if len(chunk.prompts) < n_prompts:
             if torch.equal(chunk.runs.clean_values, chunk.runs.corrupted_values):
                 require_distinct(chunk.runs.clean_value, chunk.runs.corrupted_value, torch.float64)
             weights = (1 / n_prompts,) * n_prompts
-            if not self._metric.needs_reference:  # each chunk has its own reference
+            if not self._metric.needs_reference:  # such a metric has one reference per chunk
                 weights = bind(self._metric, self._model, self._pair).shares(n_prompts)
         name = chunk.runs.metric.name
         return OverPrompts(name, n_rows, n_prompts, weights, self._direction, per_prompt)
 
 
 class AblatedRuns:
-    """The clean run with z ablated, which an ablation patches in, for each chunk of prompts.
+    """For each chunk of prompts, the clean run with z ablated: the source run of an ablation.
 
-    Means are over all prompts, so they take a pass of their own. Prompts that others are resampled
-    from are run next to the chunk.
+    Means over all prompts need a separate pass. For "resample", the prompts that supply z are run
+    together with the chunk.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class AblatedRuns:
         self._means: Recording | None = None
         if to == "resample":
             reasons = resample_reasons(pair.clean, reference, pair.real)
-            InputError.raise_if(reasons, "these heads cannot be ablated like this")
+            InputError.raise_if(reasons, "these heads cannot be ablated in this way")
 
     def of(self, clean: Recording, prompts: range) -> Recording:
         """Return the ablated clean run of some prompts."""
@@ -165,7 +165,7 @@ class AblatedRuns:
         return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
 
     def _mean(self) -> Recording:
-        """Return the mean z over all real tokens, as a run of one token."""
+        """Return the mean z over all real tokens, as the recording of a one-token run."""
         tokens, mask, real = self._pair.clean, self._pair.mask, self._pair.real
         if self._reference is not None:
             tokens, mask, real = self._reference, None, torch.ones_like(self._reference).bool()
@@ -200,7 +200,10 @@ def prompts_per_chunk(
     traced: bool = False,
     decomposed: bool = False,
 ) -> int:
-    """Return how many prompts to run at once: as asked, as in the folder, or as fit in memory."""
+    """Return how many prompts to run at once: `asked`, the folder's number, or what memory allows.
+
+    A metric with one value for all prompts needs all of them.
+    """
     n_prompts = len(pair.clean)
     if asked is None and resume is not None and metric.by_prompt:
         asked = ChunkStore.settings_of(resume).get("prompts_at_once")
@@ -213,7 +216,7 @@ def prompts_per_chunk(
         raise InputError(
             [
                 f"got prompts_at_once={asked} and {metric.name}, a function of the logits of all "
-                f"{n_prompts} prompts; expected one of this package's metrics, or None"
+                f"{n_prompts} prompts; expected a metric from this package, or prompts_at_once=None"
             ],
             "these prompts cannot be split into chunks",
         )
@@ -221,7 +224,7 @@ def prompts_per_chunk(
 
 
 def _numbers_that_fit(model: Any) -> int:
-    """Return how many numbers may be recorded: the same for all processes of a machine."""
+    """Return how many numbers may be recorded; it is the same for all processes on a machine."""
     parameter = next(model.parameters())
     if parameter.device.type == "cuda":
         memory = torch.cuda.mem_get_info(parameter.device)[1]
@@ -238,9 +241,9 @@ def _numbers_per_prompt(
     traced: bool,
     decomposed: bool,
 ) -> int:
-    """Estimate the most numbers that are held at once for a prompt.
+    """Estimate the largest number of values in memory at once for one prompt.
 
-    Within a quarter of what torch allocates on SmolLM2, with gradients and without.
+    On SmolLM2 the estimate is within a quarter of what torch allocates, with and without gradients.
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model

@@ -1,39 +1,43 @@
-"""Exact patches in place of the estimates that are likely to be wrong.
+"""Patch the sites exactly whose gradient estimates are likely to be wrong.
 
-Most of the squared error of estimates by gradients is in a few of more than ten thousand sites. A
-key predicts which ones; they are patched, and the exact values replace their estimates.
+Of more than ten thousand sites, a few have most of the squared error of gradient estimates. A key
+predicts these sites. They are patched, and the exact values replace the estimates.
 
-A first-order estimate errs most if a patch writes a vector that is long relative to the stream,
-since the scale of the next norm is then far from constant. Let a patch move what a head writes at
-token t by a vector of length a_t; let x_t be the stream after the head's sublayer in the run that
-is patched into, and g_t the gradient of the metric there. Then
+A first-order estimate has a large error if a patch writes a vector that is long relative to the
+stream, because the scale of the next norm is then far from constant. Let a patch change what a head
+writes at token t by a vector of length a_t. Let x_t be the stream after the head's sublayer in the
+target run (the run that is patched into), and g_t the gradient of the metric there. Then
 
     key = Σ_t a_t² ‖g_t‖ / ‖x_t‖
 
-is the largest effect in a linear model, a ‖g‖, times the relative size of the write. The lengths:
+is the largest effect in a linear model, a ‖g‖, times the relative size of the write. The lengths
+a_t are
 
     neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
     attention, z              ‖Δz W_O‖
-    pattern, q                the same, from one pass in which all of them are replaced, and z is
-                              restored before anything reads it
+    pattern, q                ‖Δz W_O‖, from one pass in which all patterns (or queries) are
+                              replaced, and z is restored before anything reads it
     value                     P[t, s] ‖Δv_s W_O‖, written at every t by a value at s
-    k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, with P' of a pass in which all
-                              keys are replaced
+    k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
+                              which all keys are replaced
 
-The correlation of scores e with exact ones rises most per flop at the site with the largest
+Let e be the scores. The next patch should raise their correlation with exact scores most per flop.
+This is the patch of the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-where c key² models the squared error. Each layer and kind has its c, fitted to the sites patched so
-far, but at least a quarter of the c of all layers. The expected correlation of a kind is
+where c key² models the squared error. Each layer and kind has its own c, which is fitted to the
+sites patched so far, and is at least a quarter of the kind's c over all layers. The expected
+correlation of a kind is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-with 4 as a margin, and the larger of two sums: the second takes c from the half of the patched
-sites with the smaller keys. It is an expectation, not a bound, and None with fewer than 16 patched
-sites of a kind or a budget below 3 forward passes. A budget "auto" spends 3 forward passes or .2
-Gflop at least, then until the expected correlation is .99 for both kinds, but at most 7 forward
-passes (10 with those of the estimates) or 4 Gflop; of two limits the larger counts.
+The factor 4 is a margin. The first sum is the larger one for two choices of c: the fitted c, and
+the c of the half of the patched sites with the smaller keys. The result is an expectation, not a
+bound. It is None if fewer than 16 sites of a kind were patched, or if the budget is below 3 forward
+passes. The budget "auto" spends at least 3 forward passes or .2 Gflop. It then continues until the
+expected correlation is .99 for both kinds, but spends at most 7 forward passes (10 with the
+estimates) or 4 Gflop. In each case the larger limit applies.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -60,16 +64,16 @@ from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
-_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # of "auto": forward passes, flops
-_TARGET, _STEP = 0.99, 2.5  # of "auto": the correlation, and by how much each step spends more
+_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits of "auto": forward passes, flops
+_TARGET, _STEP = 0.99, 2.5  # for "auto": the correlation, and the factor by which the budget grows
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
-_TINY = 1e-100  # instead of errors or effects that are all 0
-_LEAST_COST = 1e-3  # forward passes: what a patch costs besides its flops
+_TINY = 1e-100  # replaces errors or effects that are all 0
+_LEAST_COST = 1e-3  # in forward passes: the cost of a patch in addition to its flops
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Rows: TypeAlias = npt.NDArray[np.int64]
 
 _READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "value", "z")}
-"""The activations that the key of a part of attention heads needs besides the part."""
+"""For each part of attention heads, the other activations that its key needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +84,8 @@ class Repairs:
         values: the metric after the patch of each row.
         exact: whether each row was patched.
         expected_errors: for each kind of head, the root of the expected sum of squared errors over
-            rows, with a margin; None if too few sites were patched to tell.
-        forwards: the cost of the patches, in flops of forward passes.
+            rows, with a margin; None if too few sites were patched to estimate it.
+        forwards: the cost of the patches, in forward passes (counted in flops).
     """
 
     values: Float[Tensor, "row prompt"]
@@ -91,13 +95,13 @@ class Repairs:
 
     @classmethod
     def nothing(cls, values: Tensor, groups: Sequence[SiteGroup]) -> "Repairs":
-        """Return estimates alone."""
+        """Return estimates without any exact patches."""
         errors = dict.fromkeys(group.sites.kind for group in groups)
         return cls(values, np.zeros(len(values), dtype=bool), {**errors}, 0.0)
 
 
 def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Numbers) -> float | None:
-    """Return the expected correlation with exact scores; None if unknown, or without effects."""
+    """Return the expected correlation with exact scores; None if unknown or if effects are 0."""
     if error is None or np.isnan(error):
         return None
     total = float(((scores - scores.mean()) ** 2).sum())
@@ -107,7 +111,7 @@ def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Number
 
 
 def budget_reasons(budget: object) -> list[str]:
-    """Return why a value is not a budget."""
+    """Return the reasons why a value is not a valid budget."""
     if budget == "auto" or is_number(as_plain(budget), 0):
         return []
     return [f"got budget={budget!r}; expected 0 or more forward passes, or 'auto'"]
@@ -143,13 +147,13 @@ class Repairer:
         }
 
     def spend(self, budget: Budget) -> Repairs:
-        """Patch as many sites as a budget pays for, or as "auto" needs."""
+        """Patch as many sites as a budget allows, or as "auto" needs."""
         if budget == "auto":
             self._patch_until_expected()
         else:
             self._patch(self._rows_to_patch(float(budget), self._of_kind))
         errors = {kind: self._expected_error(kind) for kind in self._of_kind}
-        if budget != "auto" and budget < _AT_LEAST[0]:  # too few to tell, unless all are exact
+        if budget != "auto" and budget < _AT_LEAST[0]:  # too few, unless all are exact
             errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
         return Repairs(self._values, self._exact, errors, self._spent)
 
@@ -159,7 +163,7 @@ class Repairer:
 
     @property
     def _scores(self) -> _Numbers:
-        """The mean over prompts of each row, as it is now."""
+        """The current mean over prompts of each row."""
         scores: _Numbers = self._mean(self._values).numpy()
         return scores
 
@@ -171,7 +175,7 @@ class Repairer:
         moving = all_starts[all_starts >= 0]
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
-        if self._first < first:  # every run begins at position 0
+        if self._first < first:  # all runs begin at position 0
             starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
@@ -181,7 +185,7 @@ class Repairer:
     def _positive(self, keys: _Numbers) -> _Numbers:
         """Return keys that are 0 if a patch changes nothing, and positive otherwise.
 
-        If a model saturates, the gradient of a site may be 0 although its patch has an effect: such
+        If a model saturates, the gradient of a site may be 0 although its patch has an effect. Such
         sites are patched last.
         """
         least = keys[keys > 0].min(initial=np.inf)
@@ -201,14 +205,14 @@ class Repairer:
             goal = min(most, _STEP * goal)
 
     def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_]) -> bool:
-        """Return whether more patches of a kind are needed, and there are any."""
+        """Return whether more patches of a kind are needed and possible."""
         expected = expected_pearson(self._expected_error(kind), self._scores[rows]) or 0.0
         return expected < _TARGET and bool((self._key[rows & ~self._exact] > 0).any())
 
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
-        """Return rows of some kinds that a budget still pays for, in the order of their gain.
+        """Return rows of some kinds that the remaining budget allows, by decreasing gain.
 
-        A row that costs more than the rest of the budget is skipped, and cheaper rows are taken.
+        A row that costs more than the remaining budget is skipped, and cheaper rows are taken.
         """
         scores, left = self._scores, budget - self._spent
         gain = np.zeros(len(scores))
@@ -220,7 +224,7 @@ class Repairer:
             gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
         gain[self._exact] = 0.0
         rows = np.flatnonzero((gain > 0) & (self._cost <= left))
-        n_most = int(left / _LEAST_COST)  # more cannot be paid for
+        n_most = int(left / _LEAST_COST)  # the budget allows no more rows
         if len(rows) > n_most:
             rows = np.sort(rows[np.argpartition(-gain[rows], n_most)[:n_most]])
         rows = rows[np.argsort(-gain[rows], kind="stable")]
@@ -234,7 +238,7 @@ class Repairer:
         return np.concatenate(chosen) if chosen else rows
 
     def _patch(self, rows: _Rows) -> None:
-        """Patch rows of any groups, those of one layer and kind together."""
+        """Patch rows of any groups; rows of the same layer and kind run together."""
         self._bar.total = self._bar.n + len(rows)
         self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])
@@ -256,7 +260,7 @@ class Repairer:
             self._exact[chosen_rows] = True
 
     def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
-        """Test the edits of groups, each once for all chunks of prompts."""
+        """Test the edits of groups; each edit is tested once for all chunks of prompts."""
         replay = self._runner.replay.precise
         padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
         edits = {(group.sites, self._first, padded): group for group in groups}
@@ -265,7 +269,7 @@ class Repairer:
         self._tested.update(edits)
 
     def _squared_errors(self, kind: HeadKind) -> _Numbers:
-        """Return c, the squared error of a site divided by its key², for each layer of a kind."""
+        """Return c, the ratio of squared errors to key², for each layer of a kind."""
         patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
         if not len(patched):
             return np.ones(len(self._sites))
@@ -298,7 +302,7 @@ class Repairer:
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return the hook points whose gradients keys need, and those to record."""
+    """Return the hook points whose gradients keys need, and the hook points to record."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     attention = {site.layer for site in sites if site.kind == "attention"}
@@ -315,7 +319,7 @@ def repair_keys(
     source: Recording,
     gradients: dict[str, Tensor],
 ) -> Float[Tensor, "row"]:
-    """Return the key of each row: its expected error, up to a factor."""
+    """Return the key of each row: its expected error up to a constant factor."""
     keys = _Keys(model, part, target, source, gradients)
     attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
     if attention and part in ("pattern", "q", "k"):
@@ -325,12 +329,12 @@ def repair_keys(
 
 
 def on_one_device(rows: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all groups, whose layers may be on several devices."""
+    """Concatenate the rows of groups on one device; their layers may be on several devices."""
     return torch.cat([x.to(rows[0].device) for x in rows])
 
 
 class _Keys:
-    """The keys of the heads of each layer, at each token."""
+    """Computes the keys of each layer's heads at each token."""
 
     def __init__(
         self,
@@ -342,7 +346,7 @@ class _Keys:
     ) -> None:
         self._host, self._model, self._part = host_of(model), model, part
         self._target, self._source, self._gradients = target, source, gradients
-        self.replaced: dict[str, Tensor] = {}  # activations of a pass with all parts replaced
+        self.replaced: dict[str, Tensor] = {}  # from a pass with the part replaced in all heads
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
         """Return the keys of heads at each token."""
@@ -388,7 +392,7 @@ class _Keys:
         return self._written(layer, new - z).square().sum(-1) * slope.unsqueeze(-1)
 
     def _activation(self, layer: int, part: Part) -> Tensor:
-        """Return a part in the run that is patched into, with an axis of all heads."""
+        """Return an activation of the target run with one entry per query head."""
         value = self._target.hooked[hook_name(self._model, layer, part)]
         if part in SHARED_PARTS:
             value = by_head(value, self._host.n_heads[layer])
@@ -403,10 +407,11 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Return z, and for keys the pattern, of heads with a part of the source run, by hook name.
+    """Run the target with a part from the source, and return each layer's z by hook name.
 
-    One forward pass serves all heads: a part moves only the z of its own head, and z is restored
-    before anything reads it. For queries, another pass tests this.
+    For keys, also return the pattern. One forward pass serves all heads, because a part changes
+    only the z of its own head, and z is restored before anything reads it. For queries, another
+    pass tests this.
     """
     if part == "q":
         moved = _run_with_part(model, target, source, layers, part, n_heads=1)
@@ -418,11 +423,11 @@ def run_with_part(
         if changed:
             raise UnsupportedModelError(
                 [
-                    f"to patch the query of one head changes the z of others ({', '.join(changed)})"
-                    ": its queries are normed all together. Take method='gradient' with budget=0, "
-                    "or patch the pattern"
+                    f"a patch of one head's query changes the z of others ({', '.join(changed)}), "
+                    "because one norm acts on the queries of all heads; use method='gradient' with "
+                    "budget=0, or patch the pattern"
                 ],
-                "its queries cannot be patched in closed form",
+                "the queries of this model cannot be patched in closed form",
             )
     return _run_with_part(model, target, source, layers, part, n_heads=None)
 
@@ -435,7 +440,7 @@ def _run_with_part(
     part: Part,
     n_heads: int | None,
 ) -> dict[str, Tensor]:
-    """Run with a part of the first heads replaced, or of all, and z restored."""
+    """Run with a part replaced in the first `n_heads` heads (None for all), and z restored."""
     seen: dict[str, Tensor] = {}
     head_axis = 1 if part == "pattern" else 2
 

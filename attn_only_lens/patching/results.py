@@ -1,10 +1,11 @@
-"""The results of sweeps and of path patching: a row for each site or path, with its score.
+"""The results of sweeps and of path patching: frames with one row per site or path, and its score.
 
     score = (value - corrupted) / (clean - corrupted)
 
-is 0 on the corrupted run and 1 on the clean one: denoising raises it from 0, noising lowers it from
-1. Values are means over prompts. For single prompts, with `unpatched` the prompt's value before the
-patch, score = baseline + (value - unpatched) / (clean - corrupted); its mean is the score above.
+is 0 for the corrupted run and 1 for the clean run. Denoising raises it from 0, and noising lowers
+it from 1. Values are means over prompts. For a single prompt, whose value before the patch is
+`unpatched`, score = baseline + (value - unpatched) / (clean - corrupted). The mean of these scores
+over prompts is the score above.
 """
 
 from abc import abstractmethod
@@ -33,11 +34,11 @@ from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
-"""The score of the run that is patched into, by direction; an ablation patches the clean run."""
+"""The score of the target run, by direction; an ablation patches into the clean run."""
 MEASURED = "patching"
-"""The method of a sweep that ran every patch."""
+"""The method name of a sweep in which every patch was run."""
 PARTS = ("by_pattern", "by_value")
-"""Columns of an attribution that is split: shares of `score`, through patterns and values."""
+"""Columns of a split attribution: parts of the score, through patterns and through values."""
 
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
@@ -59,7 +60,7 @@ _Results = TypeVar("_Results", bound="ScoredFrame")
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The texts of the tokens of every prompt.
+    """The token texts of all prompts.
 
     Attributes:
         clean: for each clean prompt, the text at each position; None at padding.
@@ -80,7 +81,7 @@ class PromptTokens:
 
     @classmethod
     def of_groups(cls, model: Any, pair: PromptPair, groups: Sequence[SiteGroup]) -> "PromptTokens":
-        """Return the tokens of prompts, and the positions of the roles of some sites."""
+        """Return the prompts' token texts, and the positions of the roles of some sites."""
         clean = token_texts_of_prompts(model, pair.clean, pair.real)
         single = pair.corrupted is pair.clean
         corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
@@ -95,9 +96,10 @@ class PromptTokens:
         prompts: Iterable[int] | None = None,
         shown: Callable[[str], str] = repr,
     ) -> str:
-        """Return the clean token at a position, and the corrupted one if it differs.
+        """Return the clean token at a position, and the corrupted token if it differs.
 
-        If prompts differ there, return the two most frequent clean tokens, and "…" for the others.
+        If prompts differ at the position, return the two most frequent clean tokens, and "…" for
+        the others.
         """
         chosen = range(len(self.clean)) if prompts is None else prompts
         pairs = Counter(pair for i in chosen if (pair := self._pair(position, i)) is not None)
@@ -117,7 +119,7 @@ class PromptTokens:
         return (texts.pop() or "") if len(texts) == 1 else ""
 
     def _pair(self, position: int | str, prompt: int) -> tuple[str, str] | None:
-        """Return the clean and the corrupted token at a position of a prompt, if it has one."""
+        """Return a prompt's clean and corrupted token at a position, or None if it has none."""
         row = self.clean[prompt]
         if isinstance(position, str):
             if position not in self.roles:
@@ -140,7 +142,7 @@ def _cut(text: str) -> str:
 def _floats(column: _Column) -> npt.NDArray[np.float64]:
     try:
         if pd.api.types.is_complex_dtype(column.dtype):
-            raise TypeError(f"they are {column.dtype}")
+            raise TypeError(f"its dtype is {column.dtype}")
         return column.to_numpy(dtype=np.float64, copy=True)
     except (TypeError, ValueError) as error:
         reason = f"{column.name} cannot be read ({error}); expected numbers"
@@ -148,7 +150,7 @@ def _floats(column: _Column) -> npt.NDArray[np.float64]:
 
 
 def _integers(column: _Column) -> npt.NDArray[np.int64]:
-    """Return integers; pandas makes them floats when it joins frames."""
+    """Return the column as integers; pandas may turn integers into floats when it joins frames."""
     if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
         return column.to_numpy(dtype=np.int64, copy=True)
     floats = _floats(column)
@@ -159,7 +161,7 @@ def _integers(column: _Column) -> npt.NDArray[np.int64]:
 
 
 def _flags(column: _Column) -> npt.NDArray[np.bool_]:
-    """Return True and False, which a CSV file has as text."""
+    """Return the column as True and False, which CSV files store as text."""
     if column.dtype == bool:
         return column.to_numpy(copy=True)
     text = column.astype(str)
@@ -169,14 +171,14 @@ def _flags(column: _Column) -> npt.NDArray[np.bool_]:
 
 
 def _texts(column: _Column) -> pd.Categorical:
-    """Return texts as a categorical, with categories in the order of appearance."""
+    """Return the column as a categorical, with categories in the order of appearance."""
     try:
         codes, distinct = pd.factorize(column)
-    except TypeError as error:  # of lists
+    except TypeError as error:  # lists are not hashable
         reason = f"{column.name} cannot be read ({error}); expected numbers or texts"
         raise InputError([reason], _PROBLEM) from error
     texts = np.asarray(distinct, dtype=object)
-    reasons = [f"{column.name} has rows without a value (null)"] * (-1 in codes)
+    reasons = [f"{column.name} has rows with missing values (null)"] * (-1 in codes)
     odd = [text for text in texts if not isinstance(text, str)][:1]
     reasons += [f"got {column.name} {text!r}; expected text" for text in odd]
     InputError.raise_if(reasons, _PROBLEM)
@@ -190,8 +192,8 @@ def _positions(column: _Column) -> npt.NDArray[np.int64] | pd.Categorical:
         return _texts(column)
     except InputError as error:
         reason = (
-            f"got positions {column.drop_duplicates().head(7).tolist()}; expected numbers alone, "
-            "or texts: 'all', or roles"
+            f"got positions {column.drop_duplicates().head(7).tolist()}; expected only numbers, "
+            "or only texts: 'all', or roles"
         )
         raise InputError([reason], _PROBLEM) from error
 
@@ -211,9 +213,9 @@ _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoredFrame:
-    """Rows with a column `score`, and the settings of their run.
+    """A frame of rows with a column `score`, and the settings of the run.
 
-    A class of results says how each of its columns is read; those up to `value` are required.
+    Each subclass defines how its columns are read; the columns up to `value` are required.
     """
 
     _document: ClassVar[Document]
@@ -264,7 +266,7 @@ class ScoredFrame:
         reasons = []
         if not (frame["part"] == self.part).all():
             parts = sorted({str(name) for name in frame["part"]})
-            reasons.append(f"got parts {parts}; expected {self.part!r} alone")
+            reasons.append(f"got parts {parts}; expected only {self.part!r}")
         finite = np.isfinite(frame[[name for name in ("value", "unpatched") if name in frame]])
         if bad := int((~finite.all(axis=1)).sum()):
             reasons.append(f"{bad} of {len(frame)} values are not finite")
@@ -310,7 +312,7 @@ class ScoredFrame:
         return pd.Series(self.frame["score"].to_numpy() - self.baseline, name="score")
 
     def _scores(self, frame: pd.DataFrame) -> Float[np.ndarray, "row"]:
-        """Return the score of each row."""
+        """Compute the score of each row."""
         value, span = frame["value"].to_numpy(), self.clean_value - self.corrupted_value
         if "unpatched" in frame:
             return self.baseline + (value - frame["unpatched"].to_numpy()) / span
@@ -320,7 +322,7 @@ class ScoredFrame:
         return len(self.frame)
 
     def top(self, k: int = 20) -> pd.DataFrame:
-        """Return the k rows of largest |effect|, the largest first; ties keep their order.
+        """Return the k rows with the largest |effect|, the largest first; ties keep their order.
 
         With `per_prompt`, the row of each prompt is ranked by itself. The columns fit into a line
         of 80 characters; `frame` has all of them. `token` is the clean prompt's token at the
@@ -343,7 +345,7 @@ class ScoredFrame:
         return list(zip(rows["position"], prompts, strict=True))
 
     def save(self, path: str | Path) -> None:
-        """Write to a .parquet file, or to a .csv file with a .csv.json next to it."""
+        """Write a .parquet file, or a .csv file with a .csv.json file next to it."""
         settings = {name: getattr(self, name) for name in self._settings()}
         settings["tokens"] = None if self.tokens is None else vars(self.tokens)
         write_table(path, self.frame, self._document, **settings)
@@ -363,13 +365,13 @@ class ScoredFrame:
 
     @abstractmethod
     def _kind_and_rows(self) -> tuple[str, str]:
-        """Name these results, and say how many rows there are."""
+        """Return a name for these results, and a text with the number of rows."""
 
     def _headline(self) -> str:
-        """Describe these results in one line."""
+        """Return a one-line description of these results."""
         kind, rows = self._kind_and_rows()
         missing = SPREAD[0] in self.frame and bool(self.frame[SPREAD[0]].isna().any())
-        errors = ", without standard errors: its metric is one number of all prompts" * missing
+        errors = ", without standard errors: the metric has one value for all prompts" * missing
         return (
             f"{kind} of {self.model}: {self.part}, {self.direction}, {rows}, {self.n_prompts} "
             f"prompts{errors}; {self.metric} is {self.clean_value:.4g} clean, "
@@ -377,7 +379,7 @@ class ScoredFrame:
         )
 
     def _shown(self, as_text: Callable[..., str]) -> str:
-        """Return the first rows as text, with the tokens at their positions."""
+        """Return the top rows as text, with the tokens at their positions."""
         top = self.top(_SHOWN_ROWS)
         if self.tokens is not None:
             texts = [self.tokens.text(*pair) for pair in self._positions_of(top)]
@@ -419,32 +421,33 @@ class Sweep(ScoredFrame):
     """The results of a sweep, with its settings.
 
     Attributes:
-        frame: a row for each site and position, with columns `layer`, `kind`, `index`, `name`,
-            `position` (a number, "all", or a role), `part`, `value` (the metric after the patch),
-            `score`. For several prompts also `value_standard_error` and `score_standard_error`
-            (see `over_prompts.py`), missing if the metric is one number of all prompts; or, with
-            `per_prompt`, a row for each prompt, with `prompt`, counted from 0, and `unpatched`, its
-            metric before the patch. A split attribution has `by_pattern` and `by_value`, which add
-            up to the effect on the score. A frame that is passed needs no `part` and `score`.
-        part: the part of each head that was patched: "z", "pattern", "value", "q", "k".
-        direction: "denoise", clean into corrupted; "noise", corrupted into clean; or the
-            ablation of z in the clean run, "zero", "mean", "resample", "bias".
+        frame: one row per site and position. Columns: `layer`, `kind`, `index`, `name`, `position`
+            (a number, "all", or a role), `part`, `value` (the metric after the patch), `score`. For
+            several prompts, there are also `value_standard_error` and `score_standard_error` (see
+            `over_prompts.py`), which are missing if the metric has one value for all prompts. With
+            `per_prompt` there is instead one row per site and prompt, with columns `prompt`
+            (counted from 0) and `unpatched` (the prompt's metric before the patch). A split
+            attribution has `by_pattern` and `by_value`, which add up to the effect on the score.
+            A frame passed to the constructor needs no `part` and `score`.
+        part: the part of each head that was patched: "z", "pattern", "value", "q" or "k".
+        direction: "denoise" (clean into corrupted), "noise" (corrupted into clean), or the ablation
+            of z in the clean run: "zero", "mean", "resample" or "bias".
         metric: the metric's name.
         clean_value: the metric of the clean run.
         corrupted_value: the metric of the corrupted run.
-        n_prompts: the number of pairs of prompts; values are means over them, unless `per_prompt`.
+        n_prompts: the number of prompt pairs; values are means over them, unless `per_prompt`.
         model: the model's name.
-        method: "patching" if values are measured, or the method of `attribution`.
-        expected_pearson: for an attribution with exact repairs, the expected correlation with
+        method: "patching" if every patch was run, or the method of `attribution`.
+        expected_pearson: for an attribution with exact patches, the expected correlation with
             patching over attention heads ("attention") and neuron-heads ("neuron"). It is not a
-            bound. None if too few sites were patched to tell.
-        forwards: the cost of these repairs, in flops of forward passes.
+            bound. It is None if too few sites were patched to estimate it.
+        forwards: the cost of these exact patches, in forward passes (counted in flops).
         tokens: the texts of the prompts' tokens, which pictures show at positions, or None.
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site occurs twice,
-            positions are numbers and texts, a name stands for two heads, or the clean value equals
-            the corrupted one.
+            positions mix numbers and texts, a name stands for two heads, or the clean value equals
+            the corrupted value.
 
     Example:
         >>> import pandas as pd
@@ -474,7 +477,7 @@ class Sweep(ScoredFrame):
             numbers = (values.cat.codes if column == "kind" else values).to_numpy()
             differ = numbers != numbers[first_row[codes]]
             if differ.any():
-                reasons.append(f"rows of {names[differ.argmax()]} differ in their {column}")
+                reasons.append(f"rows for {names[differ.argmax()]} have different {column} values")
         again = _sites(frame).duplicated(keep="last")
         if again.any():
             reasons.append(f"{again.sum()} rows repeat a site, such as {names[again.argmax()]}")
@@ -496,8 +499,8 @@ class Sweep(ScoredFrame):
     ) -> "Sweep":
         """Return the sweep of all prompts.
 
-        `exact` marks patches among estimates; `by_pattern` is what goes through patterns, in units
-        of the metric.
+        `exact` marks the rows that are exact patches; `by_pattern` is the effect through patterns,
+        in units of the metric.
         """
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
@@ -519,18 +522,18 @@ class Sweep(ScoredFrame):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether rows are for single prompts, and there are several prompts."""
+        """Whether there are several prompts, with separate rows for each."""
         return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
 
     def query(self, condition: str) -> "Sweep":
         """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`.
 
-        Names after an @ are variables of the caller: `name in @names`.
+        A name after @ is a variable of the caller: `name in @names`.
 
         Raises:
-            InputError: it is not a condition on columns of the frame.
+            InputError: the text is not a condition on columns of the frame.
         """
-        problem = f"no rows can be picked by {condition!r}"
+        problem = f"no rows can be selected by {condition!r}"
         try:
             mask = self.frame.eval(condition, level=1)
         except (NameError, SyntaxError, TypeError, ValueError) as error:
@@ -538,12 +541,13 @@ class Sweep(ScoredFrame):
             raise InputError([reason], problem) from error
         if not (isinstance(mask, pd.Series) and mask.dtype == bool):
             got = mask.dtype if isinstance(mask, pd.Series) else type(mask).__name__
-            raise InputError([f"it gives {got}; expected True or False for each row"], problem)
+            reason = f"the result is {got}; expected True or False for each row"
+            raise InputError([reason], problem)
         return replace(self, frame=self.frame[mask])
 
     def _kind_and_rows(self) -> tuple[str, str]:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
-        rows = f"{len(self)} rows" + " of each prompt" * ("prompt" in self.frame)
+        rows = f"{len(self)} rows" + ", one per site and prompt" * ("prompt" in self.frame)
         n_exact = int(self.frame["exact"].sum()) if "exact" in self.frame else 0
         rows += f", {n_exact} of them exact patches" * (n_exact > 0)
         if n_exact and self.expected_pearson:
@@ -558,7 +562,7 @@ class Sweep(ScoredFrame):
 def run_settings(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], totals: OverPrompts, part: str
 ) -> dict[str, Any]:
-    """Return the settings that sweeps and paths share."""
+    """Return the settings that `Sweep` and `Paths` share."""
     return {
         "part": part,
         "direction": totals.direction,
@@ -572,7 +576,7 @@ def run_settings(
 
 
 def _sites(frame: pd.DataFrame) -> pd.MultiIndex:
-    """Return what identifies each row of a sweep."""
+    """Return the key that identifies each row of a sweep."""
     columns = [name for name in ("name", "position", "prompt") if name in frame]
     return pd.MultiIndex.from_frame(frame[columns])
 
@@ -582,19 +586,20 @@ class Paths(ScoredFrame):
     """The results of path patching, with its settings.
 
     Attributes:
-        frame: a row for each path, with columns `sender`, `receiver`, `part`, `position` (the
-            sender's: a number, a role, or "all"), `value` (the metric after the patch) and
-            `score`. For several prompts also the columns of a `Sweep`: standard errors of means,
-            or `prompt` and `unpatched` of single prompts. With `top` also `estimate`, the score
-            estimated by gradients, a mean over prompts.
-        part: the inputs of the receivers: "q", "k", "value", "pattern", "z".
-        scale: whether the norms that receivers read through are "held" or computed "anew".
+        frame: one row per path. Columns: `sender`, `receiver`, `part`, `position` (the sender's
+            position: a number, a role, or "all"), `value` (the metric after the patch) and `score`.
+            For several prompts, there are also the columns of a `Sweep`: standard errors of means,
+            or `prompt` and `unpatched` for single prompts. With `top`, there is also `estimate`,
+            the score estimated from gradients (a mean over prompts).
+        part: the receiver inputs that were changed: "q", "k", "value", "pattern" or "z".
+        scale: whether the norms before receivers are "held" or computed "anew".
         direction: "denoise" or "noise".
         metric: the metric's name.
         clean_value: the metric of the clean run.
         corrupted_value: the metric of the corrupted run.
-        n_prompts: the number of pairs of prompts; values are means over them, unless `per_prompt`.
-        n_paths: the number of paths; more than rows if only the top ones were patched.
+        n_prompts: the number of prompt pairs; values are means over them, unless `per_prompt`.
+        n_paths: the number of all paths; it exceeds the number of rows if only the top paths were
+            patched.
         model: the model's name.
         tokens: the texts of the prompts' tokens, or None.
 
@@ -625,20 +630,21 @@ class Paths(ScoredFrame):
 
 
 def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
-    """Compare the effects (`Sweep.effect`) of two sweeps, site by site, in any order of rows.
+    """Compare the effects (`Sweep.effect`) of two sweeps site by site, whatever their row order.
 
     Args:
         exact: one sweep.
-        approx: another sweep of the same sites, positions, part, direction, metric and prompts.
-        k: how many rows of largest |effect| to compare; ties keep the order of `exact`.
+        approx: another sweep with the same sites, positions, part, direction, metric and prompts.
+        k: how many rows with the largest |effect| to compare; ties keep the order of `exact`.
 
     Returns:
-        One row: `pearson`, `spearman` (ties share their mean rank), `top_k` (the share of the k
-        largest of one that are among the k largest of the other), `k`, `n` (rows).
+        A one-row frame. Columns: `pearson`, `spearman` (ties share their mean rank), `top_k` (the
+        share of the k largest effects in one sweep that are among the k largest in the other), `k`,
+        `n` (the number of rows).
 
     Raises:
-        InputError: with every reason: sites that only one has, different parts, directions,
-            metrics or values of the runs, constant scores, k not from 1 to n.
+        InputError: with every reason: sites that only one sweep has; different parts, directions,
+            metrics or metric values of the runs; constant scores; k not from 1 to n.
 
     Example:
         >>> import pandas as pd
@@ -654,15 +660,18 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
     """
     problem = "these sweeps cannot be compared"
     if ("prompt" in exact.frame) != ("prompt" in approx.frame):
-        reason = "one has rows of each prompt and the other means; expected both with `per_prompt`"
+        reason = (
+            "one sweep has rows for single prompts and the other means over prompts; expected the "
+            "same `per_prompt` for both"
+        )
         raise InputError([reason], problem)
-    order = _sites(approx.frame).get_indexer(_sites(exact.frame))  # -1 where there is none
+    order = _sites(approx.frame).get_indexer(_sites(exact.frame))  # -1 for a missing site
     reasons = _differences(exact, approx) + _site_reasons(exact, approx, order)
     for label, sweep in (("exact", exact), ("approx", approx)):
         if not np.ptp(sweep.effect) > 0:
-            reasons.append(f"all scores of {label} are the same: a correlation needs a spread")
+            reasons.append(f"all scores of {label} are equal; expected scores that differ")
     if not is_count(k, 1, len(exact)):
-        reasons.append(f"got k={k!r}; expected 1 to the {len(exact)} rows")
+        reasons.append(f"got k={k!r}; expected 1 to {len(exact)}, the number of rows")
     InputError.raise_if(reasons, problem)
     effects = exact.effect, approx.effect.iloc[order].reset_index(drop=True)
     top = [effect.abs().nlargest(k).index for effect in effects]
@@ -687,14 +696,14 @@ def _differences(exact: Sweep, approx: Sweep) -> list[str]:
         values = getattr(exact, name), getattr(approx, name)
         if not abs(values[0] - values[1]) <= _SAME_RUN * span:
             reasons.append(
-                f"{name} is {values[0]:.4g} in exact and {values[1]:.4g} in approx: expected "
+                f"{name} is {values[0]:.4g} in exact and {values[1]:.4g} in approx; expected "
                 "the same prompts and model"
             )
     return reasons
 
 
 def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
-    """Return a reason if one of the sweeps has sites that the other has not."""
+    """Return a reason if one of the sweeps has sites that the other sweep lacks."""
     only_exact = exact.frame[order < 0]
     only_approx = approx.frame[~approx.frame.index.isin(order)]
     if only_exact.empty and only_approx.empty:

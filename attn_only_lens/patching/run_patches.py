@@ -1,9 +1,9 @@
-"""Run the patches of several groups of sites together, in batches that fit memory.
+"""Run the patches of several groups of sites together, in batches that fit in memory.
 
-One pass through the blocks, from one position on, runs patches of all layers (`engine/replay`). So
-a few sites in many layers and positions cost at most one pass for each position. Patches that start
-at a later position join an earlier pass if the tokens that they cannot change cost less than
-another pass.
+One pass through the blocks, beginning at one position, runs patches in all layers
+(`engine/replay`). So a few sites in many layers and positions cost at most one pass for each
+position. Patches that start at a later position join an earlier pass if computing the tokens that
+they cannot change costs less than another pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,17 +35,17 @@ from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup, position_sets
 from attn_only_lens.precision import full_precision
 
-# At GPT-2 small's shape on one thread 512, 1024 and 2048 are within a tenth of each other, 128 is
-# slower by a tenth, 4096 and 8192 by a sixth: they only leave the caches.
+# With GPT-2 small's shape on one thread, the times for 512, 1024 and 2048 differ by less than a
+# tenth. 128 is slower by a tenth, and 4096 and 8192 by a sixth, because they exceed the caches.
 _CPU_TOKENS = 2048
-_SHARE = 0.5  # of the free memory
+_SHARE = 0.5  # the share of free memory to use
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
-"""Where each head changes the stream, its block, and a function that makes variants of rows."""
+"""The tokens that each head changes, the block, and a function that makes variants for rows."""
 
 
 class Batching:
-    """Run variants in forward passes that fit memory, and in smaller ones if memory runs out."""
+    """Runs variants in batches that fit in memory, and in smaller batches if memory runs out."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Batching:
         self.on_done = on_done
 
     def silent(self) -> "Batching":
-        """Return the same batching without progress."""
+        """Return the same batching without progress reports."""
         silent = copy(self)
         silent.on_done = lambda n: None
         return silent
@@ -93,11 +93,11 @@ class Batching:
 
 
 def _unless_out_of_memory(run: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor | None:
-    """Return `run(batch)`; None if memory ran out."""
+    """Return `run(batch)`, or None if memory ran out."""
     try:
         return run(batch)
     except RuntimeError as error:
-        # torch.OutOfMemoryError is for GPUs; on a CPU the error is a plain RuntimeError.
+        # torch.OutOfMemoryError is raised only on GPUs; on a CPU it is a plain RuntimeError.
         gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if len(batch) == 1 or not gone:
             raise
@@ -116,13 +116,13 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
 
 @dataclass(eq=False)
 class PatchRunner:
-    """Run patches of groups of sites, into one run.
+    """Runs the patches of groups of sites into one target run.
 
     Attributes:
-        replay: the run that is patched into.
-        source: the activations that are patched in.
-        part: the part of heads.
-        baseline: the metric of each prompt of the run that is patched into.
+        replay: the replay of the target run.
+        source: the run whose activations are patched in.
+        part: the part of each head that is patched.
+        baseline: the metric of each prompt in the target run.
     """
 
     replay: Replay
@@ -155,7 +155,7 @@ class PatchRunner:
         for first, rows in self._passes(blocks, starts):
 
             def run(batch: Tensor, first: int = first) -> Tensor:
-                # Rows are in the order of blocks, and so of groups.
+                # Rows are sorted by block, so rows of the same group are consecutive.
                 indices, counts = group_of_row[batch].unique_consecutive(return_counts=True)
                 by_group = zip(indices.tolist(), batch.split(counts.tolist()), strict=True)
                 variants = [patches[i][2](rows - offsets[i], first) for i, rows in by_group]
@@ -166,16 +166,16 @@ class PatchRunner:
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
-        """Return the block that patches of a group enter, and the position from which each runs.
+        """Return the block in which a group's patches start, and each row's first position.
 
-        The position is -1 if a patch cannot affect the metric. This is an estimate of cost: it
-        assumes that neurons write into the stream directly.
+        The position is -1 if a patch cannot affect the metric. The result is used to estimate
+        costs: it assumes that neurons write to the stream directly.
         """
         changed, block, _ = self._patch(group, tested=False)
         return block, self._starts(group, changed, block)
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position that patches can run from, judged by the tokens alone."""
+        """Return the first position at which patches can start, judged only by the tokens."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))
@@ -199,11 +199,11 @@ class PatchRunner:
     def _passes(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
     ) -> Iterator[tuple[int, Int[Tensor, "some"]]]:
-        """Yield the first position of each pass, and its rows in the order of their blocks.
+        """Yield the first position of each pass, and its rows sorted by block.
 
-        Rows that start later join an earlier pass, and compute tokens that they cannot change, if
-        that costs less than a pass of their own. They do not if the metric reads the logits of all
-        positions: those before the patch stay the same to the bit.
+        Rows that start later join an earlier pass if this costs less than a separate pass, although
+        it computes tokens that they cannot change. If the metric reads the logits at all positions,
+        rows never join, so that logits before a patch stay bit-equal.
         """
         replay = self.replay
         flops = [replay.flops_per_token(block) for block in range(replay.n_blocks + 1)]
@@ -243,7 +243,7 @@ class PatchRunner:
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
             moves = change[head, :, first:] * edited[place, :, first:]
-            directions = heads.W_out[index[head]]  # not of all heads: that is most of the weights
+            directions = heads.W_out[index[head]]  # only these heads, because W_out is large
             rows = directions.repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
             added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
@@ -278,7 +278,7 @@ class PatchRunner:
 
 
 def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
-    """Yield groups to run together: few rows of many layers, or many rows of one."""
+    """Yield lists of groups to run together: few rows in many layers, or many rows in one layer."""
     batch = list[SiteGroup]()
     for group in groups:
         batch.append(group)
@@ -291,9 +291,9 @@ def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
 def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
-    """Compare the edits of a sweep with hooks in a whole run, from some positions on."""
+    """Compare the edits of a sweep with hooks in a whole run, for runs from several positions."""
     somewhere = [position.chosen.any(dim=0) for position in position_sets(groups)]
-    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a chunk may have none
+    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a chunk may lack a role
     later = sorted(firsts - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({group.sites.layer for group in groups if group.sites.kind == kind})
@@ -305,7 +305,7 @@ def check_edits(
             require_groups(replay, shared)
         for start in sorted(set(starts or (0, replay.start(block, later[len(later) // 2])))):
             require_same_edit(replay, kind, layers, part, start)
-            if shared:  # the z of other heads is restored
+            if shared:  # the z of other heads must be restored
                 require_same_edit(replay, kind, shared, "z", start)
 
 

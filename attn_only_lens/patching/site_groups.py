@@ -1,9 +1,10 @@
-"""Sites at positions, in the groups and chunks that a sweep runs one after another.
+"""Arrange sites at positions into groups and chunks, which a sweep runs one after another.
 
-A chunk is some sites of a sweep on some of its prompts. If there are fewer than `_CHUNKS` chunks of
-prompts, the sites are cut too, into chunks of about equal cost, counted in the tokens × blocks that
-a patch can change. So processes that share the work end at about the same time, and an interruption
-loses little. The chunks depend only on the size of the model, the prompts and the sites.
+A chunk has some sites of a sweep on some of its prompts. If there are fewer than `_CHUNKS` prompt
+chunks, the sites are also split, into chunks of about equal cost. The cost is the number of tokens
+× blocks that a patch can change. So processes that share the work end at about the same time, and
+an interruption loses little. The chunks depend only on the size of the model, the prompts and the
+sites.
 """
 
 from collections import Counter
@@ -34,13 +35,13 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
 _PROBLEM = "these sites cannot be patched"
-ROWS = 2048  # of a group of neurons at several positions
-_CHUNKS = 128  # of equal cost: eight processes end within a sixteenth of their time of each other
-_LEAST = 4096  # tokens through all blocks in a chunk: a second of a small model's, on a CPU
+ROWS = 2048  # the most rows in a group of neurons at several positions
+_CHUNKS = 128  # with equal costs, eight processes end within a sixteenth of their running time
+_LEAST = 4096  # the least cost of a chunk, in tokens through all blocks: one second on a CPU
 
 
 class _PositionSets(tuple[PositionSet, ...]):
-    """Sets of positions, with tensors that the groups of all layers share."""
+    """Sets of positions; groups in all layers share the tensors computed from them."""
 
     @cached_property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
@@ -55,7 +56,7 @@ class _PositionSets(tuple[PositionSet, ...]):
 
     @cached_property
     def in_column(self) -> Bool[Tensor, "set 1 batch"]:
-        """Whether each prompt has the column of a set."""
+        """Whether each prompt has a position in the column of each set."""
         assert self.columns is not None
         sets = torch.arange(len(self), device=self.columns.device)
         return self.everywhere[sets, :, self.columns].unsqueeze(1)
@@ -83,14 +84,14 @@ class SiteGroup:
 
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
-        """Return every head at every set of positions; heads vary fastest."""
+        """Return all heads at all sets of positions; the head index varies fastest."""
         n = len(sites.names)
         rows = torch.arange(n * len(positions), device="cpu")
         return cls(sites, _PositionSets(positions), rows % n, rows // n)
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
-        """Return the rows of groups of the same heads, one group after another."""
+        """Concatenate the rows of groups with the same heads."""
         positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
         places = [group.place + sum(sizes[:i]) for i, group in enumerate(groups)]
@@ -99,7 +100,7 @@ class SiteGroup:
 
     @property
     def is_product(self) -> bool:
-        """Return whether the rows equal the rows of `product`, in order."""
+        """Return whether the rows are those of `product`, in the same order."""
         n = len(self.sites.names)
         rows = torch.arange(n * len(self.positions), device="cpu")
         return len(self) == len(rows) and torch.equal(self.place * n + self.head, rows)
@@ -108,7 +109,7 @@ class SiteGroup:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
-        """Return some of the rows, with the sets of positions that they use."""
+        """Return some of the rows, with only the sets of positions that they use."""
         kept, used = self.place[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
@@ -128,7 +129,7 @@ class SiteGroup:
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions; None unless each is a single column."""
+        """The column of each set of positions; None unless each set is a single column."""
         return self._sets.columns
 
     @property
@@ -137,7 +138,7 @@ class SiteGroup:
         return self.positions
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
-        """Sum a quantity of each row's head over its positions."""
+        """Sum a quantity of each row's head over the row's positions."""
         device, columns = of_heads.device, self.columns
         if columns is not None:
             in_column = self._sets.in_column.to(device)
@@ -150,7 +151,7 @@ class SiteGroup:
 
 
 def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
-    """Return the layer, kind, index, name and position of each row of some groups."""
+    """Return a frame with the layer, kind, index, name and position of each row of some groups."""
     layers = list(dict.fromkeys(group.sites for group in groups))
     sizes = [len(sites.names) for sites in layers]
     first = dict(zip(layers, np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -170,12 +171,12 @@ def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
 
 
 def position_sets(groups: Iterable[SiteGroup]) -> list[PositionSet]:
-    """Return every set of positions of some groups, each once."""
+    """Return all different sets of positions in some groups."""
     return list(dict.fromkeys(position for group in groups for position in group.positions))
 
 
 def roles(groups: Iterable[SiteGroup]) -> list[PositionSet]:
-    """Return the positions with a role: their labels do not say where they are."""
+    """Return the sets of positions whose label is a role and not a position."""
     return [
         position
         for position in position_sets(groups)
@@ -192,7 +193,7 @@ def site_groups(
     *,
     most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
-    """Return the sites to patch, in groups whose order depends on nothing else."""
+    """Return the sites to patch in groups; the order depends only on the sites and prompts."""
     if sites is None:
         sites = heads() if part == "k" else all_heads()
     split = split_positions(sites)
@@ -213,7 +214,7 @@ def site_groups(
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Group all heads at all positions: many neurons by position, few with several positions."""
+    """Group all heads at all positions; a group of few neurons has several positions."""
     groups: list[SiteGroup] = []
     products: dict[tuple[int, int, int], SiteGroup] = {}  # layers share tensors of rows
     for site in sites:
@@ -234,7 +235,7 @@ def _placed_groups(
     split: Sequence[tuple[str, int | str | None]],
     positions: Positions,
 ) -> tuple[SiteGroup, ...]:
-    """Group names, some of which have a position, such as L0N5@1."""
+    """Group sites by name; some names include a position, such as L0N5@1."""
     everywhere, placed = _resolve_placed(pair, split, positions)
     labels = [position_set.label for position_set in everywhere]
     sets = everywhere + [placed[p] for p in placed if p not in labels]
@@ -257,7 +258,7 @@ def _placed_groups(
 def _resolve_placed(
     pair: PromptPair, split: Sequence[tuple[str, int | str | None]], positions: Positions
 ) -> tuple[list[PositionSet], dict[int | str, PositionSet]]:
-    """Return the positions of names without their own, and those that names ask for."""
+    """Return the positions for names without a position, and the positions that names include."""
     free = {name for name, position in split if position is None}
     asked = dict.fromkeys(position for _, position in split if position is not None)
     if isinstance(positions, Mapping):
@@ -277,15 +278,18 @@ def _resolve_placed(
     if not free and not (isinstance(positions, str) and positions == "each"):
         first = f"{split[0][0]}@{split[0][1]}"
         raise InputError(
-            [f"got positions={positions!r} and names that all say where, such as {first}"],
+            [
+                f"got positions={positions!r} and names that all include a position, such as "
+                f"{first}; leave positions out"
+            ],
             _PROBLEM,
         )
     everywhere = list(resolve_positions(pair, positions)) if free else []
     if asked and any(isinstance(position_set.label, str) for position_set in everywhere):
         raise InputError(
             [
-                f"got positions={positions!r} for {min(free)}, and names that say where by number; "
-                "expected numbers, or 'each', for both"
+                f"got positions={positions!r} for {min(free)}, and names that include numbers as "
+                "positions; expected numbers, or 'each', for both"
             ],
             _PROBLEM,
         )
@@ -300,7 +304,7 @@ def _resolve_placed(
 
 
 def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionSet]) -> None:
-    # -1 may be position 4, which may be a site of another head. Roles may lie at the same tokens.
+    # Two labels, such as -1 and 4, may mean the same position. Roles may have the same token.
     first = [
         i if isinstance(some.label, str)
         else next(j for j, earlier in enumerate(sets) if torch.equal(earlier.chosen, some.chosen))
@@ -332,7 +336,7 @@ class Chunk:
         return len(self.rows)
 
     def groups(self, groups: Sequence[SiteGroup], pair: PromptPair) -> list[SiteGroup]:
-        """Return the sites of the chunk, out of those of the whole sweep, at its prompts."""
+        """Return the chunk's sites from the groups of the whole sweep, for the chunk's prompts."""
         chosen, first = [], 0
         for group in groups:
             start, stop = (
@@ -375,7 +379,7 @@ def split_sweep(
 def _costs(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
 ) -> list[Int[Tensor, "row"]]:
-    """Return the largest cost of a patch of each row for a prompt, in tokens × blocks."""
+    """Return the largest cost of each row's patch over prompts, in tokens × blocks."""
     host, n_pos = host_of(model), pair.clean.shape[1]
     differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
     first = int(differ.int().argmax()) if direction in DIRECTIONS else 0
@@ -383,7 +387,7 @@ def _costs(
     for group in groups:
         sites = group.sites
         entered = host.block(sites.layer, sites.kind) + (sites.kind == "neuron")
-        blocks_left = len(model.blocks) - entered + 1  # and the logits
+        blocks_left = len(model.blocks) - entered + 1  # + 1 for the logits
         patched = group.everywhere.any(dim=1)[:, first:].cpu()
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
         costs.append((tokens * blocks_left)[group.place])

@@ -393,7 +393,7 @@ def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(layout):
     assert 500 < len(fewer.edges) <= 1000
     with pytest.raises(InputError, match="top="):  # the control: one node more is too many
         attribution_graph(model, prompt, METRIC, top=top + 1, max_edges=1000)
-    with pytest.raises(InputError, match="not even top=1 meets"):
+    with pytest.raises(InputError, match="even top=1 has too many"):
         attribution_graph(model, prompt, METRIC, mass=0.9, max_edges=1)
     with pytest.raises(InputError, match="got max_edges=0"):
         attribution_graph(model, prompt, METRIC, max_edges=0)

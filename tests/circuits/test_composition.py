@@ -255,7 +255,7 @@ def test_what_is_refused():
         circuits.composition(model, "L0H0", "L1H0", "o")
     for writer, reader in [("L1H0", "L0N5"), ("L1N5", "L1H0"), ("L1H0", "L1H1"), ("L1N5", "L1N6")]:
         for call in (circuits.composition, circuits.virtual_weights):
-            with pytest.raises(InputError, match="after the writer has written"):
+            with pytest.raises(InputError, match="expected a reader after the writer"):
                 call(model, writer, reader, "v")
     with pytest.raises(InputError, match="zero by construction"):
         circuits.virtual_weights(model, "L0H0", "L1N5", "k")

@@ -95,7 +95,7 @@ def test_what_makes_no_sense_is_refused(model):
     for sites, reason in ((["L9H9@1"], "L9H9@1"), (["L0H0@99"], "L0H0@99"), ([], "got no sites")):
         with pytest.raises(InputError, match=reason):
             circuits.attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED, sites=sites)
-    with pytest.raises(InputError, match="expected one of them"):
+    with pytest.raises(InputError, match="expected at most one of them"):
         circuits.attribution_graph(
             model, CLEAN, METRIC, corrupted=CORRUPTED, sites=["L0H0@1"], top=3
         )

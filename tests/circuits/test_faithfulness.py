@@ -399,10 +399,10 @@ def test_what_makes_no_sense_is_refused():
     refused("seed='x'", seed="x")
     refused("ranking: got a list", ["L0N3@1"])
     after = p.attribution(*arguments, sites=["L2N3"], positions=[0])
-    refused("tell the two apart", after)  # after the first position, nobody reads it
+    refused("for which they differ", after)  # after the first position, nobody reads it
     refused("from the end", p.attribution(*arguments, sites=["L2N3"], positions=-1))
     refused("the role 'end'", p.attribution(*arguments, sites=["L2N3"], positions={"end": -1}))
-    refused("rows of each prompt", p.attribution(*arguments, sites=["L2N3"], per_prompt=True))
+    refused("one row per prompt", p.attribution(*arguments, sites=["L2N3"], per_prompt=True))
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
     refused(f"at position {POS + 1}; the prompts have {POS} tokens", there)

@@ -97,7 +97,7 @@ def test_what_another_program_wrote_is_read_as_it_stands_or_refused(
 def test_what_does_not_hang_together_is_no_graph(graph):
     edges = graph.edges.copy()
     edges.loc[3, "source"] = "L9N9@9"
-    with pytest.raises(InputError, match="source 'L9N9@9', no node"):
+    with pytest.raises(InputError, match="source 'L9N9@9', not a node"):
         replace(graph, edges=edges)
     with pytest.raises(InputError, match="node bias twice"):
         replace(graph, nodes=graph.nodes.replace("rest", "bias"))
@@ -105,7 +105,7 @@ def test_what_does_not_hang_together_is_no_graph(graph):
         replace(graph, edges=graph.edges.assign(kind="x"))
     with pytest.raises(InputError, match="not finite"):
         replace(graph, value=float("nan"))
-    with pytest.raises(InputError, match="expected one of each kind"):
+    with pytest.raises(InputError, match="expected one edge of each kind"):
         replace(graph, edges=graph.edges.iloc[[0, 0]])
     with pytest.raises(InputError, match="got nodes with"):
         replace(graph, nodes=graph.nodes.drop(columns="value"))

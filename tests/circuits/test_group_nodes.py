@@ -149,12 +149,12 @@ def test_what_cannot_be_grouped_is_refused(model, case):
             circuits.group_nodes(graph, model, clean, corrupted, metric, **settings)
 
     refused("a graph of one run", graph=of_one)
-    refused("a list; expected the graph", graph=[])
+    refused("a list; expected a graph", graph=[])
     refused(r"(?s)similarity=2.*tolerance='x'", similarity=2, tolerance="x")
     refused("prompts other than the graph's", clean=corrupted, corrupted=clean)
-    refused("the graph is of", metric=p.loss())
-    refused("expected none: nodes have numbers", positions={"end": -1})
-    refused("other examples", examples=[])
+    refused("expected the graph's metric", metric=p.loss())
+    refused("expected None: the graph's nodes are at positions", positions={"end": -1})
+    refused("invalid examples", examples=[])
     for bad, match in ((of_one, "a CircuitGraph as groups"), (groups, "groups of another graph")):
         with pytest.raises(InputError, match=match):
             viz.circuit_view(of_one, groups=bad)

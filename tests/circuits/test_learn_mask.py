@@ -90,11 +90,11 @@ def test_what_cannot_be_learned_is_refused(english, prompts):
 
     refused(r"(?s)n_sites=0.*steps=3.*batch_size=0.*n_candidates=1.5", 0, steps=3, batch_size=0,
             n_candidates=1.5)  # fmt: skip
-    refused("3 groups of 17 pairs", groups=["a", "b", "c"])
+    refused("got 3 group labels; expected 17", groups=["a", "b", "c"])
     refused("2 groups of prompts", groups=["a"] * 8 + ["b"] * 9)
     refused("2 groups of prompts", groups=torch.tensor([0] * 8 + [1] * 9))
-    refused("0 groups of 17 pairs", groups=3)
+    refused("got 0 group labels; expected 17", groups=3)
     refused("n_sites=45 of 5 candidates", n_candidates=5)
-    refused("a metric of each prompt", metric=p.custom(lambda logits: logits[:, -1, 3].mean()))
+    refused("value for each prompt", metric=p.custom(lambda logits: logits[:, -1, 3].mean()))
     refused("seed=-1", seed=-1)
     refused("method='best'", method="best")

@@ -159,7 +159,7 @@ def test_refusals(model):
     with pytest.raises(InputError, match="the role 'subject'"):
         faithfulness(*arguments, ranking, mask=mask)
     same = {"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1}
-    with pytest.raises(InputError, match="'subject' and 'verb', the same token of prompt 2"):
+    with pytest.raises(InputError, match="'subject' and 'verb' at the same token of prompt 2"):
         discover(*arguments, sites=SITES, positions=same, mask=mask)
     everywhere = p.attribution(*arguments, sites=SITES, positions="all", mask=mask, progress=False)
     with pytest.raises(InputError, match="sites without a role"):

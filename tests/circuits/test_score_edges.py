@@ -271,4 +271,4 @@ def test_what_makes_no_sense_is_refused(exposed, prompts):
     with torch.inference_mode():
         refused(r"torch\.inference_mode", top=7, metric=p.loss())
     refused(r"heads and neurons; expected nodes, or a metric", top=7)
-    refused("got nodes and a metric", NODES, metric=p.loss())
+    refused("got both nodes and a metric", NODES, metric=p.loss())

@@ -149,12 +149,12 @@ def test_refusals():
     with pytest.raises(UnknownHeadError, match="layers 0 to 1"):
         circuits.score_sources(model, PROMPT, "L7H0", QUERY, KEY)
     native = bridges.exposed_copy(bridges.boot("native"))
-    with pytest.raises(UnsupportedModelError, match="to position 0 alone"):
+    with pytest.raises(UnsupportedModelError, match="only to position 0"):
         circuits.score_sources(native, PROMPT, HEAD, 0, 0)
 
 
 @needs_hooked_transformer
 def test_a_score_that_is_no_sum_is_refused():
     model = convert(build("clip_qkv"))
-    with pytest.raises(UnsupportedModelError, match="clipped queries"):
+    with pytest.raises(UnsupportedModelError, match="queries are clipped"):
         circuits.score_sources(model, PROMPT, HEAD, QUERY, KEY)

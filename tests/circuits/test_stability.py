@@ -169,7 +169,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     assert matrix.loc["relative"].tolist() == pytest.approx(expected)
     lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
     with pytest.raises(
-        InputError, match=r"its sites are at the roles .*: pass positions=task.roles"
+        InputError, match=r"its sites are at the roles .*: pass only these roles of task.roles"
     ):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
     with pytest.raises(InputError) as error:  # all at once
@@ -177,7 +177,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     for reason in ("circuit 'no circuit': got a str", "task 'text': got a str; expected PairedPr"):
         assert reason in str(error.value)
     for wrong in (([circuit], {"a": task}), ({"a": circuit}, [task]), ({}, {"a": task})):
-        with pytest.raises(InputError, match="expected one or more, by name"):
+        with pytest.raises(InputError, match="expected a dict with one or more"):
             circuits.transfer(model, *wrong)
     prompts = task.clean, task.corrupted, task.metric
     for positions in ("each", 5, torch.tensor([1, 2])):
@@ -191,7 +191,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     with pytest.raises(InputError, match="got prompts_at_once='many'"):
         circuits.evaluate(model, circuit, *prompts, prompts_at_once="many")
     twice = replace(circuit, frame=pd.concat([circuit.frame, circuit.frame]))
-    with pytest.raises(InputError, match="some sites are in it twice"):
+    with pytest.raises(InputError, match="some sites are in the circuit twice"):
         circuits.evaluate(model, twice, *prompts, positions=task.roles)
 
 
@@ -219,11 +219,11 @@ def test_what_cannot_be_resampled_is_refused(model, task):
         (task.metric, {"resamples": None}, "got resamples=None"),
         (task.metric, {"resamples": np.arange(2)}, "got resamples=array"),
         (task.metric, {"prompts_at_once": 0}, "got prompts_at_once=0"),
-        (p.custom(lambda logits: logits.mean()), {"resamples": 4}, "one number of all prompts"),
+        (p.custom(lambda logits: logits.mean()), {"resamples": 4}, "one value for all prompts"),
     ):
         with pytest.raises(InputError, match=reason):
             circuits.discover(*arguments, metric, positions=task.roles, **how)
     three = model, task.clean[:3], task.corrupted[:3]
     metric = p.logit_diff(list(task.answers[:3]), list(task.wrong[:3]))
-    with pytest.raises(InputError, match="got 3 pairs of prompts"):
+    with pytest.raises(InputError, match="got 3 prompt pairs"):
         circuits.discover(*three, metric, positions="all", resamples=4)

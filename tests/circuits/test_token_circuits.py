@@ -287,7 +287,7 @@ def test_refusals():
     with torch.no_grad():
         model.embed.original_component.weight[5, 0] = float("nan")
     for tool in (circuits.copying_scores, circuits.token_paths):
-        with pytest.raises(InputError, match="its embedding has weights that are not finite"):
+        with pytest.raises(InputError, match="the embedding has weights that are not finite"):
             tool(model)
     with pytest.raises(UnsupportedCallError, match="no vocabulary"):
         circuits.copying_scores(bridges.exposed_copy(bridges.boot("vit")))
@@ -347,7 +347,7 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
     assert abs(scores.eigenvalue_sum[0] - M.matrix.AB.trace()) < EXACT * M.matrix.AB.norm()
     assert len(M.eigenvalues) == 13
     for match, call in (
-        (f"reads {len(read)} tokens and writes {len(written)}", circuits.copying_scores),
+        (f"got {len(read)} input tokens and {len(written)} output", circuits.copying_scores),
         (
             "tokens from 0 to 40, each once",
             lambda m, tokens: circuits.qk_circuit(m, "L1H1", tokens=[*tokens, 41]),
@@ -363,9 +363,9 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
     ):
         with pytest.raises(InputError, match=match):
             call(model, tokens=chosen)
-    with pytest.raises(InputError, match=f"reads 41 tokens and writes {d_out}"):
+    with pytest.raises(InputError, match=f"got 41 input tokens and {d_out} output tokens"):
         circuits.copying_scores(model)
-    with pytest.raises(InputError, match="rows and columns differ"):
+    with pytest.raises(InputError, match="expected as many rows as columns"):
         _ = circuits.ov_circuit(model, "L0H1").eigenvalues
 
 
@@ -376,5 +376,5 @@ def test_a_qk_circuit_needs_no_unembedding():
     with torch.no_grad():
         model.unembed.original_component.weight[5, 0] = float("nan")
     assert torch.equal(circuits.qk_circuit(model, "L0H1").matrix.AB, expected)
-    with pytest.raises(InputError, match="its unembedding"):
+    with pytest.raises(InputError, match="the unembedding"):
         circuits.ov_circuit(model, "L0H1")

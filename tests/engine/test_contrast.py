@@ -200,7 +200,7 @@ def test_a_metric_without_a_rule_has_a_remainder():
     assert result.total + result.remainder == pytest.approx(change)
     clean, corrupted = tokens(), pair_of(model).corrupted
     how = {"method": "secant", "budget": 0, "progress": False}
-    with pytest.warns(InputWarning, match="no exact rule"):
+    with pytest.warns(InputWarning, match="no exact secant rule"):
         p.attribution(model, clean, corrupted, metric, **how)
 
 

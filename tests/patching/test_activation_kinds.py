@@ -166,7 +166,7 @@ def test_ablations(to, side, reference):
         others = tokens(9, batch=BATCH if to == "resample" else 5)
         real = torch.ones_like(others).bool()
         if not uses_reference:
-            with pytest.raises(InputError, match="which uses none"):
+            with pytest.raises(InputError, match="expected no reference"):
                 sweep(model, side, **how, reference=others)
             return
         how["reference"] = others

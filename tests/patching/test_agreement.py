@@ -78,7 +78,7 @@ def test_rows_of_each_prompt_are_held_against_the_same():
     row = p.agreement(first, second, k=9).iloc[0]
     expected = np.corrcoef(first.frame["value"], second.frame["value"])[0, 1]
     assert (row["n"], row["pearson"]) == (130, pytest.approx(expected, abs=EXACT))
-    with pytest.raises(InputError, match="expected both with `per_prompt`"):
+    with pytest.raises(InputError, match="the same `per_prompt`"):
         p.agreement(first, sweep())
 
 
@@ -88,7 +88,7 @@ def test_refused_with_every_reason():
         p.agreement(sweep(direction="noise"), flat, k=66)
     assert len(caught.value.reasons) == 3
     for k in (0, True, 2.0):
-        with pytest.raises(InputError, match="expected 1 to the 65 rows"):
+        with pytest.raises(InputError, match="expected 1 to 65"):
             p.agreement(sweep(), sweep(), k=k)
 
 

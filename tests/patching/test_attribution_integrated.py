@@ -84,5 +84,5 @@ def test_tokens_that_enter_elsewhere_leave_no_path():
 
     model.register_forward_pre_hook(of_a_library(note), with_kwargs=True)
     model.blocks[1].register_forward_pre_hook(of_a_library(with_tokens))
-    with pytest.raises(UnsupportedModelError, match="tokens enter elsewhere"):
+    with pytest.raises(UnsupportedModelError, match="the model reads tokens elsewhere"):
         estimate(model, clean, corrupted, METRIC, method="integrated", progress=False)

@@ -127,7 +127,7 @@ def test_refused(model):
     for how, match in (
         ({"prompts_at_once": 0}, "got prompts_at_once=0"),
         ({"metric": custom, "prompts_at_once": 1}, "a function of the logits of all 3 prompts"),
-        ({"metric": custom, "per_prompt": True}, "one number of all 3 prompts"),
+        ({"metric": custom, "per_prompt": True}, "one value for all 3 prompts"),
     ):
         options = {"metric": METRIC, "mask": mask} | how
         with pytest.raises(InputError, match=match):

@@ -142,7 +142,7 @@ def test_query_keeps_what_was_run():
     names = rows.frame["name"].tolist()[:3]
     assert len(rows.query("name in @names")) == len(names)
     for condition in ("layer", "layer + 1", "nothing == 1", "layer ==", "position < 'a'"):
-        with pytest.raises(InputError, match="no rows can be picked"):
+        with pytest.raises(InputError, match="no rows can be selected"):
             rows.query(condition)
 
 
@@ -262,11 +262,11 @@ BAD = {
     "nan": ({}, lambda f: f.assign(value=np.nan), "65 of 65 values are not finite"),
     "flags": ({}, lambda f: f.assign(exact=1), "got exact=1; expected True or False"),
     "twice": ({}, lambda f: pd.concat([f, f[:2]]), "2 rows repeat a site, such as L0H0"),
-    "positions": ({}, lambda f: f.assign(position=["all"] + [3] * 64), "numbers alone, or texts"),
+    "positions": ({}, lambda f: f.assign(position=["all"] + [3] * 64), "only numbers, or only"),
     "direction": ({"direction": "up"}, lambda f: f, "got direction='up'"),
     "constant": ({"clean_value": -1.3}, lambda f: f, "two finite numbers that differ"),
     "infinite": ({"clean_value": np.inf}, lambda f: f, "two finite numbers that differ"),
-    "two heads": ({}, lambda f: f.assign(layer=range(65)), "rows of L0H0 differ in their layer"),
+    "two heads": ({}, lambda f: f.assign(layer=range(65)), "rows for L0H0 have different layer"),
     "part": ({}, lambda f: f.assign(part="q"), r"got parts \['q'\]"),
 }
 

@@ -75,7 +75,7 @@ def test_an_explanation_of_resampled_prompts_shows_it():
     arguments = model, task.clean, task.corrupted, task.metric
     page = circuits.explain(*arguments, resamples=2, n_patched=2).view()
     assert "core" in read_back(page)["nodes"]["stability"]
-    assert "circuits of half of the prompts" in page
+    assert "circuits, each for half of the prompts" in page
 
 
 @needs_browser

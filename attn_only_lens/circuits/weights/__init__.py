@@ -1,1 +1,1 @@
-"""Analyses of the weights alone: composition, QK and OV circuits, copying, token paths."""
+"""Analyses that need only weights: composition, QK and OV circuits, copying, token paths."""

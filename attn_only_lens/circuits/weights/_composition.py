@@ -1,26 +1,27 @@
-"""Composition of heads and neuron-heads: how much a head reads of what another head writes.
+"""Compute composition scores: how much a head or neuron-head reads of another head's output.
 
 A writer W and a reader R act on rows of the residual stream (`head_matrices.py`). Their score is
 
     ‖W R‖_F / (‖W‖_F ‖R‖_F)                 in [0, 1]
 
 (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"), through the reader's
-query (q), key (k) or value (v). Between neurons it is |cos| of the vectors written and read.
+query (q), key (k) or value (v). Between neurons, the score is |cos| of the vectors that the writer
+writes and the reader reads.
 
-With R turned by a random rotation U, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model: 1/√d_model is the root mean
-square score of unrelated heads, and `ratio_to_baseline` the score divided by it.
+If a random rotation U is put between W and R, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model. So 1/√d_model is
+the root mean square score of unrelated heads, and `ratio_to_baseline` is the score divided by it.
 
-A pair counts if the writer's sublayer comes before the reader's. In one layer, an attention head
-comes before a neuron, unless both run in parallel. (TransformerLens compares layers only, and so
-omits these pairs.) A neuron-head's key is constant, so K-composition into it is zero: `composition`
-returns 0 with a note, other functions refuse it.
+A pair is included if the writer's sublayer comes before the reader's. In one layer, an attention
+head comes before a neuron, unless both run in parallel. (TransformerLens compares only layers, and
+so omits these pairs.) A neuron-head's key is constant, so K-composition into it is zero.
+`composition` then returns 0 with a note; other functions refuse such pairs.
 
-Norms are folded into the weights by default (`models/norms.py`). Rotary positions are left out of
+Norms are folded into the weights by default (`models/norms.py`). Rotary embeddings are left out of
 W_Q W_Kᵀ, and "embed" has no positional embeddings, as in TransformerLens.
 
-Each head has a *factor*, a matrix [rank, d_model] of norm 1, for what it writes or reads. If the
-columns of Q are orthonormal and A = Q T, then ‖A B‖ = ‖T B‖. So the scores of many pairs are one
-product of factors.
+Each head has a *factor*, a matrix [rank, d_model] with norm 1, for what it writes or reads. If the
+columns of Q are orthonormal and A = Q T, then ‖A B‖ = ‖T B‖. So one product of factors gives the
+scores of many pairs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,16 +43,16 @@ from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads,
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 
-_ROWS = 1024  # rows of W_E at once
-_BLOCK = 1024  # rows of factors at once
+_ROWS = 1024  # how many rows of W_E are converted to float64 at once
+_BLOCK = 1024  # how many factor rows are computed at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"
 _PROBLEM = "these heads do not compose"
 _NOT_FINITE = "no composition scores can be computed"
 _NO_KEYS = "zero by construction: a neuron-head's keys do not depend on the token"
 _NO_PAIR = (
-    "expected a reader that reads after the writer has written: a later layer, or an attention "
-    "head and a neuron of the same layer (not where attention and MLP run in parallel)"
+    "expected a reader after the writer: in a later layer, or an attention head that writes to a "
+    "neuron of the same layer (unless attention and MLP run in parallel)"
 )
 
 
@@ -64,23 +65,24 @@ def composition(
     *,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the composition score of every writer with every reader that reads after it.
+    """Return the composition score of every writer with every later reader.
 
     Args:
-        model: converted, or with exposed neuron-heads.
-        writers: `patching.heads()`, `patching.neuron_heads()`, names; "embed" is the embedding.
-        readers: the same, without "embed".
-        kind: "q", "k" or "v", the reader's input. A neuron-head reads through the same vector for
-            "q" and "v" in a plain MLP, and through W_gate and W_in in a gated one.
-        fold_norms: fold norms into the weights; False uses the weights alone.
+        model: a model from `convert`, or one with exposed neuron-heads.
+        writers: `patching.heads()`, `patching.neuron_heads()`, or names; "embed" is the embedding.
+        readers: as `writers`, without "embed".
+        kind: the reader's input: "q", "k" or "v". In a plain MLP, a neuron-head reads through the
+            same vector for "q" and "v". In a gated MLP, it reads "q" through W_gate and "v" through
+            W_in.
+        fold_norms: fold norms into the weights; False uses the weights without norms.
 
     Returns:
-        A row for each pair, by writer and then reader: `writer`, `reader`, `kind`, `score`,
-        `ratio_to_baseline` (score · √d_model), `note`.
+        A frame with one row per pair, in the order of writers and then readers. Columns: `writer`,
+        `reader`, `kind`, `score`, `ratio_to_baseline` (score · √d_model), `note`.
 
     Raises:
-        InputError: with every reason: an unknown kind, no pair in order, more than 4,000,000
-            pairs, unknown heads, weights that are unknown or not finite.
+        InputError: with every reason: an unknown kind, no pair with a later reader, more than
+            4,000,000 pairs, unknown heads, weights that are unknown or not finite.
 
     Example:
         >>> from attn_only_lens import circuits, convert, pretrained
@@ -97,7 +99,7 @@ def composition(
     n_pairs = n_writers * sum(len(sites.names) for sites in reading)
     if n_pairs > _MOST_PAIRS:
         reason = f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"
-        raise InputError([reason], "these scores would not fit a table")
+        raise InputError([reason], "these scores need too large a table")
     sources = [_head_writers(matrices, sites) for sites in writing]
     frames = []
     for source in sources:
@@ -130,29 +132,31 @@ def top_compositions(
     block: int = _BLOCK,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the pairs with the largest composition scores, of all pairs of a model by default.
+    """Return the pairs with the largest composition scores, by default among all pairs.
 
-    Scores are computed block by block, and only the k largest are kept. Beyond the model, that
-    takes at most, in float32 and with b the larger of `block` and the largest rank of a head,
+    Scores are computed block by block, and only the k largest are kept. Let b be the larger of
+    `block` and the largest rank of a head. In float32, the memory in addition to the model is at
+    most
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
     Args:
-        model: converted, or with exposed neuron-heads.
-        k: how many pairs, at most. Ties are broken arbitrarily.
+        model: a model from `convert`, or one with exposed neuron-heads.
+        k: the largest number of pairs to return. Ties are broken arbitrarily.
         kind: as in `composition`.
         writers: as in `composition`; None for all attention heads, all neurons and the embedding.
-        readers: as in `composition`; None for all heads. Neurons are left out of "k".
-        block: rows of factors on either side of a block: d_head for a head, one for a neuron.
+        readers: as in `composition`; None for all heads. For "k", neurons are left out.
+        block: the number of factor rows on each side of a block; an attention head has d_head
+            rows, and a neuron has one.
         fold_norms: as in `composition`.
 
     Returns:
-        Rows by falling score: `writer`, `reader`, `kind`, `score`, `ratio_to_baseline`; and in
-        `attrs["pairs"]` how many pairs were compared.
+        A frame sorted by decreasing score, with columns `writer`, `reader`, `kind`, `score` and
+        `ratio_to_baseline`. `attrs["pairs"]` is the number of compared pairs.
 
     Raises:
-        InputError: with every reason: an unknown kind, k or block not positive, no pair in
-            order, unknown heads, weights that are unknown or not finite.
+        InputError: with every reason: an unknown kind, k or block not positive, no pair with a
+            later reader, unknown heads, weights that are unknown or not finite.
 
     Example:
         >>> from attn_only_lens import circuits, convert, patching as p, pretrained
@@ -204,12 +208,12 @@ def virtual_weights(
     *,
     fold_norms: bool = True,
 ) -> FactoredMatrix:
-    """Return the matrix W R that joins a writer's input to a reader's output.
+    """Return the matrix W R from a writer's input to a reader's output.
 
-    Rows are the writer's input: the stream (d_model) of a head, the activation (1) of a neuron, the
-    token (d_vocab) of "embed". Columns are the reader's output: for an attention head the stream
-    at the other position of its scores (q, k), or what it writes (v); for a neuron its query or
-    value (1).
+    Rows are the writer's input: the stream (d_model) for an attention head, the activation (1) for
+    a neuron, the token (d_vocab) for "embed". Columns are the reader's output. For an attention
+    head, this is the stream at the other position of its scores (q, k), or what it writes (v). For
+    a neuron, it is the neuron's query or value (1).
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -221,11 +225,11 @@ def virtual_weights(
         fold_norms: as in `composition`.
 
     Returns:
-        A TransformerLens `FactoredMatrix`, its inner dimension at most d_head (1 for a neuron).
+        A TransformerLens `FactoredMatrix`. Its inner dimension is at most d_head (1 for a neuron).
 
     Raises:
-        InputError: an unknown kind or head, a reader that reads before the writer has written, the
-            key of a neuron-head, unknown weights.
+        InputError: an unknown kind or head, a reader that is not later than the writer, the key of
+            a neuron-head, unknown weights.
 
     Example:
         >>> from attn_only_lens import circuits, convert, pretrained
@@ -250,7 +254,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers (None for the embedding, which comes first) and readers."""
+    """Return writers and readers; the writer None is the embedding, and comes first."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
@@ -262,7 +266,7 @@ def _resolve_pairs(
 
 
 def _read_stage(sites: LayerSites) -> int:
-    """Return how many sublayers (attention, MLP, attention, …) run before these heads."""
+    """Return the number of sublayers (attention, MLP, attention, …) before these heads."""
     return 2 * sites.layer + (sites.kind == "neuron")
 
 
@@ -276,7 +280,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _HeadFactors:
-    """The factors of heads of one kind in one layer, as writers or as readers at a stage."""
+    """The factors of heads of one kind in one layer, for what they write or for what they read."""
 
     names: tuple[str, ...]
     stage: int
@@ -284,14 +288,14 @@ class _HeadFactors:
     factors: Callable[[slice], Float[Tensor, "head rank d_model"]]
 
     def slices(self, block: int) -> Iterator[slice]:
-        """Yield slices of heads with at most `block` rows of factors, or one head."""
+        """Yield slices of heads with at most `block` factor rows, or of one head if it has more."""
         step = max(1, block // self.rank)
         for start in range(0, len(self.names), step):
             yield slice(start, min(start + step, len(self.names)))
 
 
 def _head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> _HeadFactors:
-    """Return heads as writers; of None, the embedding."""
+    """Return heads as writers; None is the embedding."""
     if sites is None:
         return _kept((_EMBED,), 0, _embedding_factor(matrices.embedding()))
     return _head_factors(sites, _write_stage(matrices, sites), matrices.write_matrices)
@@ -304,7 +308,7 @@ def _head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _Hea
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
 ) -> _HeadFactors:
-    """Keep the factors of attention heads; make those of neurons, which are many, on demand."""
+    """Return factors: attention heads' are stored; neurons', which are many, are made on demand."""
     if sites.kind == "attention":
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
@@ -320,8 +324,8 @@ def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
 
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
-    """Return the factors of writers; those of readers from the transpose."""
-    # A neuron's A is one number, whose sign the factor keeps.
+    """Return the factors of writers (or of readers, if the matrix is transposed)."""
+    # For a neuron, A is one number. The factor keeps its sign.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
 
@@ -339,8 +343,8 @@ def _embedding_factor(W_E: Float[Tensor, "d_vocab d_model"]) -> Float[Tensor, "1
 
 
 def _normalize(factors: Tensor, names: tuple[str, ...]) -> Tensor:
-    """Divide by the norm, in place; zeros stay zero."""
-    # First by the largest entry: squares of large or small weights may be out of range.
+    """Divide each factor by its norm, in place; zero factors stay zero."""
+    # Divide by the largest entry first, because squares of weights may overflow or underflow.
     largest = torch.linalg.vector_norm(factors, ord=torch.inf, dim=(-2, -1), keepdim=True)
     finite = largest.flatten().isfinite().tolist()
     if bad := [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]:
@@ -358,7 +362,7 @@ def scores(
     *,
     signed: bool = False,
 ) -> Float[Tensor, "writer reader"]:
-    """Return the composition score of every pair of factors; `signed`, the cosine of neurons."""
+    """Return the composition score of every pair; `signed` keeps the cosine's sign for neurons."""
     product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
     if writers.shape[1] == readers.shape[1] == 1:
         return product if signed else product.abs_()
@@ -374,17 +378,17 @@ def _frame(model: Any, pairs: Any, values: Tensor, kind: str, note: str) -> pd.D
 
 
 class Partner(NamedTuple):
-    """A head that writes what a neuron reads, or reads what it writes; signed between neurons."""
+    """A head that writes to or reads from a neuron; between neurons the score has a sign."""
 
     side: Literal["writes", "reads"]
-    kind: Kind  # the reader's input; in a plain MLP "q" equals "v", and is left out
+    kind: Kind  # the reader's input; "q" is left out for a plain MLP, because it equals "v"
     name: str
     score: float
 
 
 @torch.no_grad()
 def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Partner]]:
-    """Return the k partners with the largest |score| for each neuron, side and kind."""
+    """Return, for each neuron, side and kind, the k partners with the largest |score|."""
     matrices = HeadMatrices.of(model, fold_norms=True)
     layers = resolve_sites(model, all_heads())
     partners: dict[str, list[Partner]] = {}
@@ -422,7 +426,7 @@ def is_gated(model: Any, layer: int) -> bool:
 def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield each neuron with the heads of the largest |scores|."""
+    """Yield each neuron with the k heads that have the largest |score| with it."""
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
         tops: list[list[tuple[str, float]]] = [[] for _ in factors]

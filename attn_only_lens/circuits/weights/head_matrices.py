@@ -1,18 +1,18 @@
 """Matrices through which heads read and write rows of the residual stream.
 
     attention head   writes  W_V W_O        reads  q: W_Q W_Kᵀ    k: W_K W_Qᵀ    v: W_V W_O
-    neuron-head      writes  W_out[i]       reads  q: W_in[:, i], or W_gate[:, i] of a gated MLP
+    neuron-head      writes  W_out[i]       reads  q: W_in[:, i]; in a gated MLP, W_gate[:, i]
                                                    v: W_in[:, i]
-                                                   k: none, its keys do not depend on the token
+                                                   k: none; keys do not depend on the token
     the embedding    writes  W_E
 
-The W_V of a neuron-head is left out: it has rank one and cancels in every score, and a gated MLP
-has none. If several heads share a neuron, head j writes w_j W_out[i] and has the query
+A neuron-head's W_V is left out, because it has rank one and cancels in every score, and because a
+gated MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query
 b_j W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied
-by the sign of a_2, so that it is positive if the gate is open, and the value by a_1 a_2 (in a gated
-MLP by a_1 |a_2|, because the sign is in the query).
+by the sign of a_2, so that it is positive if the gate is open. The value is multiplied by a_1 a_2
+(in a gated MLP by a_1 |a_2|, because the sign is in the query).
 
-Norms are folded into the matrices on request (`models/norms.py`). Matrices in half precision are
+Norms are folded into the matrices on request (`models/norms.py`). Half-precision matrices are
 converted to float32.
 """
 
@@ -36,14 +36,14 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """The matrices of a model's heads; the norms of each layer are folded in, unless None."""
+    """The matrices of a model's heads; `norms` are folded in, unless they are None."""
 
     model: Any
     norms: tuple[LayerNorms, ...] | None
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return the matrices of a model; refuse unknown norms or matrices of a bridge."""
+        """Return the matrices of a model; refuse a bridge with unsupported norms or matrices."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
@@ -62,7 +62,7 @@ class HeadMatrices:
         return norms.attention if sites.kind == "attention" else norms.neuron
 
     def _of_heads(self, weights: Tensor, sites: LayerSites) -> Tensor:
-        """Select the entries of some query heads, which may share keys and values."""
+        """Select the weights for some query heads, which may share keys and values."""
         n_heads = host_of(self.model).n_heads[sites.layer]
         return weights[sites.index.to(weights.device) * len(weights) // n_heads]
 
@@ -79,17 +79,17 @@ class HeadMatrices:
         norm = norms.query if name == "W_Q" else norms.key
         if norm.weight is None or len(norm.weight) == d_head:
             return norm.after(weight)
-        # One norm over the concatenated heads of a token, as in OLMo 2.
+        # As in OLMo 2, one norm acts on all heads of a token, concatenated.
         if norm.centres:
             raise InputError(
-                [f"layer {sites.layer}: a LayerNorm mixes its heads; pass fold_norms=False"],
+                [f"layer {sites.layer}: a LayerNorm mixes the heads; pass fold_norms=False"],
                 "the queries and keys of single heads cannot be separated",
             )
         of_head = self._of_heads(norm.weight.view(-1, d_head), sites)
         return weight * of_head.to(weight.dtype)[:, None]
 
     def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
-        """Return a parameter of the gate for each site; 1 for a whole neuron."""
+        """Return a gate parameter for each site, or 1 for a whole neuron."""
         gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
             1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
@@ -114,9 +114,9 @@ class HeadMatrices:
     def outputs(
         self, sites: LayerSites, z: Float[Tensor, "site d_head"]
     ) -> Float[Tensor, "site d_model"]:
-        """Return what heads or neurons with the output z add to the stream, up to a norm's scale.
+        """Return what heads or neurons with output z add to the stream, up to a norm's scale.
 
-        A site may occur more than once.
+        A site may occur more than once in `sites`.
         """
         _, last = self._norms_around(sites)
         z = float32_if_half(z.detach())
@@ -153,7 +153,7 @@ class HeadMatrices:
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (
-                f"its embedding, {list(W_E.shape)}, is normed or projected before it enters the "
+                f"the embedding {list(W_E.shape)} is normed or projected before it enters the "
                 f"stream of width {cfg.d_model}; name writers without 'embed'"
             )
             raise InputError([reason], "this embedding cannot be composed with")

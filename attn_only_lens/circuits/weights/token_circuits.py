@@ -1,29 +1,30 @@
-"""What heads and neuron-heads do from token to token, by their weights alone, without a prompt.
+"""Token-to-token circuits of heads and neuron-heads, computed from weights without a prompt.
 
     attention head   QK  W_E W_Q W_Kᵀ W_Eᵀ      query token, key token
                      OV  W_E W_V W_O W_U C      token attended to, token whose logit is raised
-    neuron-head      QK  W_E W_in[:, i]         query token; W_gate of a gated MLP. The one key is
-                                                that of the bias token: a vector over tokens
+    neuron-head      QK  W_E W_in[:, i]         query token (W_gate in a gated MLP). The only key is
+                                                the bias token's, so this is a vector over tokens
                      OV  W_E W_in[:, i] ⊗ W_out[i] W_U C    rank one
 
-(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) The QK of a neuron-head
-says which tokens open its gate; OV says what it then reads and writes (through W_in in a gated
-MLP). Left out are scales of norms (gains are folded in), biases, positions (rotary: distance 0),
-1/√d_head, and everything that earlier heads add. W_U C is W_U less its mean over the vocabulary.
+(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) The QK circuit of a
+neuron-head says which tokens open its gate. The OV circuit says what the head then reads and writes
+(it reads through W_in in a gated MLP). The circuits omit norm scales (gains are folded in), biases,
+positions (rotary: distance 0), 1/√d_head, and everything that earlier heads add. W_U C is W_U minus
+its mean over the vocabulary.
 
 A head copies if its OV circuit M raises the logit of the token that it reads:
 
     copying = Σ λ / Σ |λ|               λ: eigenvalues of M; on average 0 for random heads
-    cosine  = Σ λ / ‖M‖_F               the cosine of M and the identity, times √d_vocab
+    cosine  = Σ λ / ‖M‖_F               the cosine between M and the identity, times √d_vocab
 
 A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is 1 or -1. No
-matrix d_vocab × d_vocab is computed: the eigenvalues are those of W_O W_U W_E W_V, d_head × d_head,
-and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U W_Uᵀ W_Oᵀ)).
+d_vocab × d_vocab matrix is computed: W_O W_U W_E W_V, a d_head × d_head matrix, has the same
+eigenvalues, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U W_Uᵀ W_Oᵀ)).
 
-Paths of tokens through one neuron have ReLU in place of the activation: all activations here are
-close to ReLU for large inputs, and ReLU commutes with the scale of a norm.
+Token paths through one neuron use ReLU instead of the activation. All activations here are close to
+ReLU for large inputs, and ReLU commutes with the scale of a norm.
 
-    drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP, ⁺ for max(0, ·)
+    drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP; x⁺ is max(0, x)
                (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: one row for each sign of
                                                             the neuron's value
     write(t)   (W_out N W_U C)[i, t]
@@ -54,24 +55,24 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.precision import full_precision
 
 _BIAS = -1  # stands for the bias token
-_ROWS = 1024  # tokens of the vocabulary at once
-_NEURONS = 64  # neurons at once, with d_vocab numbers each
+_ROWS = 1024  # how many tokens of the vocabulary are computed at once
+_NEURONS = 64  # how many neurons are computed at once, with d_vocab numbers each
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
 
 @dataclass(frozen=True, eq=False)
 class TokenCircuit:
-    """What a head does from token to token, by its weights.
+    """The token-to-token matrix of a head, computed from its weights.
 
     Attributes:
-        name: of the head.
+        name: the head's name.
         kind: "qk" or "ov".
-        matrix: a TransformerLens `FactoredMatrix`: rows are query tokens (QK) or tokens read (OV),
-            columns are key tokens or tokens written. The QK of a neuron has one column, for the
-            bias token.
-        row_tokens: the tokens of its rows; None for the whole input vocabulary.
-        column_tokens: the tokens of its columns; None for the whole vocabulary.
+        matrix: a TransformerLens `FactoredMatrix`. Rows are query tokens (QK) or read tokens (OV);
+            columns are key tokens (QK) or written tokens (OV). The QK matrix of a neuron has one
+            column, for the bias token.
+        row_tokens: the tokens of the rows; None for the whole input vocabulary.
+        column_tokens: the tokens of the columns; None for the whole vocabulary.
     """
 
     name: str
@@ -83,7 +84,7 @@ class TokenCircuit:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The meanings of rows and columns."""
+        """The meaning of rows and the meaning of columns."""
         return ("query", "key") if self.kind == "qk" else ("read", "written")
 
     @torch.no_grad()
@@ -92,13 +93,14 @@ class TokenCircuit:
         """Return the strongest pairs of tokens.
 
         Args:
-            k: how many pairs, at most.
+            k: the largest number of pairs to return.
             lowest: return the most negative scores instead of the largest.
             block: how many rows and columns to compute at once.
 
         Returns:
-            Rows by falling score (rising for `lowest`): the texts `query` and `key`, or `read` and
-            `written`; the tokens `query_token` and so on (-1 for the bias token); `score`.
+            A frame sorted by decreasing score (increasing for `lowest`). Columns: the texts `query`
+            and `key`, or `read` and `written`; their token ids, `query_token` etc. (-1 for the bias
+            token); and `score`.
 
         Raises:
             InputError: k or block not positive.
@@ -115,13 +117,13 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The eigenvalues that are not zero by rank: those of B A, d_head × d_head, for A B.
+        """The d_head eigenvalues of B A. Those of the matrix A B are the same, and zeros.
 
         Raises:
-            InputError: rows and columns are not the same tokens.
+            InputError: the matrix is not square.
         """
         if (shape := list(self.matrix.shape)) != shape[::-1]:
-            reason = f"got a matrix {shape}: its rows and columns differ"
+            reason = f"got a matrix {shape}; expected as many rows as columns"
             raise InputError([reason], "this circuit has no eigenvalues")
         return torch.linalg.eigvals(to_float64_device(self.matrix.BA).double())
 
@@ -145,21 +147,22 @@ def qk_circuit(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return the QK circuit: from which token a head attends to which, or what opens a gate.
+    """Return the QK circuit: which tokens a head attends to, or which tokens open its gate.
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         name: `L5H3`, a neuron, or one of several heads of a neuron.
-        tokens: which tokens of the input vocabulary; None for all. Tokens that were never trained
-            may have extreme scores, and so fill every table.
-        fold_norms: fold gains of norms into the weights.
+        tokens: the tokens of the input vocabulary to use; None for all. Untrained tokens may have
+            extreme scores, and would then fill every table.
+        fold_norms: fold the gains of norms into the weights.
 
     Returns:
-        The circuit, W_E W_Q W_Kᵀ W_Eᵀ in two factors; of a neuron [d_vocab, 1].
+        The circuit. Its matrix is W_E W_Q W_Kᵀ W_Eᵀ in two factors; for a neuron it is
+        [d_vocab, 1].
 
     Raises:
-        InputError: a model without neuron-heads, or without that head; unknown weights, norms or
-            embeddings; tokens that are not in the vocabulary, or repeated.
+        InputError: a model without neuron-heads, or without this head; unsupported weights, norms
+            or embeddings; tokens that are repeated or not in the vocabulary.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
@@ -191,18 +194,19 @@ def ov_circuit(
     """Return the OV circuit: which logits a head raises for each token that it attends to.
 
     Args:
-        model: converted, or with exposed neuron-heads.
+        model: a model from `convert`, or one with exposed neuron-heads.
         name: as in `qk_circuit`.
         tokens: as in `qk_circuit`. If the vocabularies differ, rows are the tokens in the input
             vocabulary, and columns the tokens in the output vocabulary.
         fold_norms: as in `qk_circuit`.
 
     Returns:
-        The circuit, W_E W_V W_O W_U C in two factors; C centres logits over the columns.
+        The circuit. Its matrix is W_E W_V W_O W_U C in two factors; C centres logits over the
+        columns.
 
     Raises:
-        InputError: as in `qk_circuit`, and the same for the unembedding; none of the tokens is in
-            the input vocabulary, or none in the output vocabulary.
+        InputError: as in `qk_circuit`; an unsupported unembedding; none of the tokens is in the
+            input vocabulary, or none in the output vocabulary.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
@@ -245,20 +249,20 @@ def copying_scores(
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
-        model: converted, or with exposed neuron-heads.
-        sites: `patching.heads()`, `patching.neuron_heads()`, names; None for all.
-        tokens: as in `qk_circuit`; they must be in the output vocabulary, too. Eigenvalues are then
-            those of the circuit between these tokens.
-        fold_norms: fold gains of norms into the weights.
+        model: a model from `convert`, or one with exposed neuron-heads.
+        sites: `patching.heads()`, `patching.neuron_heads()`, or names; None for all.
+        tokens: as in `qk_circuit`; they must also be in the output vocabulary. Eigenvalues are then
+            computed for the circuit between these tokens.
+        fold_norms: fold the gains of norms into the weights.
 
     Returns:
-        A row for each head, by layer: `name`, `layer`, `kind` ("attention" or "neuron"),
-        `eigenvalue_sum` (for a neuron, its one eigenvalue), `copying`, and `cosine`; the last two
-        are missing if a head reads or writes nothing.
+        A frame with one row per head, ordered by layer. Columns: `name`, `layer`, `kind`
+        ("attention" or "neuron"), `eigenvalue_sum` (for a neuron, its only eigenvalue), `copying`,
+        `cosine`. The last two are missing if a head reads or writes nothing.
 
     Raises:
-        InputError: as in `qk_circuit`; an output vocabulary of another size, without tokens that
-            are in both; weights that are not finite.
+        InputError: as in `qk_circuit`; vocabularies of different sizes, without `tokens` that are
+            in both; weights that are not finite.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
@@ -273,7 +277,10 @@ def copying_scores(
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
     d_vocab, d_out = len(matrices.W_E), matrices.W_U.shape[1]
     if d_vocab != d_out:
-        reason = f"it reads {d_vocab} tokens and writes {d_out}; pass tokens= that are in both"
+        reason = (
+            f"got {d_vocab} input tokens and {d_out} output tokens; expected the same tokens: pass "
+            "tokens= that are in both vocabularies"
+        )
         raise InputError([reason], _NO_SCORES)
     products = _products(matrices)
     frames = []
@@ -306,7 +313,7 @@ def _products(matrices: VocabularyMatrices) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _Sums = tuple[Float[Tensor, "site"], Float[Tensor, "site"], Float[Tensor, "site"]]
-"""Σ λ, Σ |λ| and ‖M‖ of each head."""
+"""Σ λ, Σ |λ| and ‖M‖ for each head."""
 
 
 def _of_attention(
@@ -349,26 +356,26 @@ def token_paths(
     fold_norms: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Return the neurons with the strongest direct paths from token to token.
+    """Return the neurons with the strongest direct token-to-token paths.
 
     Args:
-        model: converted, or with exposed neuron-heads.
-        neurons: `patching.neuron_heads()`, names of whole neurons; None for all.
-        k: how many rows, at most.
+        model: a model from `convert`, or one with exposed neuron-heads.
+        neurons: `patching.neuron_heads()`, or names of whole neurons; None for all.
+        k: the largest number of rows to return.
         tokens: as in `ov_circuit`.
         n_tokens: how many tokens are listed in `reads` and `writes`.
         block: how many tokens to compute at once.
-        fold_norms: fold gains of norms into the weights.
-        progress: show a bar over layers.
+        fold_norms: fold the gains of norms into the weights.
+        progress: show a progress bar over layers.
 
     Returns:
-        Rows by falling score, one for each neuron (in a gated MLP, for each sign of its value):
-        `name`, `layer`, `value` (the sign); `reads`, the texts of the tokens with the largest
-        drive, and `writes`, the texts of the tokens that it raises most; `drive`, `write` and
-        `score` for the first of them.
+        A frame sorted by decreasing score, with one row per neuron (in a gated MLP, one row per
+        sign of the neuron's value). Columns: `name`, `layer`, `value` (the sign), `reads` (the
+        texts of the tokens with the largest drive), `writes` (the texts of the tokens whose logits
+        the neuron raises most), and `drive`, `write` and `score` for the first of these tokens.
 
     Raises:
-        InputError: as in `ov_circuit`; numbers that are not positive, single heads of a neuron.
+        InputError: as in `ov_circuit`; k, n_tokens or block not positive; single heads of a neuron.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
@@ -406,11 +413,11 @@ def token_paths(
 
 
 _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
-"""The largest numbers of each neuron, and their tokens."""
+"""The largest values of each neuron, and their tokens."""
 
 
 def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return the tokens of largest drive of each neuron, by the sign of its value."""
+    """Return each neuron's tokens with the largest drive, by the sign of its value."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
@@ -435,7 +442,7 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
 
 
 def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
-    """Return the tokens whose logits each neuron raises most, by the sign of its value."""
+    """Return the tokens whose logits each neuron raises most, by the sign of the neuron's value."""
     rows, tops = matrices.heads.write_matrices(sites).B[:, 0], list[tuple[Tensor, ...]]()
     for some in rows.split(_NEURONS):
         written = matrices.writes(some)

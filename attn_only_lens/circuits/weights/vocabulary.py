@@ -1,17 +1,17 @@
-"""What heads read from the embedding and write to the logits: their weights in the vocabulary.
+"""Matrices of what heads read from token embeddings, and of what they write to the logits.
 
-    reads    W_E N W         N the gain of the norm that the head reads through
-    writes   W N W_U C       N that of the final norm; C removes the mean over the vocabulary
+    reads    W_E N W         N: the gain of the norm before the head
+    writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
 The softmax ignores this mean, so a centred unembedding gives the same matrices.
 
-`DirectEffects` returns one score for each token, for the direct path of one node:
+`DirectEffects` returns one score per token for the direct path of one node:
 
-    promotes z W_O N W_U     z of the node at its position in one run, N the final norm
-    reads    W_E N W_in      W_gate in a gated MLP; N the norm before the neuron
+    promotes z W_O N W_U     z: the node's output at its position in one run; N: the final norm
+    reads    W_E N W_in      W_gate in a gated MLP; N: the norm before the neuron
 
-Scales of norms are left out, so scores are standardized over the vocabulary. "promotes" is the
-logit lens on a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al.,
+Norm scales are left out, so scores are standardized over the vocabulary. "promotes" is the logit
+lens applied to a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al.,
 "Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the Vocabulary Space"
 (2022).
 """
@@ -35,9 +35,9 @@ from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
 _PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
-_ROWS = 64  # rows at once, with d_vocab numbers each
+_ROWS = 64  # how many rows of d_vocab numbers are computed at once
 TokenScores: TypeAlias = list[tuple[int, float]]
-"""The tokens with the largest scores, then the tokens with the smallest, each with its score."""
+"""Pairs (token, score): first the largest scores, then the smallest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,16 @@ class InputVocabulary:
         return cls(heads, W_E if chosen is None else W_E[list(chosen)], chosen)
 
     def reads(self, columns: Float[Tensor, "d_model n"]) -> Float[Tensor, "d_vocab n"]:
-        """Return the product of each token's embedding with the columns that heads read through."""
+        """Return the product of each token's embedding with the heads' read directions."""
         return self.W_E @ columns.to(self.W_E)
 
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """The same with the final norm, and the unembedding of `written_tokens` (None for all)."""
+    """An `InputVocabulary` with the final norm, and the unembedding of `written_tokens`.
+
+    `written_tokens` is None for all tokens.
+    """
 
     W_U: Float[Tensor, "d_model d_vocab_out"]
     written_tokens: tuple[int, ...] | None
@@ -74,7 +77,7 @@ class VocabularyMatrices(InputVocabulary):
     def of(
         cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool
     ) -> "VocabularyMatrices":
-        """Return the matrices of a model for some tokens, in both vocabularies."""
+        """Return the matrices of a model for some tokens in both vocabularies."""
         both = InputVocabulary.of(model, None, fold_norms=fold_norms)
         W_E, W_U = both.W_E, _finite(_unembedding(model), "unembedding")
         sizes = {"input": len(W_E), "output": W_U.shape[1]}
@@ -95,14 +98,14 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what rows in the stream add to each logit, up to a constant."""
+        """Return what rows of the stream add to each logit, up to a constant."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
 
 def _finite(matrix: Tensor, name: str) -> Tensor:
     if not matrix.isfinite().all():
-        raise InputError([f"its {name} has weights that are not finite"], _PROBLEM)
+        raise InputError([f"the {name} has weights that are not finite"], _PROBLEM)
     return matrix
 
 
@@ -118,7 +121,7 @@ def _checked(tokens: object, n: int) -> tuple[int, ...] | None:
 
 
 def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
-    """Return W_U, after a check that the model applies it."""
+    """Return W_U, after a check that the unembedding multiplies by it."""
     unembed = model.unembed
     W_U = getattr(unembed, "W_U", None)
     if W_U is not None:
@@ -128,7 +131,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
         allowed = 10 * rounding(W_U.dtype) * expected.norm()
         if logits.shape == expected.shape and (logits - expected).norm() <= allowed:
             return float32_if_half(W_U.detach())
-    raise InputError(["its unembedding does not multiply by one matrix W_U"], _PROBLEM)
+    raise InputError(["the unembedding does not multiply by one matrix W_U"], _PROBLEM)
 
 
 class DirectEffects:
@@ -143,9 +146,9 @@ class DirectEffects:
     def promoted_tokens(
         self, z: dict[str, Tensor], nodes: Sequence[tuple[str, int]], k: int, *, prompt: int = 0
     ) -> list[TokenScores]:
-        """Return the tokens that nodes (head, position) raise most, and lower most.
+        """Return the tokens whose logits each node (head, position) raises most and lowers most.
 
-        `z` has outputs of heads, by hook name: [batch, pos, head_index, d_head].
+        `z` has the outputs of heads, by hook name: [batch, pos, head_index, d_head].
         """
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
@@ -161,7 +164,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
-        """Return the tokens that each neuron raises most where its z is positive, and lowers."""
+        """Return the tokens whose logits a positive z of each neuron raises and lowers most."""
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
             ones = sites.index.new_ones(len(rows), 1).float()
@@ -173,7 +176,7 @@ class DirectEffects:
     def read_tokens(
         self, neurons: Sequence[str], k: int, kind: Literal["q", "v"] = "q"
     ) -> list[TokenScores]:
-        """Return the tokens whose embeddings raise each neuron's query most, and lower it most."""
+        """Return the tokens whose embeddings raise and lower each neuron's query most."""
         W_E = self._matrices.embedding()
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
@@ -184,7 +187,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
-        """Return the tokens that rows in the stream raise most, and lower most, without biases."""
+        """Return the tokens whose logits each row raises and lowers most, without biases."""
         dtype = next(self._unembed.parameters()).dtype
         rows = self._final.after(written).to(dtype)
         bias = self._unembed(torch.zeros_like(rows[None, :1]))
@@ -198,7 +201,7 @@ class DirectEffects:
 def _by_layer(
     names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
 ) -> list[TokenScores]:
-    """Return the tokens of heads, computed for all heads (and rows) of a sublayer together."""
+    """Return the tokens of each head; all heads of a sublayer are computed together."""
     heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
