@@ -1,4 +1,4 @@
-"""`attn-only-lens atlas`: pages about every neuron of a model, to browse."""
+"""`attn-only-lens atlas`: pages about every neuron of a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,12 +28,12 @@ def atlas(
         str | None, option("names of neurons, instead of layers: L5N1234,L7N2", _NEURONS)
     ] = None,
     k: Annotated[
-        int, option("number of examples with the largest z, and with the smallest", _NEURONS)
+        int, option("number of examples with the largest z, and with the smallest z", _NEURONS)
     ] = 20,
     context: Annotated[
         int | None,
         option(
-            "tokens in one piece of a text; default: 128, or the model's context if shorter",
+            "tokens per piece of text; default: 128, or the model's context length if shorter",
             _CORPUS,
         ),
     ] = None,
@@ -41,7 +41,7 @@ def atlas(
 ) -> None:
     """Make pages about neurons: top examples in a corpus, densities, tokens and connections.
 
-    Up to 3,000 neurons share one page; for more, there is a page for each layer.
+    Up to 3,000 neurons share one page; more neurons get one page per layer.
     """
     from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
     from attn_only_lens.neurons import neuron_statistics
