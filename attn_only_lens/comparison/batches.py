@@ -174,6 +174,6 @@ def _checked(model: Any, rows: object) -> _Rows:
     if not isinstance(rows, Tensor):
         got = type(rows).__name__
         raise ComparisonError(
-            [f"got a {got} as a batch; expected a tensor or a PromptPair: {_AS_TENSOR}"], _PROBLEM
+            [f"got a batch of {got}; expected a tensor or a PromptPair: {_AS_TENSOR}"], _PROBLEM
         )
     return single_prompts(model, rows).clean

@@ -52,7 +52,9 @@ class AddHeads(Expansion):
         """Return every reason why these weights cannot be expanded."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         if weights.constants.positions == "alibi":
-            reasons.append("its ALiBi slopes, including old heads', depend on the number of heads")
+            reasons.append(
+                "its ALiBi slopes depend on the number of heads, so old heads would change"
+            )
         if weights.constants.qk_norm == "all heads" and weights.constants.clip_qkv is not None:
             reasons.append("its clip_qkv bounds queries, which must be scaled for their norm")
         if reasons:
