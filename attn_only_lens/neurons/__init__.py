@@ -1,4 +1,4 @@
-"""Neurons over a corpus: where each is largest, and how its gate and value are distributed."""
+"""Neurons over a corpus: top examples, and the distributions of z, gate and value."""
 
 from attn_only_lens.neurons._top_examples import neuron_statistics, top_examples
 from attn_only_lens.neurons.statistics import Example, NeuronStatistics, examples_of

@@ -1,15 +1,15 @@
-"""Largest entries and histograms of many neurons at once, from one batch after another.
+"""Largest entries and histograms of many neurons at once, updated batch by batch.
 
 Both are exact, and do not depend on how a corpus is cut into batches:
 
-Largest entries. Of equals, those that came first are kept. `topk` takes any of them, so that the
-entries at its threshold are chosen anew, by their order. Most neurons get nothing new from most
-batches: one comparison with the least that is kept leaves them out of the rest.
+Largest entries. Among equal entries, the earliest are kept. `topk` may return any of them, so
+entries at the threshold are chosen again, by their order. Most neurons get no new entry from most
+batches: a comparison with the smallest kept entry skips these neurons.
 
-Histograms. A neuron's range is 2^e, the smallest power of 2 that its values have stayed within; on
-either side of 0 there are BINS bins of |x|, closed above: (i, i + 1] 2^e / BINS, with 0 in the
-first. When the range doubles, two bins become one, (2i, 2i + 2], which is what they would have been
-from the beginning.
+Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
+side of 0 there are BINS bins of |x|, closed above: (i, i + 1] 2^e / BINS, with 0 in the first bin.
+When the range doubles, two bins become one, (2i, 2i + 2]. The result is the same as if the range
+had been larger from the start.
 """
 
 from typing import Literal, TypeAlias
@@ -28,14 +28,14 @@ State: TypeAlias = dict[str, Tensor]
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
-_LEAST = -40  # of exponents: what is smaller is in the first bin
+_LEAST = -40  # smallest exponent e; smaller values are in the first bin
 
 
 # The largest entries
 
 
 def no_examples(n: int, k: int, width: int, like: Tensor) -> State:
-    """Return the state of `add_examples` before the first batch, of one end."""
+    """Return the initial state of `add_examples` for one end, before the first batch."""
     whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
     numbers = {"score": (k,), "z": (k, width), "gate": (k, width)}
     state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
@@ -53,7 +53,7 @@ def add_examples(
     batch: Batch,
     before: int,
 ) -> None:
-    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron."""
+    """Update each neuron's largest entries with a batch, whose tokens are flattened by row."""
     counted = batch.counted
     sign = 1.0 if end == "largest" else -1.0
     ranked = score[:, counted] * sign
@@ -64,7 +64,7 @@ def add_examples(
     chosen = _first_of_largest(ranked[rows], state["score"].shape[1])
     new = _windows(score, z, gate, batch, rows, counted[chosen], before, state["z"].shape[-1])
     both = torch.cat([least[rows], ranked[rows].gather(1, chosen)], dim=1)
-    # Stable: of equals, those of earlier batches stay first.
+    # The sort is stable, so that among equal entries, those from earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
     for name, kept in state.items():
         joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)
@@ -75,7 +75,7 @@ def add_examples(
 
 
 def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:
-    """Return the places of the k largest of each row, in their order; of equals, the first."""
+    """Return the sorted indices of each row's k largest entries; among equals, the first."""
     k = min(k, x.shape[1])
     least = x.topk(k, dim=1).values[:, -1:]
     larger, equal = x > least, x == least
@@ -120,7 +120,7 @@ def _windows(
 
 
 def no_counts(n: int, device: torch.device) -> State:
-    """Return the state of `add_counts` before the first batch."""
+    """Return the initial state of `add_counts`, before the first batch."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.long, device=device)
@@ -140,8 +140,8 @@ def add_counts(
 ) -> None:
     """Count the tokens of a batch in the bins of each neuron's z, gate and value.
 
-    The gate, by row, and the value, by column, also together: `JOINT` bins on either side of 0.
-    How often z is 0, on its own: the bin that 0 is in holds more.
+    There are joint counts, too: of the gate by row and the value by column, in `JOINT` bins on each
+    side of 0. How often z is exactly 0 is counted separately, because its bin has other values too.
     """
     bins = {}
     state["zeros"] += (z == 0).sum(dim=1)
@@ -161,7 +161,7 @@ def add_counts(
         state[f"{name}.exponent"] = now
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
         bins[name] = ((size * scale).ceil().long() - 1).clamp(min=0, max=BINS - 1)
-        side = (x < 0).logical_not().long()  # 0 is on the side of what is positive
+        side = (x < 0).logical_not().long()  # 0 is on the positive side
         _count(state[f"{name}.counts"], side * BINS + bins[name])
         bins[name] = side * JOINT + bins[name] // (BINS // JOINT)
     _count(state["joint"], bins["gate"] * 2 * JOINT + bins["value"])

@@ -1,4 +1,4 @@
-"""What neurons are at the tokens of a batch: run a model, and look at its neuron-heads."""
+"""Run a model on a batch, and collect the activations of its neuron-heads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,14 +20,14 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.neurons.corpus import Batch
 
 OfNeurons: TypeAlias = dict[str, Float[Tensor, "neuron place"]]
-"""z, gate, value and perhaps attribution of a layer's neurons, of all tokens row after row."""
+"""z, gate, value and perhaps attribution of a layer's neurons; tokens are flattened by row."""
 TakeIn: TypeAlias = Callable[[int, OfNeurons], None]
 _POINTS = ("v", "pattern", "z")
 _PROBLEM = "these neurons cannot be attributed in a corpus"
 
 
 def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in: TakeIn) -> None:
-    """Run a model up to its last block, and give each layer's activations to `take_in`."""
+    """Run a model up to its last block, and pass each layer's activations to `take_in`."""
     ran: set[str] = set()
 
     def look(number: int) -> Callable[[str, Tensor], None]:
@@ -35,7 +35,7 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 
         def keep(point: str, value: Tensor) -> None:
             seen[point] = value
-            if point == "z":  # the last
+            if point == "z":  # z comes last
                 ran.add(str(sites[number].layer))
                 take_in(number, _of_neurons(model, sites[number], seen))
                 seen.clear()
@@ -50,11 +50,11 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 def run_by_gradient(
     model: Any, sites: Sequence[LayerSites], batch: Batch, metric: Metric, take_in: TakeIn
 ) -> None:
-    """Run a model and the gradient of a metric, and give all layers' activations to `take_in`."""
+    """Run a model, compute a metric's gradient, and pass all layers' activations to `take_in`."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, "neuron", "z") for site in sites]
     rows = len(batch.tokens)
-    # As some among many: texts of one token have no loss, though no other text is in their batch.
+    # These texts count as some of many, because a batch may have only one-token texts without loss.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     with torch.enable_grad(), _looking(model, sites, [x.__setitem__ for x in seen]):
@@ -70,7 +70,7 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # Each is a function of its own text alone: the gradient of their sum has those of all.
+        # Each value depends only on its own text, so the gradient of the sum has all gradients.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         z = seen[number]["z"]
@@ -82,7 +82,7 @@ def run_by_gradient(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """Show the values, patterns and outputs of each layer's neuron-heads as they are computed."""
+    """Pass the values, patterns and outputs of each layer's neuron-heads to a function."""
     with ExitStack() as stack:
         for item, of_layer in zip(sites, keep, strict=True):
             heads = host_of(model).neurons[item.layer]
@@ -99,7 +99,7 @@ def _looking(
 
 
 def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfNeurons:
-    """Return z, gate and value of neurons, and attributions, of all tokens row after row."""
+    """Return z, gate and value of neurons, and attributions; tokens are flattened by row."""
     heads = host_of(model).neurons[sites.layer]
     of_heads = {
         "z": seen["z"].squeeze(-1),

@@ -40,14 +40,14 @@ _DOCUMENT = Document("attn_only_lens.NeuronStatistics", 1, _Fields)
 
 @dataclass(frozen=True)
 class Example:
-    """A window of a text around one token, at which a neuron is large.
+    """A window of text around one token, at which a neuron is large (or small).
 
     Attributes:
-        tokens: the texts of the tokens of the window.
+        tokens: the texts of the window's tokens.
         values: z (gate × value) of the neuron at each token.
         gates: the attention of each token to itself.
         position: index of the example's token in the window.
-        value: what examples are ranked by, at that token: z, the gate, or an attribution.
+        value: the quantity of the ranking at that token: z, the gate, or an attribution.
         text: index of the text in the corpus.
     """
 
@@ -60,11 +60,11 @@ class Example:
 
 
 def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
-    """Return the examples of one neuron, by end and then rank.
+    """Return the examples of one neuron, by end and then by rank.
 
     Args:
-        frame: the frame of `top_examples`.
-        name: the neuron.
+        frame: the frame from `top_examples`.
+        name: the name of the neuron.
 
     Raises:
         InputError: the frame lacks columns, or has no such neuron.
@@ -80,7 +80,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
     """
     problem = "no examples can be taken from this frame"
     if not isinstance(frame, pd.DataFrame):
-        raise InputError([f"got a {type(frame).__name__}; expected that of top_examples"], problem)
+        raise InputError([f"got a {type(frame).__name__}; expected a frame of examples"], problem)
     missing = sorted({"name", *COLUMNS} - set(frame.columns))
     if missing:
         raise InputError([f"it has no column {', '.join(missing)}"], problem)
@@ -88,21 +88,21 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
     if rows.empty:
         names = frame["name"].unique().tolist()
         known = ", ".join(names[:5]) + ", …" * (len(names) > 5)
-        raise InputError([f"got {name!r}; it has examples of {known}"], problem)
+        raise InputError([f"got {name!r}; the frame has examples of {known}"], problem)
     return [Example(**{key: row[key] for key in COLUMNS}) for row in rows.to_dict("records")]
 
 
 @dataclass(frozen=True, eq=False)
 class NeuronStatistics:
-    """Neurons over a corpus: their top examples, and how z, gate and value are distributed.
+    """Neurons over a corpus: their top examples, and the distributions of z, gate and value.
 
     Attributes:
-        names: the neurons.
+        names: the names of the neurons.
         model: the name of the model.
-        by: what examples are ranked by, "z", "gate" or "attribution".
-        metric: the name of the metric of attributions; empty if there is none.
+        by: the quantity of the ranking: "z", "gate" or "attribution".
+        metric: the name of the metric for attributions; empty if there are no attributions.
         n_texts: number of texts in the corpus.
-        n_tokens: number of tokens that were counted: all except BOS.
+        n_tokens: number of tokens in the corpus, without BOS.
         vocabulary: the text of each token in the examples.
         examples: tensors by end and name, "largest.score" and so on (`accumulate.py`).
         counts: histograms by quantity and name, "gate.counts" and so on.
@@ -121,16 +121,16 @@ class NeuronStatistics:
     def histogram(
         self, name: str, quantity: str
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
-        """Return the counts of a quantity of a neuron in 128 bins, and the edges of the bins.
+        """Return a neuron's histogram for a quantity: counts in 128 bins, and the bins' edges.
 
-        A bin includes its edge that is further from 0; 0 is in the first positive bin.
+        A bin includes the edge that is further from 0; 0 is in the first positive bin.
 
         Args:
-            name: the neuron.
+            name: the name of the neuron.
             quantity: "z", "gate" or "value".
 
         Raises:
-            InputError: there is no such neuron or quantity.
+            InputError: the neuron or the quantity does not exist.
         """
         row = self._row(name)
         if f"{quantity}.counts" not in self.counts:
@@ -141,17 +141,17 @@ class NeuronStatistics:
         return torch.cat([negative.flip(0), positive]), edges
 
     def frame(self) -> pd.DataFrame:
-        """Return the examples, as `top_examples` does.
+        """Return the examples as a frame, like `top_examples`.
 
         If pyarrow is installed, `tokens`, `values` and `gates` are columns of arrow lists. Without
         it, they are Python lists, which take about ten times as long and four times the memory. To
         group by windows, join their tokens, `frame["tokens"].map("".join)`: lists have no hash. To
-        read such a frame from parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        read the frame from parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
         ends = [end for end in ENDS if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Return one kind of numbers as [neuron, end, rank, ...]: the order of the rows."""
+            """Return one tensor's values as [neuron, end, rank, ...], the order of the rows."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")
@@ -205,10 +205,10 @@ class NeuronStatistics:
         return cls(names, vocabulary=vocabulary, examples=examples, counts=counts, **numbers)
 
     def of(self, names: list[str]) -> "NeuronStatistics":
-        """Return the statistics of some of the neurons.
+        """Return the statistics for a subset of the neurons.
 
         Raises:
-            InputError: the statistics do not have one of the neurons.
+            InputError: one of the neurons is not in the statistics.
         """
         rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
@@ -223,7 +223,7 @@ class NeuronStatistics:
     def _row(self, name: str) -> int:
         if name not in self._rows:
             raise InputError(
-                [f"got {name!r}; expected one of their {len(self.names)} neurons"], _NOT_THERE
+                [f"got {name!r}; expected one of {len(self.names)} neurons (`names`)"], _NOT_THERE
             )
         return self._rows[name]
 
@@ -231,7 +231,7 @@ class NeuronStatistics:
 def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> Any:
     """Return a column of lists: row i has the entries from offset i to offset i + 1.
 
-    With `texts`, entries are indices into them.
+    With `texts`, the entries are indices into `texts`.
     """
     if find_spec("pyarrow") is None:
         plain = entries.tolist() if texts is None else [texts[i] for i in entries.tolist()]
@@ -245,4 +245,4 @@ def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> An
     return pd.arrays.ArrowExtensionArray(lists)
 
 
-_NOT_THERE = "these statistics do not have it"
+_NOT_THERE = "this is not in the statistics"

@@ -1,4 +1,4 @@
-"""The results of a pass over a corpus so far, and the folder that keeps them."""
+"""The intermediate results of a pass over a corpus, and the folder that stores them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ _COUNTS = ("n_rows", "n_texts", "n_tokens")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a pass over a corpus; see `top_examples`."""
+    """Options for a pass over a corpus; see `top_examples`."""
 
     k: int
     by: str
@@ -53,7 +53,7 @@ class Options:
 
 
 class Summary:
-    """Examples and counts so far: the tensors of a layer stay on the device of that layer."""
+    """Examples and counts so far; each layer's tensors stay on the layer's device."""
 
     def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
@@ -70,12 +70,12 @@ class Summary:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The neurons, in the order of the results."""
+        """The names of the neurons, in the order of the results."""
         return tuple(name for site in self.sites for name in site.names)
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
-        """The states of all layers, by the prefix of their names."""
+        """Yield the states of all layers, with the prefix of their names."""
         for end in self.examples[0]:
             yield f"{end}.", [example[end] for example in self.examples]
         yield "", self.counts
@@ -102,13 +102,13 @@ class Summary:
         if not all(bool(value) for value in finite):
             texts = batch.text.tolist()
             raise InputError(
-                [f"activations are not finite in one of the texts {texts[0]} to {texts[-1]}"],
+                [f"activations in one of the texts {texts[0]} to {texts[-1]} are not finite"],
                 _PROBLEM,
             )
         self.n_tokens += len(batch.counted)
 
     def tensors(self) -> State:
-        """All states, neurons of all layers together, on the CPU."""
+        """Return all states on the CPU, with the neurons of all layers in one tensor."""
         return {
             f"{prefix}{name}": torch.cat([state[name].cpu() for state in states])
             for prefix, states in self.states
@@ -116,7 +116,7 @@ class Summary:
         }
 
     def restore(self, tensors: State) -> None:
-        """Set the states to the ones that `tensors` returned."""
+        """Set the states to the tensors that the method `tensors` returned."""
         for prefix, states in self.states:
             for name in states[0]:
                 whole, first = tensors[f"{prefix}{name}"], 0
@@ -126,7 +126,7 @@ class Summary:
                     first += n
 
     def result(self, metric: str) -> NeuronStatistics:
-        """Return the statistics, with the texts of tokens."""
+        """Return the statistics, which include the tokens' texts."""
         tensors = self.tensors()
         examples = {name: x for name, x in tensors.items() if name.startswith(ENDS)}
         counts = {name: x for name, x in tensors.items() if name not in examples}
@@ -138,14 +138,14 @@ class Summary:
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on another device: layers may be on several."""
+    """Return a batch on another device, because layers may be on several devices."""
     if batch.tokens.device == device:
         return batch
     return Batch(*(None if x is None else x.to(device) for x in vars(batch).values()))  # type: ignore[arg-type]
 
 
 class Resumed:
-    """A folder that keeps the results so far, so that a pass over a corpus resumes."""
+    """A folder with intermediate results, from which a pass over a corpus can resume."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any], summary: Summary) -> None:
         self._store, self._summary = ChunkStore(folder, settings), summary
@@ -158,7 +158,7 @@ class Resumed:
             summary.restore({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Check and skip the rows that were seen, and return the others."""
+        """Check and skip the rows that an earlier call processed; return the other rows."""
         digest = ""
         for number in range(self._rows):
             row = next(rows, None)
@@ -166,15 +166,15 @@ class Resumed:
             if row is None or (number == self._rows - 1 and digest != self._digest):
                 raise InputError(
                     [
-                        f"{self._store.folder} holds the results of {self._rows} pieces of texts, "
-                        "and these texts do not begin with them: use a new folder"
+                        f"{self._store.folder} has results for {self._rows} pieces of other texts: "
+                        "the corpus does not begin with these pieces; use a new folder"
                     ],
                     _PROBLEM,
                 )
         return rows
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Note rows that were added, and write every half minute."""
+        """Record rows that were added, and write the summary every half minute."""
         for row in rows:
             self._digest = chained_digest(self._digest, row)
         self._rows += len(rows)

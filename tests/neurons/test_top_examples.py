@@ -313,9 +313,9 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     with torch.no_grad():
         changed.W_E[7] += 1
     for model, other_texts, more, reason in (
-        (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "do not begin with them"),
-        (plain, [[], *texts, [3, 4]], {}, "do not begin with them"),  # the same, of other numbers
-        (plain, texts[:3], {}, "do not begin with them"),
+        (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "does not begin with these pieces"),
+        (plain, [[], *texts, [3, 4]], {}, "does not begin with these pieces"),  # the same, of other numbers
+        (plain, texts[:3], {}, "does not begin with these pieces"),
         (plain, texts, {"by": "gate"}, 'by: got "gate"; the folder has "z"'),
         (plain, texts, {"k": 5}, "k: got 5; the folder has 3"),
         (changed, texts, {}, r'model: got "\w{64}"; the folder has'),
@@ -337,7 +337,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
         (NAMES, ["a text"], {}, "text 0: got a text, and the model has no tokenizer"),
-        (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*a text itself goes into a list"),
+        (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
         (NAMES, 7, {}, "got a int; expected a file or a list of texts"),
         (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file or a list of texts"),
         (NAMES, pd.DataFrame({"text": ["a"]}), {}, "got a DataFrame; .*one column of a table"),
