@@ -1,9 +1,9 @@
 """One page for up to a few thousand neurons.
 
-The page holds packed arrays, and its script (`assets/neurons.js`) draws one neuron at a time. An
-example of 19 tokens takes 114 bytes: z (as a share of the neuron's largest) and gate are in half
-precision; the page divides them for the value. Joint counts of gate and value are on a logarithmic
-scale of 0 to 255. `NeuronStatistics` has exact numbers.
+The page contains packed arrays, and its script (`assets/neurons.js`) draws one neuron at a time. An
+example with 19 tokens takes 114 bytes: z (relative to the neuron's largest |z|) and the gate are in
+half precision, and the page divides z by the gate for the value. Joint counts of gate and value are
+on a logarithmic scale from 0 to 255. `NeuronStatistics` has the exact values.
 """
 
 import base64
@@ -41,7 +41,7 @@ from attn_only_lens.viz.page import (
 )
 
 MOST_NEURONS = 3_000
-"""Neurons on one page; `attn-only-lens atlas` makes a page for each layer."""
+"""The most neurons on one page; for more, `attn-only-lens atlas` makes one page per layer."""
 
 _TOP_TOKENS = 8
 _PARTNERS = 6
@@ -60,24 +60,24 @@ def neuron_page(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Page:
-    """Draw neurons: their top examples, densities, tokens, and the heads they are connected to.
+    """Draw neurons: their top examples, densities, tokens, and strongest connections.
 
     Args:
         model: converted, or with exposed neuron-heads.
         names: neurons, such as ["L3N7", "L2N5"], or `patching.neuron_heads(layers)`; None for all,
             or all of the statistics.
-        texts: a corpus, as `neurons.top_examples` takes it; or statistics from
+        texts: a corpus, as in `neurons.top_examples`; or statistics from
             `neurons.neuron_statistics`, for which the options below are not used.
-        k: number of examples with the largest z, and with the smallest.
-        by: what examples are ranked by, as in `neurons.top_examples`.
-        metric: the metric of attributions.
+        k: number of examples with the largest z, and with the smallest z.
+        by: the quantity of the ranking, as in `neurons.top_examples`.
+        metric: the metric for attributions.
         context: as in `neurons.top_examples`.
         batch_size: as in `neurons.top_examples`.
         resume: as in `neurons.top_examples`.
         progress: as in `neurons.top_examples`.
 
     Returns:
-        One page. It shows for each neuron: the texts in which z is largest and smallest, with
+        One page. For each neuron, it shows the texts in which z is largest and smallest, with
         tokens coloured by z; histograms of z, of the gate, and of gate and value together; the
         tokens that its weights read from the embedding and write to the logits, in standard
         deviations over the vocabulary; and links to the heads with the largest
@@ -85,7 +85,7 @@ def neuron_page(
 
     Raises:
         InputError: as in `neurons.top_examples`; or there are more than 3,000 neurons, or the
-            statistics are of another model.
+            statistics are from another model.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
@@ -105,8 +105,8 @@ def neuron_page(
     wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
-            f"got {len(wanted):,} neurons; expected {MOST_NEURONS:,} at most on one page: name "
-            "some, or let `attn-only-lens atlas` make a page of each layer"
+            f"got {len(wanted):,} neurons; expected at most {MOST_NEURONS:,} on one page: pass "
+            "fewer names, or let `attn-only-lens atlas` make one page per layer"
         )
     if isinstance(texts, NeuronStatistics):
         statistics = texts.of(wanted)
@@ -205,18 +205,18 @@ def _by_weights(
 
 
 def _limits(statistics: NeuronStatistics) -> Float[Tensor, "neuron"]:
-    """Return the largest |z| in each neuron's windows: the strongest colour."""
+    """Return the largest |z| in each neuron's windows, which gets the strongest colour."""
     windows = [x for key, x in statistics.examples.items() if key.endswith(".z")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
 
 def _examples(statistics: NeuronStatistics, end: str, ids: list[int]) -> dict[str, Any]:
-    """Pack the examples of one end: [neuron, k] and [neuron, k, window] numbers."""
+    """Pack the examples of one end into arrays [neuron, k] and [neuron, k, window]."""
     parts = ("found", "score", "text", "position", "tokens", "z", "gate")
     of_end = {name: statistics.examples[f"{end}.{name}"] for name in parts}
     limits = _limits(statistics).view(-1, 1, 1)
     tokens = torch.tensor(ids, device="cpu")
-    # The number after the last one means: no token.
+    # The index after the last token's index means that there is no token.
     places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
     places[of_end["tokens"] < 0] = len(ids)
     kind = "<u2" if len(ids) < 2**16 else "<u4"
@@ -248,7 +248,7 @@ def _packed(x: Tensor, kind: str) -> str:
 
 
 def index_of_layers(statistics: NeuronStatistics, pages: dict[int, str]) -> Page:
-    """Return the page that links to the pages of the layers."""
+    """Return the index page, with links to the layers' pages."""
     counts = Counter(HeadName.parse(name).layer for name in statistics.names)
     title = f"{len(statistics.names):,} neurons of {model_title(statistics.model)}"
     rows = [

@@ -322,7 +322,7 @@ def test_what_is_not_the_graphs_is_refused(drawn):
         ({"model": models.build("gelu"), "prompts": prompts}, "no neuron-heads"),
         (
             {"model": convert(models.build("gelu", scale=0.3)), "prompts": prompts},
-            "of another model",
+            "from another model",
         ),
     ):
         with pytest.raises(InputError, match=match):
@@ -375,9 +375,9 @@ def test_exact_effects_stand_beside_attributions(drawn):
     assert shown[key] == pytest.approx(fall, rel=1e-3)
     for wrong, match in (
         (p.activation_patch(model, prompts, None, p.logit_diff(7, 12), direction="zero", **how),
-         "the graph is of"),
+         "the graph's metric is"),
         (p.activation_patch(model, tokens(5, 2, POS), None, METRIC, direction="zero", **how),
-         "of other prompts"),
+         "over other prompts"),
         (p.activation_patch(model, prompts, None, METRIC, direction="zero", positions="all", **how),
          'expected positions="each"'),
     ):  # fmt: skip

@@ -1,5 +1,5 @@
 "use strict";
-// The index of an atlas: a neuron's name leads to its place on the page of its layer.
+// The index of an atlas: a neuron's name opens the page of its layer at this neuron.
 {
   const pages = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("go").addEventListener("change", (event) => {

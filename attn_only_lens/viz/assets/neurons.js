@@ -1,5 +1,5 @@
 "use strict";
-// Neurons at a glance: a list to search and sort, and the page of the one that is chosen.
+// A list of neurons to search and sort, and the details of the selected neuron.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
   const KINDS = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
@@ -23,7 +23,7 @@
 
   // Examples
 
-  // A number of half precision, from its bits.
+  // Decode a half-precision number from its bits.
   const half = (bits) => {
     const exponent = (bits >> 10) & 31, digits = bits & 1023;
     return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 25) * (1024 + digits) : 2 ** -24 * digits);
@@ -41,7 +41,7 @@
     const from = neuron * end.k + rank;
     return { tokens, z, gate, value, here: end.position[from], score: end.score[from], text: end.text[from] };
   }
-  // The same words in several texts are shown once.
+  // Examples with the same words in several texts are shown once.
   function examplesOf(end, neuron) {
     const found = new Map();
     for (let rank = 0; rank < end.found[neuron]; rank++) {
@@ -54,7 +54,7 @@
     return [...found.values()];
   }
   const score = (end) => (neuron) => (end && end.found[neuron] ? end.score[neuron * end.k] : 0);
-  // The end at which a neuron is further from 0: the one to show first.
+  // The end at which a neuron is further from 0; it is shown first.
   const further = (neuron) => ends.reduce((a, b) => (Math.abs(score(b)(neuron)) > Math.abs(score(a)(neuron)) ? b : a));
   const peak = (neuron, end = further(neuron)) => {
     if (!end.found[neuron]) return null;
@@ -73,7 +73,7 @@
       all += n;
       if (i >= BINS) above += n;
     }
-    return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first bin of what is positive
+    return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first positive bin
   };
   const by = data.by === "z" ? "z" : data.by;
   const orders = [
@@ -127,9 +127,9 @@
     }));
   }
 
-  // The one that is chosen
+  // The selected neuron
 
-  const FEW = 8; // so that what comes below is in reach
+  const FEW = 8; // few, so that readers reach the sections below
   let shownEnd = 0, strips = true, whole = false;
   const svg = (tag, attributes, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -137,7 +137,7 @@
     if (text !== undefined) made.textContent = text;
     return made;
   };
-  // As wide as their panels, so that letters keep their size.
+  // Pictures are as wide as their panels, so that letters keep their size.
   let W = 260;
   const H = 130, LEFT = 6, BOTTOM = 18;
   function axis(picture, x, edges, y = H - BOTTOM) {
@@ -147,7 +147,7 @@
       picture.append(svg("text", { x: x(value), y: y + 13, "text-anchor": anchor }, short(value)));
     });
   }
-  // The bins in use, from the most negative; and the edges of the first and the last.
+  // The bins in use, from the most negative one, and the edges of the first and the last bin.
   function bins(name, neuron) {
     const { counts, exponent } = histograms[name];
     const all = Array.from(counts.subarray(neuron * 2 * BINS, (neuron + 1) * 2 * BINS));
@@ -183,7 +183,7 @@
   }
   function together(neuron) {
     const size = 2 * JOINT;
-    const at = (g, v) => joint[(neuron * size + g) * size + v]; // entry side from 0 outward: negative, positive
+    const at = (g, v) => joint[(neuron * size + g) * size + v]; // index from 0 outward: negative side, then positive
     const order = [...Array(JOINT).keys()].reverse().concat([...Array(JOINT).keys()].map((i) => JOINT + i));
     const rows = order.filter((g) => order.some((v) => at(g, v))), columns = order.filter((v) => order.some((g) => at(g, v)));
     const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "gate and value together" });
@@ -263,7 +263,7 @@
     const box = el("input", { type: "checkbox", onchange: (event) => { strips = event.target.checked; draw(); } });
     box.checked = strips;
     const go = (by) => () => {
-      const at = listed.indexOf(neuron); // -1 where a search has left it out
+      const at = listed.indexOf(neuron); // -1 if a search excludes it
       if (listed.length) choose(listed[at < 0 ? 0 : (at + by + listed.length) % listed.length]);
     };
     const found = bins("z", neuron), isZ = data.by === "z";
