@@ -39,14 +39,14 @@ _WEIGHTS = 100_000  # most pattern weights on a page, to three decimals
 _FEWEST = 8  # edges into a node that are kept for any number of nodes
 _EXAMPLES = 30_000  # most tokens of examples on a page
 _WHAT_IS_EXACT = {
-    direction: f"Exact effect: by how much the metric {what}, measured by running the model."
+    direction: f"Exact effect, from running the model: how much the metric {what}."
     for direction, what in {
         "zero": "falls when the node's output is set to zero",
         "mean": "falls when the node's output is set to its mean",
-        "resample": "falls when the node's output is another prompt's",
-        "bias": "falls when the neuron attends to the bias token alone",
-        "noise": "falls when the node's output is that of the corrupted run",
-        "denoise": "rises in the corrupted run when the node's output is the clean run's",
+        "resample": "falls when the node's output comes from another prompt",
+        "bias": "falls when the neuron attends only to the bias token",
+        "noise": "falls when the node's output comes from the corrupted run",
+        "denoise": "rises in the corrupted run when the node's output comes from the clean run",
     }.items()
 }
 
@@ -110,11 +110,11 @@ def circuit_view(
     reasons = [
         f"got a {type(value).__name__} as {name}; expected {expected}"
         for name, value, kind, expected in (
-            ("graph", graph, CircuitGraph, "a graph, of attribution_graph or from_json"),
-            ("exact", exact, Sweep | None, "a sweep, of activation_patch"),
-            ("stability", stability, Stability | None, "that of discover(…, resamples=20)"),
-            ("groups", groups, NodeGroups | None, "those of circuits.group_nodes"),
-            ("examples", examples, pd.DataFrame | None, "those of top_examples"),
+            ("graph", graph, CircuitGraph, "a graph from attribution_graph or from_json"),
+            ("exact", exact, Sweep | None, "a sweep from activation_patch"),
+            ("stability", stability, Stability | None, "a result of discover(…, resamples=20)"),
+            ("groups", groups, NodeGroups | None, "groups from circuits.group_nodes"),
+            ("examples", examples, pd.DataFrame | None, "a frame from top_examples"),
         )
         if not isinstance(value, kind)
     ]
@@ -127,7 +127,9 @@ def circuit_view(
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
-        reasons.append(f"got examples with {list(examples)}; expected those of top_examples")
+        reasons.append(
+            f"got examples with columns {list(examples)}; expected those of top_examples"
+        )
     refuse(*reasons, *_exact_reasons(graph, exact))
     notes = [*notes, *_notes_about(graph, prompt)]
     measured, state = _groups(graph, groups, state)
@@ -172,8 +174,8 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     ]
     if len(graph.tokens) > 1:
         notes.append(
-            f"Prompts: tokens, attention and what nodes write are those of prompt {prompt}; "
-            f"attributions and edges add up {len(graph.tokens)} prompts, and values are their mean."
+            f"Prompts: tokens, attention and written tokens are from prompt {prompt}; attributions "
+            f"and edges are sums over {len(graph.tokens)} prompts, and values are means."
         )
     if graph.corrupted:
         of_patterns = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
@@ -182,20 +184,20 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
         carried = np.abs(by_pattern).sum(), np.abs(by_value).sum()
         through = carried[0] / (sum(carried) or 1.0)
         notes.append(
-            "Difference: edges of all kinds add up to attributions. Of what these nodes carry, "
-            f"{through:.0%} goes through patterns (edges q, k, gate) and {1 - through:.0%} through "
-            "values, counted without signs."
+            "Difference: edges of all kinds add up to attributions. Of these nodes' absolute "
+            f"effects, {through:.0%} goes through patterns (edges q, k, gate) and "
+            f"{1 - through:.0%} through values."
         )
     return notes
 
 
 def _what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
     """Return a note that explains how exact effects differ from attributions."""
-    what = "The attribution is its share with all patterns and norm scales as they are."
+    what = "The attribution is the node's share with unchanged patterns and norm scales."
     if graph.corrupted:
         what = (
             "The attribution divides the difference among all nodes, with slopes taken between the "
-            "two runs; where nodes do the same, patches of one of them differ by direction."
+            "two runs; if nodes are redundant, patches of one of them differ by direction."
         )
     return f"{_WHAT_IS_EXACT[exact.direction]} {what}"
 
@@ -338,7 +340,7 @@ def _add_examples(
         node_examples = examples_of(examples, name)
         left -= sum(len(example.tokens) for example in node_examples)
         if left < 0:
-            notes.append(f"Examples: of the {index} neurons of largest |attribution|.")
+            notes.append(f"Examples: only for the {index} neurons with the largest |attribution|.")
             break
         _add(details, name, examples=node_examples)
 
@@ -358,7 +360,7 @@ def _add_patterns(
     most = _WEIGHTS // run.tokens.shape[1]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     if len(strongest) < len(heads):
-        notes.append(f"Patterns: of the {most} nodes of largest |attribution|.")
+        notes.append(f"Patterns: only for the {most} nodes with the largest |attribution|.")
     shared = host_of(model).neurons[0].heads_per_neuron > 1
     seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
@@ -391,7 +393,7 @@ def _add_tokens(
         neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
         read = effects.read_tokens(neurons, k) if neurons else []
     except InputError as error:
-        more = "top_tokens=0 draws the graph without its nodes' tokens"
+        more = "pass top_tokens=0 to draw the graph without its nodes' tokens"
         raise InputError([*error.reasons, more], "there are no top tokens of this model") from error
     tokens = {token for top in (*raised, *read) for token, _ in top}
     texts = {token: token_text(model, token) for token in tokens}

@@ -62,10 +62,8 @@ def test_the_page_holds_the_graph(drawn):
     every = attribution_graph(model, prompts, METRIC, mass=1.0)
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
     note, prompts = data["notes"]
-    assert prompts.startswith(
-        "Prompts: tokens, attention and what nodes write are those of prompt 1;"
-    )
-    assert "add up 2 prompts" in prompts
+    assert prompts.startswith("Prompts: tokens, attention and written tokens are from prompt 1;")
+    assert "are sums over 2 prompts" in prompts
     assert note.startswith(f"Nodes: 61 of {n} heads and neurons, with {share:.0%} of")
     assert 0.3 < share < 0.99  # the control
 
@@ -289,7 +287,7 @@ def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch
     graph, model, prompts, page = drawn
     monkeypatch.setattr("attn_only_lens.viz.graph_view._WEIGHTS", 7 * POS)
     data = read_back(viz.circuit_view(graph, model, prompts))
-    assert data["notes"][-1:] == ["Patterns: of the 7 nodes of largest |attribution|."]
+    assert data["notes"][-1:] == ["Patterns: only for the 7 nodes with the largest |attribution|."]
     heads = heads_of(graph)
     strongest = heads.loc[heads["attribution"].abs().nlargest(7).index]
     keys = {n.name if n.kind == "neuron" else n.id for n in strongest.itertuples()}
@@ -405,7 +403,9 @@ def test_examples_of_neurons(drawn, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.graph_view._EXAMPLES", 12)
     data = read_back(viz.circuit_view(graph, examples=frame))
     assert set(data["details"]) == set(ranked.unique()[:2])
-    assert data["notes"][-1:] == ["Examples: of the 2 neurons of largest |attribution|."]
+    assert data["notes"][-1:] == [
+        "Examples: only for the 2 neurons with the largest |attribution|."
+    ]
     with pytest.raises(InputError, match="expected those of top_examples"):
         viz.circuit_view(graph, examples=frame.drop(columns="gates"))
 

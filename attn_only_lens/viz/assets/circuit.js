@@ -387,7 +387,7 @@
     const plain = shown.filter((i) => !(i < N && isExtra(i))).length;
     at("nodes-shown").textContent = `${said.format(plain)} of ${said.format(candidates)}`;
     at("edges-shown").textContent = `${said.format(drawn.length)} of ${said.format(possible)}`;
-    at("edges-shown").title = "Of those between the nodes that are shown, and of the kinds chosen";
+    at("edges-shown").title = "Among edges between shown nodes, of the selected kinds";
     at("more").disabled = state.only_pinned || (count.nodes >= candidates && count.edges >= possible);
   };
   for (const what of ["nodes", "edges"])
@@ -542,7 +542,7 @@
     return line;
   };
   const furthest = (values) => values.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-12);
-  const SPREAD = "Amounts: standard deviations above the mean over the vocabulary (σ), direct path alone.";
+  const SPREAD = "Amounts: standard deviations above the mean over the vocabulary (σ), direct path only.";
   const bothEnds = (id, title, note, words, list) => {
     const part = section(id, title, note), both = make("div", "", "both");
     for (const [name, some] of [[words[0], list.filter(([, s]) => s >= 0)],
@@ -584,8 +584,8 @@
       box.append(table(facts.map((cells) => ({ cells }))));
       box.append(make("p", "The attribution of the group is the sum over its members, minus the edges between them: "
         + "what one member passes on to another counts once.", "note"));
-      if (measured) box.append(make("p", "Exact effects: by how much the metric falls when z is that of the corrupted run. "
-        + "If the first is larger, members stand in for each other.", "note"));
+      if (measured) box.append(make("p", "Exact effects: how much the metric falls when z comes from the corrupted run. "
+        + "If the first is larger, members can replace each other.", "note"));
       const part = section("members", `Members (${item.members.length})`,
                            "Edges of one kind into a group, or out of it, are added up.");
       part.append(table(item.members.map((m) => ({ cells: [nameOf(m), nodes.attribution[m]], go: item.group.folded ? undefined : m }))));
@@ -609,7 +609,7 @@
       // The gate alone would mislead: SiLU's gate is ½ if the output is 0.
       const part = section("pattern", "Attention", more.z
         ? "Coloured by z, the output of the neuron (gate × value): green is positive, purple negative. "
-          + "Point at a token for its gate, the weight on itself."
+          + "Point at a token for its gate, the attention to itself."
         : nodes.kind[i] === "neuron" ? gate : "The attention of the outlined token, 0 to 1.");
       part.append(more.z
         ? coloured(tokens, more.z, furthest(more.z), where, (t) => `z ${more.z[t]}, gate ${more.pattern[t]}`)

@@ -54,7 +54,7 @@ const layout = (() => {
       while (total() > free) {
         const wide = used.filter((c) => abreast.get(c) > fewest);
         if (!wide.length) break;
-        // Choose the column that grows least in height; among equals, the widest.
+        // Narrow the column that then needs the fewest lines; among equals, the widest.
         const tall = (c) => Math.ceil(full.get(c) / (abreast.get(c) - 1));
         const size = (c) => step.get(c) * abreast.get(c);
         const best = wide.reduce((a, b) => (tall(b) - tall(a) || size(a) - size(b)) < 0 ? b : a);

@@ -272,24 +272,24 @@
     const [writers, readers] = data.partners[neuron].length ? data.partners[neuron] : [[], []];
     $("one").replaceChildren(
       el("header", {}, el("h2", {}, name),
-        el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
+        el("button", { type: "button", title: "The previous neuron", onclick: go(-1) }, "‹"),
         el("button", { type: "button", title: "The next", onclick: go(1) }, "›"),
         el("span", { class: "note" }, `z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`)),
       el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
       tokenLegend(limits, strips),
       el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((entry) => el("div", { class: "example" },
         el("span", { class: "value" }, short(entry.score)), tokenLine(entry, limits, strips),
-        el("span", { class: "from", title: entry.times > 1 ? `so many of the ${end.found[neuron]} examples are these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
+        el("span", { class: "from", title: entry.times > 1 ? `number of the ${end.found[neuron]} examples with these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
       el("div", { class: "panels" }, histogram("z", neuron, "z", signs), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
-      ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
-        el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
-      ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
+      ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, from the weights only"), tokenLists(neuron),
+        el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) the neuron. Writes: logits that it raises or lowers if z is positive. Amounts are standard deviations over the vocabulary.")] : []),
+      ...(data.partners[neuron].length ? [el("h3", {}, "Connections, from the weights only"),
         el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
-        el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
+        el("p", { class: "note" }, "Composition scores. Between neurons, they have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
   }
   function choose(neuron) {
