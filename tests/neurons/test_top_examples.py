@@ -328,7 +328,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     ("names", "texts", "options", "reason"),
     [
         (["L0H1"], [[1]], {}, "got L0H1, an attention head; expected neurons"),
-        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number from 1 on"),
+        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number, at least 1"),
         (NAMES, [[1]], {"by": "value"}, "got by='value'; expected one of z, gate, attribution"),
         (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
         (NAMES, [[1]], {"metric": p.loss()}, "expected none"),
@@ -353,7 +353,7 @@ def test_refused(plain, names, texts, options, reason):
 @needs_hooked_transformer
 def test_one_of_several_heads_is_refused():
     model = MODELS["several heads"]()
-    with pytest.raises(InputError, match=r"got L1N29\.2, one of several heads of a neuron"):
+    with pytest.raises(InputError, match=r"got L1N29\.2, one of a neuron's several heads"):
         neurons.top_examples(model, ["L1N29.2"], [[1]], **QUIET)
 
 
@@ -361,5 +361,5 @@ def test_activations_that_are_not_finite_are_refused():
     model = bridge("gpt2")
     with torch.no_grad():
         model.W_E[7] = math.inf
-    with pytest.raises(InputError, match="not finite in one of the texts 0 to 1"):
+    with pytest.raises(InputError, match="in one of the texts 0 to 1 are not finite"):
         neurons.top_examples(model, NAMES, [[1, 2], [3, 7]], **QUIET)

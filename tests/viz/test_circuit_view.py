@@ -313,7 +313,7 @@ def test_what_is_not_the_graphs_is_refused(drawn):
     for how, match in (
         ({"model": model}, "got a model alone"),
         ({"prompts": prompts}, "got prompts alone"),
-        ({"prompt": 2}, "got prompt=2; the graph is of 2 prompts"),
+        ({"prompt": 2}, "got prompt=2; the graph has 2 prompts"),
         ({"top_tokens": -1}, "got top_tokens=-1"),
         ({"model": model, "prompts": prompts.flip(0)}, "prompts other than the graph's"),
         ({"model": model, "prompts": prompts[:1]}, "prompts other than the graph's"),
@@ -341,7 +341,7 @@ def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
         raise InputError(["its embedding is projected"], "no")
 
     monkeypatch.setattr(HeadMatrices, "embedding", unknown)
-    with pytest.raises(InputError, match="top_tokens=0 draws the graph without"):
+    with pytest.raises(InputError, match="pass top_tokens=0 to draw the graph without"):
         viz.circuit_view(graph, model, prompts)
 
 
