@@ -1,14 +1,14 @@
-"""Execute the notebooks, and store what they put out so that it can be read anywhere, offline.
+"""Execute the notebooks, and store their outputs so that they can be read anywhere, offline.
 
     python notebooks/execute.py             # all of them; `make notebooks`
     python notebooks/execute.py 02 04
 
-A figure of plotly needs a script of 5 MB, and a page with patterns one of 1.3 MB, so both are
-stored as a picture that a headless Chromium takes (`make browser`); who runs a notebook has them
-interactive. A smaller page, such as a circuit's, is stored as it is, in a frame.
+A plotly figure needs a 5 MB script, and a page with patterns needs a 1.3 MB script. So both are
+stored as pictures that a headless Chromium takes (`make browser`); they are interactive if you run
+the notebook. A smaller page, such as a circuit's, is stored unchanged, in a frame.
 
-With the outputs goes a digest of the code that made them: `tests/test_notebooks.py` holds the one
-against the other, and executes the notebooks again.
+A digest of the code is stored with the outputs: `tests/test_notebooks.py` compares it with the
+code, executes the notebooks again, and compares the outputs.
 """
 
 import hashlib
@@ -40,17 +40,17 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "JUPYTER_PLATFORM_DIRS": "1",
     "OMP_NUM_THREADS": "1",
-    "PLOTLY_RENDERER": "plotly_mimetype",  # the figure's data alone
-    "PYTHONWARNINGS": "ignore:IProgress not found",  # no bars are shown
-    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # or the debugger of ipykernel writes to stderr
+    "PLOTLY_RENDERER": "plotly_mimetype",  # only the figure's data
+    "PYTHONWARNINGS": "ignore:IProgress not found",  # no progress bars are shown
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # otherwise ipykernel's debugger writes to stderr
 }
 
 
 def executed(path: Path) -> NotebookNode:
-    """A notebook with what its cells put out now, run in a folder that is thrown away.
+    """Return a notebook with the new outputs of its cells, run in a temporary folder.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell raised, with its traceback.
+        nbclient.exceptions.CellExecutionError: a cell raised an error; it has the traceback.
     """
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,20 +58,20 @@ def executed(path: Path) -> NotebookNode:
         client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
         client.execute(env=os.environ | _ENVIRONMENT)
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # when it ran
-    notebook.metadata.language_info = {"name": "python"}  # and not which
+        cell.metadata.pop("execution", None)  # the time of execution
+    notebook.metadata.language_info = {"name": "python"}  # without the version
     notebook.metadata.attn_only_lens = {"sources": digest(notebook)}
     return notebook
 
 
 def digest(notebook: NotebookNode) -> str:
-    """A hash of the code of all cells."""
+    """Return a hash of the code in all cells."""
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
 def with_pictures(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with figures, and pages that are too large to be stored, as pictures."""
+    """Return the notebook with pictures in place of figures and of pages too large to store."""
     with _camera() as photograph:
         for cell in notebook.cells:
             for output in cell.get("outputs", []):
@@ -83,7 +83,7 @@ def with_pictures(notebook: NotebookNode) -> NotebookNode:
 
 
 def _page(data: dict[str, Any]) -> str | None:
-    """The HTML of an output that is to become a picture."""
+    """Return the HTML of an output that must become a picture, or None."""
     if PLOTLY in data:
         figure = json.dumps(data[PLOTLY])
         data["text/plain"] = FIGURE
@@ -97,7 +97,7 @@ def _page(data: dict[str, Any]) -> str | None:
 
 @contextmanager
 def _camera() -> Iterator[Callable[[str], str]]:
-    """What takes a picture of a page: PNG in base64."""
+    """Yield a function that takes a picture of an HTML page, as base64-encoded PNG."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -121,7 +121,7 @@ def _camera() -> Iterator[Callable[[str], str]]:
             driver.get(file.as_uri())
             height = driver.execute_script("return document.documentElement.scrollHeight")
             frame = driver.execute_script("return outerHeight - innerHeight")
-            # A capture beyond the viewport would catch a chart while it draws itself anew.
+            # A capture larger than the viewport would show a chart that is still being redrawn.
             driver.set_window_size(_WIDTH, height + frame)
             driver.execute_async_script("setTimeout(arguments[0], 500)")
             return driver.get_screenshot_as_base64()
@@ -133,7 +133,7 @@ def _camera() -> Iterator[Callable[[str], str]]:
 
 
 def main(wanted: list[str]) -> None:
-    """Execute the notebooks whose names begin so, or all, and write each when it is done."""
+    """Execute all notebooks, or those whose names start with a prefix in `wanted`; save each."""
     for path in NOTEBOOKS:
         if not wanted or path.name.startswith(tuple(wanted)):
             print(path.name, flush=True)

@@ -142,9 +142,9 @@ PATCH = ["patch", "small-english", "--clean", "The key", "--out", "sweep.csv"]
     [
         ([*PATCH, "--resume", ""], "got ''; expected a path"),
         (["demo", "--out", ""], "got ''; expected a path"),
-        (["demo", "--out", "demo.html"], "name of a file; expected the name of a folder"),
+        (["demo", "--out", "demo.html"], "a file name; expected a folder name"),
         (["grow", "small-english", "", "--d-mlp", "900"], "got ''; expected a path"),
-        (["atlas", "small-english", "--texts", __file__, "--out", "a.html"], "the name of a file"),
+        (["atlas", "small-english", "--texts", __file__, "--out", "a.html"], "a file name"),
     ],
 )
 def test_paths_of_the_command_line(arguments, reason, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """The command line: one file for each command."""
 
-# Each module adds its commands.
+# Importing a module adds its commands to the application.
 from attn_only_lens.cli import (  # noqa: F401
     atlas,
     circuit,

@@ -1,4 +1,4 @@
-"""`python -m attn_only_lens.cli`, for launchers that start several processes."""
+"""Run the command line as `python -m attn_only_lens.cli`, for multi-process launchers."""
 
 from attn_only_lens.cli import app
 

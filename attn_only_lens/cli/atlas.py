@@ -32,7 +32,7 @@ def atlas(
     context: Annotated[
         int | None,
         option(
-            "tokens in one piece of a text; default: 128, or the model's context if shorter",
+            "tokens per piece of text; default: 128, or the model's context length if shorter",
             _CORPUS,
         ),
     ] = None,

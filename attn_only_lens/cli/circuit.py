@@ -1,4 +1,4 @@
-"""`attn-only-lens explain` and `circuit`: what makes an answer, as a table and a graph."""
+"""`attn-only-lens explain` and `circuit`: the cause of an answer, as a table and a graph."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,7 +45,7 @@ def explain(
     corrupted: Annotated[
         list[str],
         option(
-            "the prompt to compare with, of the same number of tokens; repeat for more", PROMPTS
+            "the prompt to compare with; same number of tokens; repeat for more prompts", PROMPTS
         ),
     ],
     out: OutPage,
@@ -54,8 +54,8 @@ def explain(
     resamples: Annotated[
         int,
         option(
-            "search this many random halves of the prompts again, 20 for instance, and show "
-            "which sites are in nearly all of these circuits (four prompts or more)"
+            "number of random halves of the prompts, e.g. 20, for which to repeat the search; the "
+            "page shows the sites that are in nearly all of these circuits (needs 4 prompts)"
         ),
     ] = 0,
     texts: Annotated[
@@ -63,18 +63,18 @@ def explain(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="a corpus, one text per line: the page shows where neurons are largest in it, and "
-            "names them after these tokens",
+            help="a corpus, one text per line; the page shows where each neuron's output is "
+            "largest, and labels the neuron with these tokens",
         ),
     ] = None,
     top: Top = 20,
 ) -> None:
-    """Explain why a model answers two prompts differently: which heads and neurons, and how.
+    """Explain which heads and neurons make a model answer two prompts differently, and how.
 
     The table divides the difference among the sites of a small circuit, through their patterns and
     their values, and compares the shares with exact patches: "denoise" puts the site's clean output
-    into the corrupted run, "noise" the corrupted output into the clean run. The page draws how the
-    sites act on each other.
+    into the corrupted run, "noise" puts the corrupted output into the clean run. The page draws how
+    the sites act on each other.
     """
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -123,12 +123,12 @@ def circuit(
     faithfulness: Faithfulness = 0.9,
     top: Top = 20,
 ) -> None:
-    """Draw the circuit behind an answer: which heads and neurons write what others read.
+    """Draw the circuit behind an answer: heads and neurons, and the edges between them.
 
-    With --corrupted, search for a minimal circuit, the smallest set found that reaches
-    --faithfulness when everything else is patched from the corrupted prompts, and draw what makes
-    the difference between the two prompts. Without it, the graph describes the clean prompts alone,
-    and is exact while attention patterns and norm scales keep their values on these prompts.
+    With --corrupted, search for a minimal circuit, and draw how it makes the difference between the
+    two prompts. The circuit is the smallest set found that reaches --faithfulness while all other
+    sites are patched from the corrupted prompts. Without --corrupted, the graph describes only the
+    clean prompts; it is exact if attention patterns and norm scales keep their values.
     """
     from attn_only_lens import circuits
     from attn_only_lens.viz import circuit_view, write_html
@@ -172,9 +172,9 @@ def _print_circuit(circuit: "Circuit", top: int) -> None:
     columns = ["name", "position", "effect"]
     title = (
         f"A circuit of {len(circuit)} of {circuit.n_sites} sites keeps {circuit.faithfulness:.1%} "
-        f"of the effect; everything else keeps {circuit.completeness:.1%}"
+        f"of the effect; all other sites keep {circuit.completeness:.1%}"
     )
     if circuit.random:
         random = ", ".join(f"{value:.1%}" for value in circuit.random)
-        title += f"; random circuits of that size keep {random}"
+        title += f"; random circuits of this size keep {random}"
     print_table(title, columns, circuit.frame[columns].head(top).to_numpy().tolist())

@@ -1,6 +1,6 @@
-"""The application: its commands report errors, check outputs and print tables with this code.
+"""The application, and code that all commands use to report errors, check outputs, print tables.
 
-Functions of the command line import torch and pandas only when they run, so that --help is quick.
+Commands import torch and pandas only when they run, so that --help is quick.
 """
 
 import sys
@@ -20,9 +20,9 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 Panel = Literal["Start here", "Find what matters", "Look at a model", "Make models, and compare"]
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
-"""Groups of options in the help of commands."""
+"""Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
-_TEXT = ("name", "site", "does")  # columns of tables that are aligned on the left
+_TEXT = ("name", "site", "does")  # left-aligned table columns
 
 _START = """\
 Which heads and neurons make the difference between the answers to two prompts? Start here:
@@ -32,7 +32,7 @@ Which heads and neurons make the difference between the answers to two prompts? 
     --answer " are" --wrong " is" --out explanation.html
 
 MODEL is the Hugging Face name of your model, or its folder. small-english ships with this package:
-take it for MODEL to try the command, or run `attn-only-lens demo`.
+use it as MODEL to try the command, or run `attn-only-lens demo`.
 
   attn-only-lens verify MODEL --text "The keys"   check that your model, with neurons as attention
                                                   heads, has the same logits
@@ -42,7 +42,7 @@ take it for MODEL to try the command, or run `attn-only-lens demo`.
 
 
 def option(help_text: str, panel: str | None = None, *names: str) -> Any:
-    """Declare an option of a command, in a group of its help."""
+    """Declare an option of a command, in a group of the command's help text."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel)
 
 
@@ -51,15 +51,15 @@ def option(help_text: str, panel: str | None = None, *names: str) -> Any:
     help="See the MLP neurons of a TransformerLens model as attention heads.",
 )
 def start(context: typer.Context) -> None:
-    """Say what to do first, if no command is given."""
+    """Print what to do first, if no command is given."""
     if context.invoked_subcommand is None:
         typer.echo(_START, nl=False)
 
 
 def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a command to a group of the help, with examples; its errors are printed as one message.
+    """Add a command to a group in the help, with examples; print its errors as one message.
 
-    A parameter whose type is a dataclass stands for a group of options: one for each field.
+    A parameter whose type is a dataclass stands for a group of options, one option per field.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +90,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
             kind, *declarations = get_args(hint)
             if kind in (Path, Path | None):
                 declarations[0].parser = path
-        # \b keeps the lines of a paragraph.
+        # In click, \b keeps the line breaks of a paragraph.
         shown = "\n \n".join(f"  {text}".replace("\n", " \\\n    ") for text in examples)
         help_text = f"{getdoc(function)}\n\n\b\nExamples:\n{shown}"
         return app.command(rich_help_panel=panel, help=help_text)(run)
@@ -99,7 +99,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
 
 
 def path(value: str | Path) -> Path:
-    """Return the path that a user gave in a shell; refuse '', which is the current folder."""
+    """Return a path from the shell; refuse '', which would mean the current folder."""
     from attn_only_lens.storage.atomic import as_path
 
     try:
@@ -109,7 +109,7 @@ def path(value: str | Path) -> Path:
 
 
 def sort_commands() -> None:
-    """Sort the groups of commands, once all are added."""
+    """Sort the groups of commands; call this after all commands are added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
         key=lambda command: (
@@ -121,7 +121,7 @@ def sort_commands() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Print errors and warnings of this package as one message each; errors exit with code 2."""
+    """Print each error or warning from this package as one message; errors exit with code 2."""
     from attn_only_lens.engine.input_warnings import warned_once
     from attn_only_lens.tl import quiet
 
@@ -138,14 +138,14 @@ def clear_errors() -> Iterator[None]:
         warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
         try:
             yield
-        except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: a path, a full disk
+        except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: bad path, full disk
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show a message on a terminal while something without a progress bar runs."""
+    """Show a message on a terminal while a step without a progress bar runs."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"{what} …"):
@@ -153,36 +153,36 @@ def working(what: str) -> Iterator[None]:
 
 
 def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
-    """Check output options before computing."""
+    """Check the output options before any computation."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
         raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
     if not out.absolute().parent.is_dir():
-        raise AttnOnlyLensError(f"got --out {out}; there is no folder {out.parent}")
+        raise AttnOnlyLensError(f"got --out {out}; the folder {out.parent} does not exist")
     if top < 1:
         raise AttnOnlyLensError(f"got --top {top}; expected 1 or more")
 
 
 def require_folder(out: Path) -> None:
-    """Refuse --out before computing if it is a file, or has the name of a file."""
+    """Refuse --out, before any computation, if it is a file or looks like a file name."""
     if out.exists() and not out.is_dir():
         raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
     if out.suffix in _FILES and not out.is_dir():
         raise AttnOnlyLensError(
-            f"got --out {out}, the name of a file; expected the name of a folder, because several "
-            f"files are written: pass --out {out.with_suffix('')}"
+            f"got --out {out}, a file name; expected a folder name, because the command writes "
+            f"several files: pass --out {out.with_suffix('')}"
         )
 
 
 def say_page(page: Path, what: str = "") -> None:
-    """Print where a page was written, and the address that opens it."""
+    """Print the path of a written page, and the address that opens it."""
     typer.echo(f"{page}{what and ': '}{what}\nOpen it in a browser: {page.resolve().as_uri()}")
 
 
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
 ) -> None:
-    """Print a title on one line, and a table: numbers in that format (-0 as 0)."""
+    """Print a title line and a table, with numbers in the given format (-0 as 0)."""
     from rich.console import Console
     from rich.table import Table
 

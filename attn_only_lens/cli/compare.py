@@ -1,4 +1,4 @@
-"""`attn-only-lens compare`: compare a model with one grown from it, and report differences."""
+"""`attn-only-lens compare`: compare a model with its grown model, and report differences."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from attn_only_lens.comparison import Comparison
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
-_PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: per line a prompt, or 3,4,113"
+_PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: one prompt or 3,4,113 per line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class _LossOptions(MetricOptions):
 def compare(
     model: Model,
     grown: Annotated[
-        Path, typer.Argument(help="a model that `grow` wrote; it may have been trained since")
+        Path, typer.Argument(help="a model that `grow` wrote, perhaps trained afterwards")
     ],
     tokens: Annotated[Path, option(_PROMPT_FILE, PROMPTS)],
     metric: _LossOptions,
@@ -66,25 +66,23 @@ def compare(
     chat: Chat = False,
     provenance: Annotated[
         Path | None,
-        option(
-            "the folder that `grow` wrote, if GROWN was trained and saved in another one", MODEL
-        ),
+        option("the folder that `grow` wrote, if GROWN was trained and saved elsewhere", MODEL),
     ] = None,
     null: Annotated[
         Path | None,
         option("a model that grew in the same way and was trained with another seed", MODEL),
     ] = None,
     faithfulness: Faithfulness = 0.9,
-    batch_size: Annotated[int, option("prompts in one forward pass, at most")] = 32,
+    batch_size: Annotated[int, option("maximum number of prompts in one forward pass")] = 32,
     patched: Annotated[int, option("number of components to patch")] = 200,
     nodes: Annotated[int, option("number of nodes that get edges")] = 100,
     seed: Annotated[int, option("seed of the bootstrap")] = 0,
     dtype: Dtype = None,
     device: Annotated[
-        str | None, option("cpu, cuda or mps; default: cuda if there is one", MODEL)
+        str | None, option("cpu, cuda or mps; default: cuda if available", MODEL)
     ] = None,
 ) -> None:
-    """Compare a model with one grown from it: write tables and two pages to a folder."""
+    """Compare a model with its grown model, and write tables and two pages to a folder."""
     import torch
 
     from attn_only_lens import viz
@@ -127,14 +125,14 @@ def compare(
     viz.write_html(viz.comparison_circuit(comparison), out / "circuit.html")
     _print_summary(comparison)
     say_page(out / "report.html", "tables and figures")
-    say_page(out / "circuit.html", "what was kept, lost and gained")
+    say_page(out / "circuit.html", "nodes and edges that were kept, lost and gained")
 
 
 def _require_other_folder(out: Path, folders: Sequence[str | Path | None]) -> None:
     for folder in folders:
         if folder is not None and out.exists() and Path(folder).resolve() == out.resolve():
             raise AttnOnlyLensError(
-                f"got --out {out}, the folder of a model to compare; expected another folder"
+                f"got --out {out}, which is the folder of a compared model; expected another folder"
             )
 
 
@@ -151,7 +149,7 @@ def _read_prompts(path: Path, option: str) -> Any:
 
 
 def _print_summary(comparison: "Comparison") -> None:
-    """Print two tables, without the intervals, which are in the files."""
+    """Print two tables without confidence intervals; the files have the intervals."""
     estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (
         ("By layer: means over components", comparison.summary()),

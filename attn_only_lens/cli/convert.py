@@ -1,4 +1,4 @@
-"""`attn-only-lens convert` and `verify`."""
+"""The commands `attn-only-lens convert` and `attn-only-lens verify`."""
 
 from collections import Counter
 from pathlib import Path
@@ -31,7 +31,7 @@ def convert(
         int | None, option("heads per neuron, for bilinear gates", _GATES)
     ] = None,
     tolerance: Annotated[
-        float | None, option("largest error of an activation, for bilinear gates", _GATES)
+        float | None, option("largest error of the activation function, for bilinear gates", _GATES)
     ] = None,
     text: Annotated[str | None, option("a text that calibrates gated MLPs", _GATES)] = None,
     tokens: Annotated[
@@ -41,7 +41,7 @@ def convert(
 ) -> None:
     """Convert a model to an attention-only HookedTransformer, and save it (transformer-lens 3.9).
 
-    A folder that `convert` wrote is saved again.
+    If MODEL is a folder that `convert` wrote, its model is saved again.
     """
     from attn_only_lens.models import checkpoint
     from attn_only_lens.models.convert import convert as convert_model
@@ -61,15 +61,15 @@ def convert(
     if checkpoint.is_saved(name):
         manifest = checkpoint.read_manifest(open_folder(name))
         if manifest["layout"] == "in place":
-            raise AttnOnlyLensError(f"{name} holds a model in place: give its source")
+            raise AttnOnlyLensError(f"{name} has exposed neuron-heads in place; pass its source")
         converted = load_model(name, None, model.device)
         if gate != "exact":
-            raise AttnOnlyLensError(f"{name} is converted already: give its source")
+            raise AttnOnlyLensError(f"{name} is already converted; pass its source")
         saved_dtype = str(converted.cfg.dtype).removeprefix("torch.")
         if model.dtype not in (None, saved_dtype):
             raise AttnOnlyLensError(
-                f"got --dtype {model.dtype} for a model saved in {saved_dtype}: convert its source "
-                "with that --dtype instead, so that its tables are computed in it"
+                f"got --dtype {model.dtype} for a model saved in {saved_dtype}; convert its source "
+                f"with --dtype {model.dtype} instead, so that its tables have this precision"
             )
         name = manifest["source_name"]
     else:
@@ -111,7 +111,7 @@ def verify(
 ) -> None:
     """Check that a model with neuron-heads computes the same logits; exit with 1 if it does not.
 
-    MODEL alone is run without neuron-heads and with them. CONVERTED is compared with MODEL.
+    Without CONVERTED, MODEL runs without and with neuron-heads. With CONVERTED, both models run.
     """
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -124,11 +124,11 @@ def verify(
     if converted is None:
         loaded = source = model.with_neuron_heads()
         if isinstance(source, AttentionOnlyTransformer):
-            raise AttnOnlyLensError(f"{model.model} is converted: give its source before it")
+            raise AttnOnlyLensError(f"{model.model} is converted; pass its source as MODEL")
     else:
         if not checkpoint.is_saved(converted):
             raise AttnOnlyLensError(
-                f"no saved model in {converted}: neither `convert` nor `save` wrote it. "
+                f"{converted} was written neither by `convert` nor by `save`. "
                 f"`attn-only-lens verify {converted}` checks it with exposed neuron-heads; "
                 f"`attn-only-lens compare {model.model} {converted}` compares a grown model with "
                 "its original"
@@ -151,7 +151,7 @@ _Input: TypeAlias = "str | Int[Tensor, 'batch pos']"
 
 def _read_input(text: str | None, tokens: Path | None, chat: bool = False) -> _Input:
     if (text is None) == (tokens is None):
-        raise AttnOnlyLensError("give either --text or --tokens, to run both models on")
+        raise AttnOnlyLensError("pass either --text or --tokens as the input for both models")
     if text is not None:
         return text
     if chat:
@@ -180,7 +180,7 @@ def read_tokens(tokens: Path) -> "Int[Tensor, 'batch pos']":
 
     tensors, _ = read_tensors(tokens)
     if "tokens" not in tensors:
-        raise AttnOnlyLensError(f"{tokens} holds {sorted(tensors)}; expected `tokens`")
+        raise AttnOnlyLensError(f"{tokens} has the tensors {sorted(tensors)}; expected `tokens`")
     inputs = tensors["tokens"]
     if inputs.ndim != 2 or inputs.dtype not in (torch.int32, torch.int64) or not inputs.numel():
         raise AttnOnlyLensError(

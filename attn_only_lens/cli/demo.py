@@ -20,7 +20,7 @@ _SHOWN = 8
 def demo(
     out: Annotated[Path, option("output folder for the pages")] = Path("out"),
 ) -> None:
-    """Find and draw a circuit of heads and neurons in the language model of this package."""
+    """Find and draw a circuit of heads and neurons in this package's language model."""
     from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, verify, viz
     from attn_only_lens.neurons import neuron_statistics
 
@@ -28,10 +28,10 @@ def demo(
     source = pretrained.small_english()
     model = expose_neuron_heads(source, copy=True).model
     same = "bitwise the same" if verify(source, model, CLEAN).bitwise else "NOT THE SAME"
-    typer.echo(f"A language model of 4 layers; with its neurons as heads, its logits are {same}.")
+    typer.echo(f"A 4-layer language model; with its neurons as heads, its logits are {same}.")
     typer.echo(
-        f"Why does {CLEAN!r} go on with 'are', and not 'is'? The output of each head and\n"
-        f"neuron is copied into a run of {CORRUPTED!r}: how much of the answer comes back?\n"
+        f"Why does {CLEAN!r} continue with 'are', and not 'is'? The output of each head\n"
+        f"and neuron is copied into a run on {CORRUPTED!r}: how much of the answer comes back?\n"
     )
     metric = patching.logit_diff(" are", " is")
     sweep = patching.activation_patch(model, CLEAN, CORRUPTED, metric)
@@ -51,4 +51,4 @@ def demo(
     typer.echo(f"\nA circuit: {why.title}.")
     page = viz.neuron_page(model, None, seen)
     say_page(why.page(out / "circuit.html", examples=seen.frame()), "the circuit; click a node")
-    say_page(viz.write_html(page, out / "neurons.html"), "its neurons, over texts")
+    say_page(viz.write_html(page, out / "neurons.html"), "the circuit's neurons, over texts")

@@ -36,15 +36,16 @@ def grow(
     copy: Annotated[
         bool,
         option(
-            "new layers start as copies of the layer before, with zero output", _LAYERS, "--copy"
+            "new layers start as copies of the layer before, with zero outputs", _LAYERS, "--copy"
         ),
     ] = False,
     seed: Annotated[int, option("seed of the new weights")] = 0,
 ) -> None:
     """Make a larger model that computes the same function.
 
-    Every command takes the folder as MODEL. It holds a plain model, and provenance.json, which says
-    where every head and neuron went. To grow a converted model, grow its source and `convert` that.
+    Every command accepts the folder OUT as MODEL. It contains a plain model and provenance.json,
+    with the new place of every head and neuron. To grow a converted model, grow its source, then
+    `convert` the grown model.
     """
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model
@@ -60,9 +61,9 @@ def grow(
     loaded = model.load()
     if isinstance(loaded, AttentionOnlyTransformer):
         raise AttnOnlyLensError(
-            f"{name} is converted; grow its source, and convert that: it is the same model"
+            f"{name} is converted; grow its source, then convert the grown model (same result)"
         )
-    hide(loaded)  # neuron-heads that `save` wrote
+    hide(loaded)  # the folder may have been saved with neuron-heads
     sizes: dict[str, Any] = {
         "d_mlp": d_mlp,
         "n_heads": n_heads,

@@ -1,4 +1,4 @@
-"""Groups of options that several commands share, and the parsers of their values."""
+"""Groups of options that several commands share, and parsers for their values."""
 
 import sys
 from contextlib import redirect_stdout
@@ -49,7 +49,7 @@ Tokens = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """A model, and how to load it."""
+    """Options that name a model and say how to load it."""
 
     model: Model
     dtype: Dtype = None
@@ -58,14 +58,14 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(SourceOptions):
-    """A model that may be loaded as a HookedTransformer."""
+    """Options for a model that may be loaded as a HookedTransformer."""
 
     hooked: Annotated[
         bool, option("load MODEL as a HookedTransformer (transformer-lens 3.9)", MODEL, "--hooked")
     ] = False
 
     def load(self) -> Any:
-        """Load the model, and say what it is."""
+        """Load the model, and print a description."""
         return load_model(self.model, self.dtype, self.device, self.hooked)
 
     def with_neuron_heads(self) -> Any:
@@ -81,7 +81,7 @@ class ModelOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions:
-    """A metric, and its answers."""
+    """Options for a metric and its answers."""
 
     answer: Annotated[str | None, option("the correct answer, one token", PROMPTS)] = None
     wrong: Annotated[str | None, option("the wrong answer, one token, for logit_diff", PROMPTS)] = (
@@ -90,7 +90,7 @@ class MetricOptions:
     metric: Metric = "logit_diff"
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
-        """Return the metric with that name and those answers, which are tokens or texts."""
+        """Return the metric with the given name and answers, which are tokens or texts."""
         from attn_only_lens import patching
 
         name = self.metric
@@ -109,14 +109,14 @@ class MetricOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(MetricOptions):
-    """Clean prompts, and the metric of the model's answers to them."""
+    """Options for clean prompts, and for the metric of the model's answers."""
 
     clean: Annotated[list[str], option("a prompt; repeat the option for more prompts", PROMPTS)]
     tokens: Tokens = False
     chat: Chat = False
 
     def parse(self, corrupted: list[str] | None = None) -> tuple["MetricOfLogits", Any, Any]:
-        """Return the metric, the clean prompts and the corrupted ones, checked without a model."""
+        """Return the metric, the clean and the corrupted prompts, checked without a model."""
         metric, clean = self.build_metric(self.tokens), self.clean
         return (
             metric,
@@ -126,7 +126,7 @@ class PromptOptions(MetricOptions):
 
 
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
-    """Load a model by name or from a folder, and say what it is."""
+    """Load a model by name or from a folder, and print a description."""
     from attn_only_lens.models.load import load
     from attn_only_lens.pretrained import small_english
 
@@ -172,14 +172,14 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
     rows = [parse_numbers(text, option) for text in texts]
     if len({len(row) for row in rows}) > 1:
         raise AttnOnlyLensError(
-            f"{option}: got prompts of {[len(row) for row in rows]} tokens; expected the same "
-            "number in each, since tokens have no padding here"
+            f"{option}: got prompts with {[len(row) for row in rows]} tokens; expected the same "
+            "number in each prompt, because token prompts cannot be padded"
         )
     return torch.tensor(rows, device="cpu")
 
 
 def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
-    """Return the prompts; with --chat, the tokens of the messages."""
+    """Return the prompts or, with --chat, the tokens of the messages."""
     if not chat or prompts is None:
         return prompts
     from attn_only_lens.engine.prompts import chat_tokens

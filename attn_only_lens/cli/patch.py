@@ -29,8 +29,8 @@ from attn_only_lens.errors import AttnOnlyLensError
 if TYPE_CHECKING:
     from attn_only_lens.patching import Sweep
 
-_MANY = 50_000  # patches, from which on an estimate of the time is printed
-_SAMPLES = 16, 16, 128  # sites that are timed; the first time includes tests of the model
+_MANY = 50_000  # with more patches, the command prints an estimate of the time
+_SAMPLES = 16, 16, 128  # numbers of sites that are timed; the first run includes model tests
 _WHAT = "What is patched"
 _METRIC_NAMES = {
     "logit_diff": "Logit difference", "log_probability": "Log probability", "kl": "KL divergence"
@@ -55,7 +55,8 @@ def patch(
     sites: Annotated[
         str | None,
         option(
-            "neurons, heads, all, or names: L5H3,L5N1234@13; default: all that have the part", _WHAT
+            "neurons, heads, all, or names: L5H3,L5N1234@13; default: all sites with this part",
+            _WHAT,
         ),
     ] = None,
     layers: Annotated[str | None, option("source layers: 8,9,10; default: all", _WHAT)] = None,
@@ -63,7 +64,7 @@ def patch(
     positions: Annotated[
         str,
         option(
-            "each (one patch per position), all (one patch of all positions), or numbers: 3,4,-1",
+            "each (one patch per position), all (one patch for all positions), or numbers: 3,4,-1",
             _WHAT,
         ),
     ] = "each",
@@ -86,7 +87,7 @@ def patch(
 ) -> None:
     """Patch heads and neurons between two prompts, one by one, and rank their effects.
 
-    On a large model, this takes long: `explain` finds the important sites in a few passes.
+    On a large model, this takes a long time; `explain` finds the important sites in a few passes.
     """
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
@@ -121,12 +122,12 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
     if sites in selections:
         return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))
     if layers is not None:
-        raise AttnOnlyLensError("got --layers beside names in --sites, which say their layers")
+        raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
     return parse_names(sites)
 
 
 def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:
-    """Before many patches, time samples of the sites, and print how long all will take."""
+    """If there are many patches, time a few sites, and print an estimate of the total time."""
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import resolve_sites
     from attn_only_lens.patching import activation_patch
@@ -139,7 +140,7 @@ def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any
     if positions == "each":
         n_positions = single_prompts(run[0], run[1]).clean.shape[1]
     n_patches = len(names) * n_positions
-    if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # samples take a part of the time
+    if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # sampling takes time too
         return
     seconds = {}
     with working("estimating the time"):

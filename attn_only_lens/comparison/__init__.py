@@ -1,4 +1,4 @@
-"""Comparison of a model with one grown from it: every component, and the circuits of both."""
+"""Comparison of a model with its grown model: every component, and the circuits of both."""
 
 from attn_only_lens.comparison._compare import compare
 from attn_only_lens.comparison.results import Comparison

@@ -1,19 +1,19 @@
-"""`compare`: a model and one grown from it, over a dataset, and their circuits on a part of it.
+"""`compare`: compare a model and its grown model over a dataset, and their circuits on one batch.
 
     alignment.py     matches the components of both models, by provenance
-    batches.py       yields prompts in batches, each with a corrupted one
-    batch_runs.py    runs a batch through a model; measures the largest effects by patching
-    statistics.py    adds every batch to sums, and makes frames of them
+    batches.py       yields batches of prompts, each prompt with a corrupted prompt
+    batch_runs.py    runs a batch through a model; computes the largest effects by patching
+    statistics.py    adds every batch to sums, and makes frames from the sums
     circuits.py      compares the two models' circuits on the first batch
     results.py       holds, saves and loads the result
 
-Every batch takes two forward passes and a backward one of each model. Patching and the search for
-circuits run many variants of a batch, so they use only the first one.
+Every batch takes two forward passes and a backward pass of each model. Patching and circuit search
+run many variants of a batch, so they use only the first batch.
 
-Memory does not grow with the number of batches. Beyond the models, it is: for each model and token
-of one batch, 3 numbers a neuron, d_head + pos a head in both runs, the logits, and what the
-backward pass keeps; of the first batch, one number for each component and token; and 14 float64 a
-component.
+Memory does not grow with the number of batches. Besides the models, it holds: for each model and
+token in a batch, 3 values per neuron, d_head + pos values per head in both runs, the logits, and
+the tensors that the backward pass needs; for the first batch, one value per component and token;
+and 14 float64 values per component.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,53 +63,57 @@ def compare(
     seed: int = 0,
     progress: bool = True,
 ) -> Comparison:
-    """Compare every component of a model with the same component of one grown from it.
+    """Compare every component of a model with the same component of its grown model.
 
-    The effect of a component is how much of the metric is lost when the component's output is
-    replaced by its output on the corrupted prompt. Without corrupted prompts, the next prompt takes
-    its place (in a stream: of the batch); then the metric must differ by prompt, as `loss` does.
+    The effect of a component is how much the metric decreases when the component's output is
+    replaced by its output on the corrupted prompt. Without corrupted prompts, the next prompt (in a
+    stream: the next prompt in the batch) is the corrupted prompt. Then the metric must depend on
+    the prompt, as `loss` does.
 
     Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023, for growth; `circuits.discover` and `patching.attribution` for the rest.
 
     Args:
-        model: the original, as it was when it grew, in any dtype and of any kind: a
-            HookedTransformer, a TransformerBridge, or converted. Neuron-heads are exposed for the
-            call if they are not.
-        grown: the result of `grow`, trained since or not; or a model, with its provenance.
+        model: the original, with the weights that it had when it grew, in any dtype and of any
+            kind: a HookedTransformer, a TransformerBridge, or a converted model. If its
+            neuron-heads are not exposed, they are exposed during the call.
+        grown: the result of `grow`, perhaps trained afterwards; or a model, with `provenance`.
         tokens: texts or a tensor [prompt, pos], which are cut into batches; a `PromptPair`, which
             is one batch; or an iterable of batches of any size, which are read once: tensors
-            [batch, pos], pairs, or (either, metric). Texts without corrupted ones run with others
-            of their length.
-        metric: `patching.loss()` and the like, or a differentiable function of the logits of a
-            batch, a mean over its prompts. It is bound to each batch: answers for each prompt come
-            with the batches of a stream.
-        provenance: of `grown`, if that is a model, or in place of the provenance of `grown`. It
-            identifies the model that grew; other models are refused (`growth.identity`).
-        corrupted: prompts for those of `tokens`, if these are texts or a tensor.
-        null: like `grown`, the same growth trained with another seed. `grown` is compared with it
-            too, which shows how much two trainings differ.
-        batch_size: the most prompts of a batch, if tokens are cut.
-        faithfulness: wanted of both circuits; theirs is at most 1 - faithfulness away from 1.
+            [batch, pos], pairs, or tuples of one of these and a metric. Texts without corrupted
+            texts are batched with texts of the same length.
+        metric: a metric such as `patching.loss()`, or a differentiable function from a batch's
+            logits to a mean over its prompts. It is bound to each batch, so a metric with answers
+            for each prompt must come with each batch of a stream.
+        provenance: the provenance of `grown` if that is a model; otherwise it replaces the
+            provenance in `grown`. It identifies the original model; other models are refused
+            (`growth.identity`).
+        corrupted: corrupted prompts for `tokens`, if these are texts or a tensor.
+        null: like `grown`, but trained with another seed after the same growth. `grown` is
+            compared with it too, which shows how much two training runs differ.
+        batch_size: the maximum number of prompts in a batch, if tokens are cut.
+        faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
+            at most 1 - `faithfulness`.
         n_patched: how many components to patch, by largest |attribution| in any model; None: all.
-        n_nodes: how many nodes of the circuits, by largest effect, have edges; 0 for no edges, for
-            models whose patterns cannot be frozen.
+        n_nodes: for how many circuit nodes, by largest effect, to compute edges; 0 for no edges,
+            for models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
-        n_resamples: of the first batch's prompts, for confidence intervals.
-        confidence: of the intervals.
-        seed: of resamples, and of random circuits.
+        n_resamples: how often the first batch's prompts are resampled, for confidence intervals.
+        confidence: the level of the confidence intervals.
+        seed: the seed for resampling and for random circuits.
         progress: whether to show a bar for each stage.
 
     Returns:
         Frames by component, the circuits, and a summary.
 
     Raises:
-        ComparisonError: with every reason: models or a provenance that do not fit, prompts of an
-            unknown kind, invalid settings. An error in a batch after the first is raised as a
-            ComparisonError, whose `so_far` is the comparison on the batches before.
-        InputError: prompts that a model cannot take; a metric that does not fit, or has no
-            slope or difference between runs.
-        UnsupportedModelError: neuron-heads that cannot be exposed; not linear when frozen.
+        ComparisonError: models or provenance do not match, prompts have an unknown type, or
+            settings are invalid; the error lists every reason. An error in a batch after the first
+            is raised as a ComparisonError, whose `so_far` is the comparison on earlier batches.
+        InputError: a model cannot run on the prompts; or the metric does not fit them, has zero
+            gradient, or does not differ between the runs.
+        UnsupportedModelError: neuron-heads cannot be exposed, or the model with frozen patterns and
+            norms is not linear.
 
     Example:
         >>> import torch
@@ -139,7 +143,7 @@ def compare(
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
         _require_source(models[0], provenance)
-        # The first batch: its circuits come first, so that what does not fit is refused early.
+        # The first batch: its circuits come first, so that unsupported models fail early.
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         first = next(stream)
@@ -151,7 +155,7 @@ def compare(
                 for batch in stream:
                     statistics.add(batch, bar)
             return result(n_patched)
-        except Exception as error:  # any error: hours of work must not be lost
+        except Exception as error:  # after any error, keep the results so far
             raise _stopped(error, result(0)) from error
 
 
@@ -163,10 +167,10 @@ def _first_batch(
     settings: dict[str, Any],
     progress: bool,
 ) -> Callable[[int | None], Comparison]:
-    """Compare the circuits of the first batch.
+    """Compare the circuits on the first batch.
 
-    Return a function that patches so many components, and returns the comparison on all batches
-    until then.
+    Return a function that patches the given number of components, and returns the comparison on all
+    batches so far.
     """
     circuits = [
         _circuit(model, first, settings, progress and f"circuit of {label}")
@@ -212,8 +216,8 @@ def _first_batch(
 def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
     reasons = [
         f"{type(error).__name__}: {error}",
-        f"the comparison on the {so_far.about['n_prompts']} prompts before, without "
-        "patching, is this error's `so_far`",
+        f"this error's `so_far` has the comparison on the {so_far.about['n_prompts']} prompts "
+        "before the error, without patching",
     ]
     stopped = ComparisonError(reasons, "the comparison stopped")
     stopped.so_far = so_far
@@ -221,12 +225,12 @@ def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
 
 
 def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[str, Any]) -> None:
-    """Refuse invalid settings, and models that do not belong together."""
+    """Raise ComparisonError for invalid settings, and for models that do not match."""
     reasons = []
     if not isinstance(provenance, Provenance):
         reasons.append(
-            f"got provenance {type(provenance).__name__}; expected what `grow` returned for grown, "
-            "or a model with provenance=grown.provenance"
+            f"got provenance of type {type(provenance).__name__}; expected grown=<the result of "
+            "`grow`>, or a model with provenance=grown.provenance"
         )
     for name in ("batch_size", "n_resamples", "n_nodes", "n_patched", "seed"):
         value, least = settings[name], int(name == "batch_size")
@@ -235,11 +239,13 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     for name in ("edge_mass", "confidence", "faithfulness"):
         value = settings[name]
         if not isinstance(value, int | float) or not 0 < value <= 1:
-            reasons.append(f"got {name}={value!r}; expected more than 0, up to 1")
+            reasons.append(f"got {name}={value!r}; expected more than 0 and at most 1")
     null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
         if (null.layers, null.axes) != (provenance.layers, provenance.axes):
-            reasons.append("the null grew differently; expected the same growth, trained apart")
+            reasons.append(
+                "the null grew differently; expected the same growth, trained separately"
+            )
         elif null.source and provenance.source and null.source.differences(provenance.source):
             reasons.append("the null grew from another model; expected the same growth")
     reasons += no_gradient_reasons()
@@ -257,7 +263,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
 
 
 def _expose(models: Sequence[Any], stack: ExitStack) -> None:
-    """Expose neuron-heads until the stack closes, and refuse models that cannot be compared."""
+    """Expose neuron-heads until the ExitStack closes; refuse models that cannot be compared."""
     for model in models:
         if not has_neuron_heads(model):
             stack.enter_context(expose_neuron_heads(model))
@@ -265,7 +271,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
-        reasons.append(f"their neurons have {sorted(heads)} heads each; expected one number")
+        reasons.append(f"neurons have {sorted(heads)} heads; expected one number for all models")
     grown, *null = (
         [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]
@@ -273,25 +279,25 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     )
     if null and null[0] != grown:
         reasons.append(
-            f"the null has layers of {null[0]} (kind, count), the grown model of {grown}; expected "
-            "one shape"
+            f"the null's layers have (kind, count) {null[0]}, but the grown model's have {grown}; "
+            "expected the same shape"
         )
     ComparisonError.raise_if(reasons, _PROBLEM)
 
 
 def _require_source(model: Any, provenance: Provenance) -> None:
-    """Refuse a model other than the one that grew, or the same after more training."""
+    """Refuse a model whose weights are not those of the original when it grew."""
     if provenance.source is None:
-        reason = "the provenance is of weights, and does not say which model had them"
+        reason = "the provenance is for weights, and does not identify a model"
     elif odd := provenance.source.differences(identity(model)):
         reason = (
-            f"the original is not the model that grew: {len(odd)} tensors differ, such as "
-            f"{odd[0]}; give the model as it was when it grew"
+            f"the original is not the model that grew: {len(odd)} tensors differ, for example "
+            f"{odd[0]}; pass the model with the weights that it had when it grew"
         )
     else:
         return
     advice = (
-        "to compare with this one anyway (trained since, say), give provenance="
+        "to compare with this model anyway (e.g. because it was trained), pass provenance="
         "dataclasses.replace(provenance, source=attn_only_lens.growth.identity(model))"
     )
     raise ComparisonError([reason, advice], _PROBLEM)
@@ -302,7 +308,7 @@ def _circuit(model: Any, batch: Batch, settings: dict[str, Any], progress: bool 
     circuit, _ = search_circuit(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=settings["faithfulness"],
-        # As overlaps and their intervals rank nodes: by |estimates| of every prompt.
+        # Overlaps and their intervals also rank nodes by |estimates| of every prompt.
         order="magnitude",
         method="exact_gate",
         budget=0,

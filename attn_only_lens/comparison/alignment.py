@@ -1,9 +1,9 @@
-"""Matching the components of a model with those of one grown from it, by provenance.
+"""Match the components of a model and its grown model, by provenance.
 
-Components are heads and neurons of source layers, so that the kind of model does not matter. The
-provenance says where each component of the original went; all others of the grown model are new. A
-provenance that does not fit both models is refused: with one index off, every later component would
-be compared with its neighbour.
+Components are the heads and neurons of source layers, so that the kind of model does not matter.
+The provenance has the new place of each original component; all other components of the grown model
+are new. A provenance that does not fit both models is refused: if one index were wrong, every later
+component would be compared with its neighbour.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,22 +26,22 @@ _AXES = ("head", "d_mlp", "d_model")
 
 @dataclass(frozen=True, eq=False)
 class SharedComponents:
-    """The same components, in the same order, of one kind in one layer of two models."""
+    """Components of one kind in one layer that two models share, in the same order."""
 
     first: LayerSites
     second: LayerSites
 
     @property
     def kind(self) -> HeadKind:
-        """Attention heads, or neurons."""
+        """The kind of the components: attention heads or neurons."""
         return self.first.kind
 
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """The components of both models, by layer of the first one, and those of the second alone.
+    """The components that both models share, by the first model's layers, and the new ones.
 
-    `coordinates` are those of the first residual stream, as indices into the second.
+    `coordinates` has the indices of the first model's stream coordinates in the second's stream.
     """
 
     shared: tuple[SharedComponents, ...]
@@ -49,13 +49,13 @@ class Alignment:
     coordinates: Int[Tensor, "d_model"]
 
     def with_null(self, d_model: int) -> "Alignment":
-        """Align the second model, of this width, with another of its shape."""
+        """Align the second model, with this d_model, with another model of the same shape."""
         shared = tuple(replace(pair, first=pair.second) for pair in self.shared)
         return Alignment(shared, self.new, torch.arange(d_model, device="cpu"))
 
 
 def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
-    """Match the components of a model with those of one grown from it."""
+    """Match the components of a model with the components of its grown model."""
     old, new = resolve_sites(model, all_heads()), resolve_sites(grown, all_heads())
     before = {axis: len(indices.new_of) for axis, indices in provenance.axes.items()}
     reasons = [
@@ -64,7 +64,7 @@ def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
     ]
     reasons = reasons or list(_place_reasons(provenance))
     if len(reasons) > _SHOWN + 1:
-        reasons[_SHOWN:] = [f"and {len(reasons) - _SHOWN} more"]
+        reasons[_SHOWN:] = [f"and {len(reasons) - _SHOWN} more reasons"]
     ComparisonError.raise_if(reasons, "this provenance does not fit these models")
     grown_sites = {(sites.layer, sites.kind): sites for sites in new}
     shared, places = [], {}
@@ -87,7 +87,7 @@ def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
 
 
 def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
-    """Return some of all heads or neurons of a layer."""
+    """Return a subset of a layer's heads or neurons."""
     index = torch.tensor(indices, device="cpu")
     names = tuple(sites.names[i] for i in indices)
     return LayerSites(sites.layer, sites.kind, names, index, torch.full_like(index, ALL_MEMBERS))
@@ -96,7 +96,7 @@ def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
 def _size_reasons(
     label: str, model: Any, every: Sequence[LayerSites], sizes: Mapping[Axis, int]
 ) -> Iterator[str]:
-    """Yield the axes along which a model has another size than the provenance says."""
+    """Yield a reason for each axis along which a model's size differs from the provenance."""
     got = {Axis(_LABELS[sites.kind], sites.layer): len(sites.names) for sites in every}
     got[Axis("d_model")] = model.cfg.d_model
     expected = {axis: size for axis, size in sizes.items() if axis.label in _AXES}
@@ -106,7 +106,7 @@ def _size_reasons(
 
 
 def _place_reasons(provenance: Provenance) -> Iterator[str]:
-    """Yield the axes whose new indices are not different ones of the grown model."""
+    """Yield a reason for each axis whose new indices are not distinct or out of range."""
     layers = provenance.layers
     maps = [("its layers", layers)]
     if set(layers.new_of) <= set(range(layers.size)):
@@ -118,4 +118,4 @@ def _place_reasons(provenance: Provenance) -> Iterator[str]:
     for what, indices in maps:
         places = set(indices.new_of)
         if len(places) < len(indices.new_of) or not places <= set(range(indices.size)):
-            yield f"{what} are not different numbers from 0 to {indices.size - 1}"
+            yield f"{what} are not distinct integers from 0 to {indices.size - 1}"

@@ -1,16 +1,16 @@
 """One batch through one model: patterns, outputs and effects of every component.
 
-Two forward passes and a backward one, as in `patching.attribution(part="z", direction="noise")`.
-With g the gradient of the metric at a head's output z in the clean run, and z* its output in the
-corrupted run,
+The computation takes two forward passes and a backward pass, as in
+`patching.attribution(part="z", direction="noise")`. If g is the gradient of the metric with respect
+to a head's output z in the clean run, and z* is the head's output in the corrupted run, then
 
     effect = g · (z - z*)
 
-estimates the metric's loss when z* replaces z, in the metric's own units: positive for a component
-that supports it. There is an effect for each prompt: since the metric is a mean over B prompts, the
-gradient of the batch is multiplied by B.
+estimates how much the metric decreases when z* replaces z, in the metric's own units. It is
+positive for a component that increases the metric. Each prompt has its own effect: the metric is a
+mean over B prompts, so the gradient of the batch is multiplied by B.
 
-`add_patching` measures the loss for the components with the largest estimates, on one batch:
+For the components with the largest estimates, `add_patching` computes this decrease on one batch:
 `patching.activation_patch` replaces z at all positions.
 """
 
@@ -36,20 +36,20 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
 
 MODELS = ("the original", "the grown model", "the null")
-"""The names of the models of a comparison, in order."""
+"""The names of the compared models, in order."""
 
 
 def stage_bar(text: str, total: int | None, unit: str, shown: bool) -> "tqdm[Any]":
-    """Return a bar that is visible from the start, as its first step may take minutes."""
+    """Return a progress bar that is visible at once, because its first step may take minutes."""
     return tqdm(desc=text, total=total, unit=unit, disable=not shown)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchRun:
-    """A batch run through a model: the clean run, effects by layer and kind, the metric's values.
+    """One model's results on a batch: the clean run, effects by layer and kind, metric values.
 
-    `hooked` holds patterns and outputs of attention heads, by hook name; `real` is False at
-    padding; `values` are the metric of the clean and the corrupted run.
+    `hooked` holds patterns and outputs of attention heads, by hook name. `real` is False at
+    padding. `values` has the metric in the clean and in the corrupted run.
     """
 
     model: Any
@@ -61,12 +61,12 @@ class BatchRun:
     metric: str
 
     def effects_of(self, sites: LayerSites) -> Float[Tensor, "site batch pos"]:
-        """The effects of components."""
+        """Return the effects of these components."""
         effects = self.effects[sites.layer, sites.kind]
         return effects[sites.index.to(effects.device)]
 
     def z(self, sites: LayerSites) -> Float[Tensor, "token site d_head"]:
-        """The outputs of components at real tokens; the heads of a neuron are summed."""
+        """Return these components' outputs at real tokens, summed over the heads of a neuron."""
         if sites.kind == "attention":
             z = self.hooked[hook_name(self.model, sites.layer, "z")]
         else:
@@ -81,12 +81,12 @@ class BatchRun:
         return self.real.flatten().nonzero()[:, 0]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
-        """The patterns of attention heads."""
+        """Return the patterns of these attention heads."""
         patterns = self.hooked[hook_name(self.model, sites.layer, "pattern")]
         return patterns[:, sites.index.to(patterns.device)]
 
     def gates(self, sites: LayerSites) -> Float[Tensor, "batch pos site member"]:
-        """The weight of neuron-heads on their own token."""
+        """Return the attention weight of these neuron-heads on their own token."""
         heads = host_of(self.model).neurons[sites.layer]
         weight = self.neurons[sites.layer].weight.unflatten(-1, (-1, heads.heads_per_neuron))
         return weight[:, :, sites.index.to(weight.device)]
@@ -106,7 +106,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=False,  # batches may be alike: no score divides by the difference
+            distinct=False,  # runs may be equal, because no score divides by their difference
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
@@ -123,7 +123,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
 
 
 def on_device_of(model: Any, pair: PromptPair) -> PromptPair:
-    """Move prompts to the device of a model."""
+    """Move prompts to a model's device."""
     device = next(model.parameters()).device
     mask = None if pair.mask is None else pair.mask.to(device)
     return PromptPair(pair.clean.to(device), pair.corrupted.to(device), mask)
@@ -137,7 +137,7 @@ def add_patching(
     n_patched: int | None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Add measured effects of the largest components to the frames of old and new components."""
+    """Add the patching effects of the largest components to the frames of old and new ones."""
     estimates = ["attribution", "grown_attribution", "null_attribution"]
     sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)
@@ -163,7 +163,7 @@ def add_patching(
 
 
 def _losses(model: Any, batch: Batch, names: list[str], progress: bool | str) -> "pd.Series[float]":
-    """Return the metric's loss when a component is patched at all positions, by its name."""
+    """Return, for each name, how much the metric decreases if all its positions are patched."""
     if not names:
         return pd.Series(dtype=float)
     pair = on_device_of(model, batch.pair)

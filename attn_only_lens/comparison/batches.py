@@ -1,15 +1,15 @@
-"""Prompts as a stream of batches, each prompt with a corrupted one.
+"""A stream of batches, in which each prompt has a corrupted prompt.
 
-The effect of a head on a metric is measured with a second run, whose activation of the head
-replaces that of the first run. Without corrupted prompts, the second run is of the *next prompt*
-(for the last prompt: the first). This is resample ablation: unlike zeros and means, the activations
-are ones that the model has on real prompts. Attribution, patching and the search for circuits use
-the same ablation, so all of them ask: how much of the metric is lost if a head sees another prompt?
+The effect of a head on a metric needs a second run, whose activation of the head replaces the one
+from the first run. Without corrupted prompts, the second run uses the *next prompt* (for the last
+prompt: the first). This is resample ablation: unlike zeros and means, the activations occur on real
+prompts. Attribution, patching and circuit search use the same ablation, so all of them ask: how
+much does the metric decrease if a head gets its activation from another prompt?
 
-The next prompt is the next different one of the same length: of all texts or tensors, so that it
-does not matter how they are cut; in a stream, of the batch. A prompt that is alone in its batch is
-paired with one of its length from an earlier batch. No prompt is paired with itself, which would
-count it and measure nothing.
+The next prompt is the next different prompt with the same length: among all texts or tensors, so
+that the batch boundaries do not matter; in a stream, within the batch. A prompt that is alone in
+its batch is paired with a prompt of its length from an earlier batch. No prompt is paired with
+itself, because its effects would be zero but would count in the mean.
 """
 
 import reprlib
@@ -34,22 +34,22 @@ from attn_only_lens.errors import ComparisonError
 
 _Rows: TypeAlias = Tensor | PromptPair
 PromptSource: TypeAlias = Prompts | PromptPair | Iterable[_Rows | tuple[_Rows, AnyMetric]]
-_AS_TENSOR = "torch.as_tensor(tokens) makes a tensor of an array or of lists"
-_PROBLEM = "these prompts cannot be compared on"
+_AS_TENSOR = "torch.as_tensor(tokens) makes a tensor from an array or from lists"
+_PROBLEM = "models cannot be compared on these prompts"
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Prompts that run together, and their metric, which is unbound."""
+    """Prompts that run together, and their metric, which is not bound to the prompts yet."""
 
     pair: PromptPair
     metric: AnyMetric
     number: int = 1
-    of: int | None = None  # how many batches there are, if the stream knows
+    of: int | None = None  # the number of batches, if it is known
 
     @property
     def label(self) -> str:
-        """`batch 2 of 7`."""
+        """The label of the batch, for example `batch 2 of 7`."""
         return f"batch {self.number}" + ("" if self.of is None else f" of {self.of}")
 
 
@@ -60,17 +60,17 @@ def batches(
     corrupted: Prompts | None,
     batch_size: int,
 ) -> Iterator[Batch]:
-    """Yield one batch after another; a stream is read lazily."""
+    """Yield the batches one after another; a stream is read lazily."""
     reasons = []
     tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
     if corrupted is not None and not is_whole:
-        reasons.append("got corrupted prompts with a stream; expected pairs of prompt_pair")
+        reasons.append("got corrupted prompts with a stream; expected a stream of PromptPairs")
     if not (is_whole or isinstance(tokens, PromptPair | Iterable)):
         got = type(tokens).__name__
         reasons.append(f"got {got}; expected texts, tokens [prompt, pos], or batches of them")
     if is_whole and metric is None:
-        reasons.append("got no metric; expected one, such as patching.loss()")
+        reasons.append("got no metric; expected a metric such as patching.loss()")
     ComparisonError.raise_if(reasons, _PROBLEM)
     stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
     if is_whole:
@@ -88,7 +88,7 @@ def batches(
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Cut into batches of about one size; without corrupted prompts, each of one length."""
+    """Cut prompts into batches of similar size; without corrupted prompts, one length per batch."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:
@@ -113,21 +113,21 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
             prompt = tokens if isinstance(tokens, str) else tokens[number]
             text = f", {reprlib.repr(prompt)}" if isinstance(prompt, str) else ""
             reasons.append(
-                f"1 prompt alone has {rows.shape[1]} tokens: prompt {number}{text}; expected "
-                "another of that length, or corrupted prompts"
+                f"only prompt {number} has {rows.shape[1]} tokens{text}; expected another prompt "
+                "with this length, or corrupted prompts"
             )
     ComparisonError.raise_if(reasons, _PROBLEM)
     return texts
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:
-    """Return the first prompt that differs from this one."""
+    """Return the first row that differs from `prompt`, or None."""
     others = rows[(rows != prompt).any(dim=1)]
     return others[:1] if len(others) else None
 
 
 def _next_others(rows: Tokens) -> Tokens:
-    """Return for each prompt the next prompt that differs from it, cyclically."""
+    """Return, for each prompt, the next different prompt in cyclic order."""
     shifted = rows.roll(-1, dims=0)
     for shift in range(2, len(rows)):
         same = (shifted == rows).all(dim=1, keepdim=True)
@@ -145,7 +145,7 @@ def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) 
         tokens, metric = item if has_metric else (item, metric_of_all)
         rows = _checked(model, tokens)
         if metric is None:
-            raise ComparisonError(["got a batch without a metric, and none for all"], _PROBLEM)
+            raise ComparisonError(["got a batch without a metric, and no metric for all"], _PROBLEM)
         if isinstance(rows, PromptPair):
             yield Batch(rows, metric)
             continue
@@ -157,15 +157,15 @@ def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) 
             yield Batch(PromptPair(rows, different.repeat(len(rows), 1)), metric)
         else:
             reason = (
-                f"got a batch of 1 prompt, of {length} tokens, and no other prompt of this length "
-                "in the batches before; expected batches of 2 or more different prompts, or "
+                f"got a batch with 1 prompt of {length} tokens, but no other prompt of this length "
+                "in earlier batches; expected batches of 2 or more different prompts, or "
                 "corrupted prompts"
             )
             raise ComparisonError([reason], _PROBLEM)
 
 
 def _checked(model: Any, rows: object) -> _Rows:
-    """A batch of a stream that the model can run on."""
+    """Return a batch from a stream, after checking that the model can run on it."""
     rows = array_as_tensor(rows)
     if isinstance(rows, PromptPair):
         checked_tokens(model, rows.clean)

@@ -1,18 +1,19 @@
-"""The circuits of two models at equal faithfulness: nodes and edges that are kept, lost, gained.
+"""Two models' circuits at equal faithfulness: nodes and edges that are kept, lost or gained.
 
-Each model's circuit is the shortest prefix by |estimated effect| that `circuits.discover` finds for
-the same faithfulness on the same prompts (`method="exact_gate"`, `budget=0`, no pruning). Its edges
-come from its attribution graph: between its nodes, from the embedding, and into the metric. Of each
-kind, it has the fewest edges that reach a share of Σ |weight|. An edge's weight does not depend on
-the other chosen nodes, so edges are computed once, between the nodes of both circuits. All models
-share one array of nodes, [component of the grown model, position], NaN if a model lacks the node.
+Each model's circuit is the smallest set of top nodes by |estimated effect| that `circuits.discover`
+finds for the same faithfulness on the same prompts (`method="exact_gate"`, `budget=0`, no pruning).
+Its edges come from its attribution graph: between its nodes, from the embedding, and to the metric.
+For each kind of edge, the circuit has the fewest edges that reach a share of Σ |weight|. An edge's
+weight does not depend on the other chosen nodes, so edges are computed once, between the nodes of
+both circuits. All models share one array of nodes, [component of the grown model, position], with
+NaN if a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
-    rank correlation   Spearman's, of the scores of A ∪ B that both models have
+    rank correlation   Spearman's, over the scores in A ∪ B that both models have
 
 Confidence intervals come from resampling prompts with replacement (the bootstrap: Efron, 1979). In
-a resample, a circuit has as many nodes as before: those of the largest mean |score|. An estimate
-may lie outside its interval, since every resample has fewer distinct prompts.
+a resample, a circuit has the same number of nodes: those with the largest mean |score|. An estimate
+may lie outside its interval, because every resample has fewer distinct prompts.
 """
 
 from collections import defaultdict
@@ -41,7 +42,7 @@ from attn_only_lens.precision import full_precision
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
-_AT_ONCE = 2**22  # numbers of an array of resamples
+_AT_ONCE = 2**22  # largest number of entries in an array of resamples
 
 
 def compare_circuits(
@@ -91,7 +92,7 @@ class Resampling:
 
     @property
     def uniform(self) -> _Floats:
-        """The weight of each prompt in the sample itself."""
+        """Return the weight of each prompt in the original sample."""
         return np.full(self.n_prompts, 1 / self.n_prompts)
 
     def weights(self) -> _Floats:
@@ -101,7 +102,7 @@ class Resampling:
         return counts / self.n_prompts
 
     def interval(self, values: _Floats) -> tuple[float, float]:
-        """Return quantiles of the values that are not NaN; NaN if there are none."""
+        """Return quantiles of the values that are not NaN, or NaN if all are NaN."""
         values = values[~np.isnan(values)]
         if not len(values):
             return float("nan"), float("nan")
@@ -136,8 +137,8 @@ def overlap_measures(
     n_rows: int,
     on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
-    """Return counts, Jaccard index and rank correlation, with intervals."""
-    # Few prompts have few different resamples: each is computed once.
+    """Return counts, Jaccard index and rank correlation, with confidence intervals."""
+    # Few prompts have few different resamples, so each distinct resample is computed once.
     weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
     resampled: defaultdict[tuple[str, str], list[_Floats]] = defaultdict(list)
     size = max(1, _AT_ONCE // max(1, n_rows))
@@ -168,7 +169,7 @@ def _rank_correlation(
     """Return Spearman's correlation over rows with both scores; NaN if it is undefined."""
     among = among & ~np.isnan(first) & ~np.isnan(second)
     middle = (among.sum(axis=1, keepdims=True) + 1) / 2
-    # Those that are left out come last, and do not change the ranks of the others.
+    # Rows that are left out come last, and do not change the ranks of the other rows.
     one, two = (
         np.where(among, rankdata(np.where(among, scores, np.inf), axis=1) - middle, 0.0)
         for scores in (first, second)
@@ -186,7 +187,7 @@ def largest(
     n_rows = sizes.shape[1]
     if not 0 < size < n_rows:
         return scored & (size > 0)
-    # A partition, not a sort: there may be millions of rows, and hundreds of resamples.
+    # A partition is faster than a sort; there may be millions of rows and hundreds of resamples.
     least = np.partition(sizes, n_rows - size, axis=1)[:, n_rows - size, None]
     above, equal = sizes > least, sizes == least
     equal &= equal.cumsum(axis=1) <= size - above.sum(axis=1, keepdims=True)
@@ -217,10 +218,10 @@ def select_mass(
 
 @dataclass(frozen=True, eq=False)
 class _ComponentRows:
-    """The components of a model, as rows of the list of all components of the grown model.
+    """A model's components, with their rows in the list of all components of the grown model.
 
-    `groups` has the model's components and their rows, by layer and kind; `names` are those of all
-    rows, in the grown model.
+    `groups` has the model's components and their rows, by layer and kind. `names` has the grown
+    model's names for all rows.
     """
 
     groups: tuple[tuple[LayerSites, _Ints], ...]
@@ -229,7 +230,7 @@ class _ComponentRows:
 
     @property
     def grown_names(self) -> dict[str, str]:
-        """Names in the grown model, by names in this one."""
+        """The grown model's name for each name in this model."""
         return {
             name: str(self.names[row])
             for sites, rows in self.groups
@@ -237,11 +238,11 @@ class _ComponentRows:
         }
 
     def ids(self, nodes: _Ints) -> list[str]:
-        """`L5N1234@7`, in the grown model."""
+        """Return the nodes' ids in the grown model, for example `L5N1234@7`."""
         return [f"{self.names[node // self.n_pos]}@{node % self.n_pos}" for node in nodes.tolist()]
 
     def within(self, nodes: _Ints) -> list[list[tuple[int, int]]]:
-        """(position, index in this model) of the model's nodes among these, by layer and kind."""
+        """Return (position, index in this model) for the model's nodes, by layer and kind."""
         nodes_by_group = []
         for sites, rows in self.groups:
             index = dict(zip(rows.tolist(), sites.index.tolist(), strict=True))
@@ -250,10 +251,12 @@ class _ComponentRows:
         return nodes_by_group
 
     def scores(self, run: BatchRun) -> Float[np.ndarray, "node batch"]:
-        """The effect of every node on the metric of each prompt."""
+        """Return the effect of every node on the metric of each prompt."""
         scores = np.full((len(self.names), self.n_pos, len(run.real)), np.nan)
         effects = [run.effects_of(sites) for sites, _ in self.groups]
-        read = torch.cat([x.to(effects[0]) for x in effects]).mT.cpu()  # a device waits once
+        read = torch.cat(
+            [x.to(effects[0]) for x in effects]
+        ).mT.cpu()  # one transfer from the device
         scores[np.concatenate([rows for _, rows in self.groups])] = read.double().numpy()
         return scores.reshape(-1, len(run.real))
 
@@ -261,7 +264,7 @@ class _ComponentRows:
 def _component_rows(
     grown: Any, alignment: Alignment, n_pos: int
 ) -> tuple[_ComponentRows, _ComponentRows]:
-    """The rows of the original, and those of the grown model and of a null."""
+    """Return the rows of the original, of the grown model and of a null model."""
     all_sites = resolve_sites(grown, all_heads())
     names = np.array([name for sites in all_sites for name in sites.names], dtype=object)
     rows = pd.Index(names).get_indexer
@@ -277,7 +280,7 @@ def _edges_between(
     nodes: _Ints,
     progress: bool,
 ) -> tuple[pd.DataFrame, _Ints, list[Float[np.ndarray, "edge batch"]]]:
-    """Return edges of all models, their ends, and their weights by model, as in `_Circuits`."""
+    """Return all models' edges, their ends, and their weights by model, as in `_Circuits`."""
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
@@ -306,12 +309,12 @@ def _edges_between(
 def _edges(
     model: Any, batch: Batch, components: _ComponentRows, nodes: _Ints, label: str, progress: bool
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """One model's edges, by names in the grown one, and their weights for each prompt."""
+    """Return one model's edges, with the grown model's names, and their weights per prompt."""
     pair = on_device_of(model, batch.pair)
     try:
         attributed = attribute_run(model, pair, batch.metric)
     except UnsupportedModelError as error:
-        more = "n_nodes=0 compares the nodes of circuits, and no edges"
+        more = "n_nodes=0 compares only the nodes of circuits, without edges"
         raise UnsupportedModelError([*error.reasons, more], error.problem) from error
     chosen = components.within(nodes)
     n_nodes = sum(map(len, chosen))
@@ -326,44 +329,44 @@ def _edges(
         return f"{grown.get(name, name)}{mark}{position}"
 
     frame = frame.assign(source=frame["source"].map(rename), target=frame["target"].map(rename))
-    # The metric is a mean over prompts.
+    # The metric is a mean over prompts, so each prompt's weight is multiplied by their number.
     return frame, by_prompt[inside] * len(pair.clean)
 
 
 @dataclass(frozen=True, eq=False)
 class _Circuits:
-    """The circuits of several models. Edges have names of the grown model."""
+    """The circuits of several models. Edges have the grown model's names."""
 
     components: Sequence[_ComponentRows]
-    sizes: Sequence[int]  # nodes of each circuit
+    sizes: Sequence[int]  # number of nodes in each circuit
     scores: Sequence[Float[np.ndarray, "node batch"]]
     edges: pd.DataFrame  # `source`, `target`, `kind`
-    ends: _Ints  # [edge, 2]: source and target as nodes; -1 for an end that is no component
+    ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component
     edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks an end
     edge_mass: float
 
     @property
     def n_rows(self) -> int:
-        """How many nodes and edges there are."""
+        """The number of nodes and edges."""
         return len(self.scores[0]) + len(self.edges)
 
     def overlaps(
         self, i: int, weights: Float[np.ndarray, "resample batch"]
     ) -> tuple[Overlap, Overlap]:
-        """Return the overlaps of nodes and edges of models i and i + 1, by weights of prompts."""
+        """Return the overlaps of nodes and of edges in models i and i + 1, per resample."""
         kinds = self.edges["kind"].to_numpy(dtype=object)
         nodes, chosen, scores, edge_weights = [], [], [], []
         for model in (i, i + 1):
             scores.append(weights @ self.scores[model].T)
             nodes.append(largest(scores[-1], self.sizes[model]))
-            # Edges between these nodes, the embedding and the metric.
+            # The circuit's edges: between its nodes, the embedding and the metric.
             inside = np.asarray((nodes[-1][:, self.ends] | (self.ends < 0)).all(axis=2))
             edge_weights.append(weights @ self.edge_weights[model].T)
             chosen.append(select_mass(edge_weights[-1], kinds, inside, self.edge_mass))
         return Overlap(*nodes, *scores), Overlap(*chosen, *edge_weights)
 
     def overlaps_by_kind(self, i: int, weights: _Floats) -> dict[str, Overlap]:
-        """Return the overlap of nodes, and of edges by kind."""
+        """Return the overlap of nodes, and the overlap of edges for each kind."""
         nodes, edges = self.overlaps(i, weights)
         overlaps = {"nodes": nodes}
         for kind in self.edges["kind"].unique():
@@ -374,7 +377,7 @@ class _Circuits:
         return overlaps
 
     def frames(self, weights: _Floats) -> dict[str, pd.DataFrame]:
-        """Return `nodes` and `edges` of the original's circuit and of the grown model's."""
+        """Return frames `nodes` and `edges`, for the original's and the grown model's circuit."""
         old_names = {new: old for old, new in self.components[0].grown_names.items()}
         components = self.components[1]
         nodes, edges = self.overlaps(0, weights)
@@ -403,7 +406,7 @@ class _Circuits:
 
 
 def _status(overlap: Overlap, rows: _Ints) -> npt.NDArray[np.object_]:
-    """Return "kept", "lost" or "gained" for each of these rows."""
+    """Return "kept", "lost" or "gained" for each row."""
     before, after = overlap.first[0, rows], overlap.second[0, rows]
     status = np.where(before & after, "kept", np.where(before, "lost", "gained"))
     return status.astype(object)

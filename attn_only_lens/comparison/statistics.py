@@ -1,33 +1,33 @@
-"""Statistics of components over a dataset: sums in float64 that every batch adds to.
+"""Statistics of components over a dataset, from float64 sums to which every batch adds.
 
 **Divergence** of attention patterns: Jensen–Shannon, in bits (Lin, 1991),
 
     JS(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2        H(P) = -Σ_k P_k log₂ P_k
 
-over the keys of a row, and the sink if the model has one; of a neuron-head, over its own token and
-the bias token.
+over the keys of a row, and the sink if the model has one. For a neuron-head, the sum runs over its
+own token and the bias token.
 
 **Outputs** are compared through Gram matrices. A head with output z writes z W, W = W_O[h]; a
-neuron is a head of one coordinate. With J the map from the original's stream coordinates to the
-grown one's, and C the projection that removes the mean,
+neuron is a head with one coordinate. If J maps the original's stream coordinates to the grown
+model's, and the projection C removes the mean,
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-so three matrices of d_head × d_head a head, three numbers a neuron, are enough. C applies if the
-norms that read the stream are LayerNorms. Over tokens,
+then three d_head × d_head matrices per head, or three values per neuron, are enough. C applies if
+the norms that read the stream are LayerNorms. Summed over tokens,
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
-**Errors.** The unit is a prompt: with x_i a mean over the tokens of prompt i, the mean is Σ x_i / n
-and the standard error √((Σ x_i² - n mean²) / ((n - 1) n)).
+**Errors.** The unit is a prompt: if x_i is a mean over the tokens of prompt i, the mean is
+Σ x_i / n, and the standard error is √((Σ x_i² - n mean²) / ((n - 1) n)).
 
-**Silent neurons** have outputs that are never larger than a rounding of their layer's output:
+**Silent neurons** have outputs that never exceed the rounding error of their layer's output:
 
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
-Their gate depends on rounding errors. Dead neurons of ReLU models with LayerNorm reach 6.6 units of
-that root mean square at most; the quietest neurons of five trained models that fire at all, .002 of
-the root mean square itself.
+Their gate depends on rounding errors. In ReLU models with LayerNorm, dead neurons reach at most 6.6
+rounding units of this root mean square. In five trained models, the quietest neurons that fire
+reach 0.002 times the root mean square itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # of a row's sum; a larger missing part is the weight of a sink
+_ROUNDINGS = 16  # tolerance of a row's sum; a larger missing part is the weight of a sink
 
 
 def pattern_divergence(
@@ -74,7 +74,7 @@ def pattern_divergence(
 
 
 def _with_sink(rows: Tensor) -> Tensor:
-    """Rows that sum to 1, with a sink as the last outcome."""
+    """Return rows that sum to 1, with the sink as the last entry."""
     eps = torch.finfo(rows.dtype).eps
     rows = float32_if_half(rows)
     missing = 1 - rows.sum(-1, keepdim=True)
@@ -85,7 +85,7 @@ def _with_sink(rows: Tensor) -> Tensor:
 def gate_divergence(
     p: Float[Tensor, "*any head_index"], q: Float[Tensor, "*any head_index"]
 ) -> Float[Tensor, "*any head_index"]:
-    """Return the divergence of neuron-heads, from the weight of each on its own token, in bits.
+    """Return the divergence of neuron-heads in bits, from their weights on their own token.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ def gate_divergence(
         [1.0, 0.0]
     """
 
-    # Two outcomes by hand: stacked, they would be a copy of all neurons.
+    # The two terms are written out, because stacking them would copy the weights of all neurons.
     def entropy(weight: Tensor) -> Tensor:
         return torch.special.entr(weight) + torch.special.entr(1 - weight)
 
@@ -106,7 +106,7 @@ _Directions: TypeAlias = Callable[[LayerSites], Float[Tensor, "site d_head d_mod
 
 
 def _write_directions(model: Any) -> _Directions:
-    """Return a function of sites: W C, the directions of their outputs as readers see them."""
+    """Return a function from sites to W C, their output directions after norms remove the mean."""
     is_centred, matrices = host_of(model).reads_centred(), HeadMatrices.of(model, fold_norms=False)
 
     def directions(sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
@@ -129,7 +129,7 @@ def _dot(
 ) -> Float[Tensor, "site"]:
     """Return the dot product of two components' outputs over all tokens."""
     z, second = z.to(gram), second.to(gram)
-    if gram.shape[1:] == (1, 1):  # neurons: the matrix product would be as many of size 1
+    if gram.shape[1:] == (1, 1):  # for neurons, a batched product would have 1 × 1 matrices
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
         return product * to_float64_device(gram[:, 0, 0]).double()
     product = (torch.einsum("tsa,sab->tsb", z, gram) * second).sum(-1)
@@ -137,11 +137,11 @@ def _dot(
 
 
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
-    """Return numbers of sites, by layer and kind a list of measures, as [measure, site].
+    """Return an array [measure, site]; `rows` has a list of measures for each layer and kind.
 
-    They are stacked first, since a device waits for every reading.
+    The tensors are stacked first, because a device waits for every transfer.
     """
-    device = rows[0][0].device  # which has float64
+    device = rows[0][0].device  # this device has float64
     stacked = [torch.stack([x.to(device).double() for x in measures]) for measures in rows]
     return torch.cat(stacked, dim=1).cpu().numpy()
 
@@ -153,7 +153,7 @@ def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site 
 def _divergences_by_prompt(
     one: BatchRun, second: BatchRun, pair: SharedComponents
 ) -> Float[Tensor, "site prompt"]:
-    """Return the mean over the real tokens of each prompt."""
+    """Return the mean divergence over the real tokens of each prompt."""
     if pair.kind == "attention":
         p, q = one.patterns(pair.first), second.patterns(pair.second)
         divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
@@ -166,7 +166,7 @@ def _divergences_by_prompt(
 
 
 def _standard_error(total: _Floats, squares: _Floats, n: int) -> _Floats:
-    """The standard error of a mean; nan for one prompt."""
+    """Return the standard error of a mean; NaN for one prompt."""
     if n < 2:
         return np.full_like(total, np.nan)
     return np.sqrt((squares - total**2 / n).clip(min=0) / ((n - 1) * n))
@@ -176,7 +176,7 @@ _NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
 
 
 class _SharedStatistics:
-    """Sums and maxima for the components of two models, which `Statistics` adds up."""
+    """Computes sums and maxima for the components of two models; `Statistics` adds them up."""
 
     def __init__(self, first: _Directions, second: _Directions, alignment: Alignment) -> None:
         self._shared, self._grams = alignment.shared, []
@@ -217,10 +217,10 @@ class _SharedStatistics:
         return numbers[:10], np.concatenate([numbers[10:], np.concatenate(roundings).T])
 
     def frame(self, n_prompts: int, n_tokens: int) -> pd.DataFrame:
-        """Return a row for each component: its names, differences, and whether it is silent."""
+        """Return a frame with one row per component: names, differences, whether it is silent."""
         js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
-        with np.errstate(divide="ignore", invalid="ignore"):  # a component may write nothing
+        with np.errstate(divide="ignore", invalid="ignore"):  # an output may be zero
             cosine = dot / np.sqrt(norm_1 * norm_2)
             ratio = np.sqrt(norm_2 / norm_1)
         silent = self._names["kind"] == "neuron"
@@ -262,7 +262,10 @@ class _NewStatistics:
         return _read(rows) if rows else np.zeros_like(self.sums)
 
     def frame(self, n_prompts: int, n_tokens: int, span: float) -> pd.DataFrame:
-        """Return a row for each component: its name, effect, share of a metric's span, and norm."""
+        """Return a frame with one row per component: name, effect, share of the range, norm.
+
+        The metric's range `span` is its clean value minus its corrupted value.
+        """
         effect, effect_2, written = self.sums
         names = [(name, sites.kind, sites.layer) for sites in self._new for name in sites.names]
         return pd.DataFrame(names, columns=["grown_name", "kind", "grown_layer"]).assign(
@@ -277,7 +280,7 @@ _MEASURES = ("divergence", "divergence_se", "cosine", "norm_ratio")
 
 
 class Statistics:
-    """Statistics of an original, the model grown from it and, if there is one, a null."""
+    """Statistics of an original model, its grown model and, if there is one, a null model."""
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models
@@ -296,7 +299,7 @@ class Statistics:
 
     @property
     def n_steps(self) -> int:
-        """How many steps of a bar one batch takes."""
+        """How many progress-bar steps one batch takes."""
         return len(self._models) + len(self._shared) * self._n_shared
 
     def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
@@ -307,7 +310,7 @@ class Statistics:
             bar.set_description(f"{batch.label}: attribution in {label}")
             runs.append(run_batch(model, batch, sites))
             bar.update()
-        # Everything that can fail comes before the sums change: they hold whole batches only.
+        # Steps that can fail come before the sums change, so the sums hold only complete batches.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]
@@ -324,7 +327,7 @@ class Statistics:
         return runs
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-        """Return frames of the original's components, of new ones and of silent ones."""
+        """Return frames of the original's components, of new components and of silent neurons."""
         counts = self._n_prompts, self._n_tokens
         old, *nulls = (pair.frame(*counts) for pair in self._shared)
         spans = self._values[1:, 0] - self._values[1:, 1]
@@ -332,7 +335,7 @@ class Statistics:
             sites.frame(*counts, span) for sites, span in zip(self._new, spans, strict=True)
         )
         for null, new_null in zip(nulls, new_nulls, strict=True):
-            for name in _MEASURES:  # patterns and outputs that are silent in both are noise
+            for name in _MEASURES:  # if both are silent, patterns and outputs are noise
                 old[f"null_{name}"] = null[name].mask(null["silent"])
             for name in ("attribution_change", "attribution_change_se"):
                 old[f"null_{name}"] = null[name]

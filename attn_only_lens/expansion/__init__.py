@@ -1,4 +1,4 @@
-"""Six expansions of a transformer that keep its function, over weights: pure functions.
+"""Six function-preserving expansions of a transformer, as pure functions of its weights.
 
 Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
 Architectures" (the growth paper), theorems 3.1 to 3.6. `attn_only_lens.grow` applies them to

@@ -3,8 +3,8 @@
 Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged. Some
 differ by a known factor (`Provenance.activation_scales`): a norm's scale, its output before the
 gain, and keys if scores are divided by a larger √d_head. If growth centred the residual stream for
-LayerNorm, activations in the stream and outputs to it lost their mean. The output of an old unit
-that was split (`init.splits`) is a sum of several outputs in the grown model, so it has no map.
+LayerNorm, residual-stream activations and the outputs added to them lost their mean. The output of
+a split old unit (`init.splits`) is a sum of several outputs in the grown model, so it has no map.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
-# By axis, what its units write: outputs of heads, keys, the stream.
+# The hook points that hold the outputs of an axis' units: outputs of heads, keys, the stream.
 _WRITTEN = {
     "head": {"attn.hook_result"},
     "d_query": {"attn.hook_k", "attn.hook_rot_k"},
@@ -56,13 +56,13 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class ActivationMap:
-    """Where the entries of an old activation are in the grown model.
+    """The places of an old activation's entries in the grown model.
 
     Attributes:
         name: the hook point's new name.
-        axes: without the batch; None for an axis that does not grow.
-        scale: factor of old entries.
-        centred: whether they lost their mean over d_model, the last axis.
+        axes: the index map of each axis after the batch; None for an axis that does not grow.
+        scale: the factor of the old entries.
+        centred: whether the old entries lost their mean over d_model, the last axis.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ActivationMap:
     centred: bool = False
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown activation, in the old model's scale."""
+        """Return the old entries of a grown activation, divided by `scale`."""
         sizes = [None if axis is None else axis.size for axis in self.axes]
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)
@@ -91,12 +91,12 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
     """Return the map of an old activation's entries.
 
     Args:
-        provenance: of the growth.
-        hook: the hook point's name in the old model, `blocks.0.attn.hook_pattern`.
+        provenance: the provenance of the grown model.
+        hook: the hook point's name in the old model, e.g. `blocks.0.attn.hook_pattern`.
 
     Raises:
-        KeyError: the axes of this hook point are unknown (norms of queries and keys have heads and
-            batch in one axis), or copies share the old activation (`init.splits`).
+        KeyError: the axes of this hook point are unknown (norms of queries and keys merge heads and
+            batch into one axis), or copies share the old activation (`init.splits`).
 
     Example:
         >>> import torch
@@ -116,7 +116,7 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
     now = in_layer(provenance.name(hook))
     for axis in (share.axis for share in provenance.shares):
         if axis.layer in (None, now) and of in _WRITTEN.get(axis.label, ()):
-            raise KeyError(f"{hook}: old units of {axis.label} share it with their copies")
+            raise KeyError(f"{hook}: old {axis.label} units share this output with their copies")
     labels = _AXES[of]
     if constants.grouped_by_head:
         labels = tuple("head" if label == "kv_head" else label for label in labels)

@@ -1,21 +1,22 @@
 """LayerNorm as RMSNorm: a residual stream of mean zero.
 
-LayerNorm subtracts the mean of its input over d_model. If every reader of the stream does that
-first, nothing sees what the writers add along the constant vector; subtracting its mean over
-d_model from every writing weight changes nothing downstream, and then LayerNorm subtracts zero: it
-is RMSNorm with a bias. TransformerLens does the same in `center_writing_weights`.
+LayerNorm subtracts the mean of its input over d_model. If everything that reads the stream applies
+LayerNorm first, components along the constant vector have no effect. So we can subtract the mean
+over d_model from every weight that writes to the stream; nothing downstream changes. LayerNorm then
+subtracts zero, so it equals RMSNorm with a bias. TransformerLens does the same in
+`center_writing_weights`.
 
-An unembedding that is the embedding itself reads what the embedding writes, and must not be
-centred: the two are untied, and the embedding alone is centred.
+A tied unembedding must not be centred. So the embedding and the unembedding are untied, and only
+the embedding is centred.
 
-This fails if something else reads the stream: RMSNorm at the end (`final_rms`). It also fails if
-LayerNorm writes to the stream, after a sublayer or on the stream itself (BERT). LayerNorm writes
-g ⊙ u + b. The mean of that over d_model depends on u, so it differs from token to token. Only the
-matrix (1 - 11ᵀ/d_model) diag(g) subtracts this mean, but the gain of a norm is a diagonal matrix.
-If such a stream has mean m, new coordinates of zero change the mean that the next norm computes to
-m h/ĥ, and change its deviation too. (If the width is multiplied by a whole number, copies of all
-coordinates keep both: `analyses/studies/layernorm_gap.py`. None of the six expansions makes such
-copies.)
+Centring fails if the stream is also read by a norm that keeps the mean: RMSNorm at the end
+(`final_rms`). It also fails if LayerNorm writes to the stream, after a sublayer or on the stream
+itself (BERT). LayerNorm outputs g ⊙ u + b. The mean of this output over d_model depends on u, so it
+differs from token to token. Only the matrix (1 - 11ᵀ/d_model) diag(g) subtracts this mean, but the
+gain of a norm is a diagonal matrix. If such a stream has mean m, zeros in the new coordinates
+change the mean that the next norm computes to m h/ĥ, and change the standard deviation too. (If the
+width is multiplied by a whole number, copies of all coordinates keep both:
+`analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
 """
 
 from dataclasses import dataclass, replace
@@ -38,9 +39,9 @@ def is_layer_norm(weights: Weights) -> bool:
 
 @dataclass(frozen=True)
 class CentreStream(Expansion):
-    """Take the mean over d_model from everything that writes to the stream, for LayerNorm.
+    """Subtract the mean over d_model from all weights that write to the stream, for LayerNorm.
 
-    `WidenStream` does this by itself; no size changes.
+    `WidenStream` does this itself. No size changes.
 
     Example:
         >>> from attn_only_lens.expansion.centre import CentreStream
@@ -58,11 +59,11 @@ class CentreStream(Expansion):
         """Return every reason why these weights cannot be centred."""
         constants, reasons = weights.constants, []
         if not is_layer_norm(weights):
-            return [f"its norm is {constants.norm}, which sees the mean of the stream"]
+            return [f"its norm is {constants.norm}, which does not remove the mean of the stream"]
         if constants.final_norm not in ("LN", "LNPre"):
             reasons.append(
-                f"its last norm is {constants.final_norm}, which sees the mean of the stream that "
-                "LayerNorm in the blocks does not"
+                f"its last norm is {constants.final_norm}, which does not remove the mean of the "
+                "stream, but LayerNorm in the blocks does"
             )
         if constants.norm_place == "stream":
             reasons.append(
@@ -72,11 +73,11 @@ class CentreStream(Expansion):
                 "LayerNorm computes; add neurons or heads, or widen d_head, instead"
             )
         elif constants.norm_place != "before":
-            reasons.append("LayerNorm after a sublayer writes to the stream, with a mean")
+            reasons.append("its LayerNorm after a sublayer writes outputs with a nonzero mean")
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan: the embeddings come untied."""
+        """Return the plan, which unties the embeddings."""
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
@@ -93,8 +94,8 @@ class CentreStream(Expansion):
 
 
 def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-    """Subtract the mean over d_model, unless it is only rounding."""
-    if tensor.device.type == "meta":  # a sketch has shapes only
+    """Subtract the mean over d_model, unless the mean is only a rounding error."""
+    if tensor.device.type == "meta":  # a sketch has shapes but no values
         return tensor
     exact = to_float64_device(tensor).double()
     mean = exact.mean(-1, keepdim=True)

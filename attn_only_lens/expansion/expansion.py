@@ -1,9 +1,9 @@
 """Expansions, their plans, and the one mechanism that applies a plan.
 
 New indices along an axis make new entries in every tensor with that axis. A plan says which axes
-grow, in which tensors the new entries are zero (its theorem's constraint; in all others they are
-free), which old entries are scaled, and which constants change. Inserting layers makes new tensors;
-the plan says which of them are zero.
+grow, in which tensors the new entries are zero (the theorem's constraint; in all other tensors they
+are free), which old entries are scaled, and which constants change. Inserting layers makes new
+tensors; the plan says which of them are zero.
 """
 
 import math
@@ -40,22 +40,22 @@ from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name,
 
 @dataclass(frozen=True)
 class Plan:
-    """An expansion of given weights, as data. Tensors and hook points have their old names.
+    """An expansion of specific weights, as data. Tensors and hook points have their old names.
 
     Attributes:
-        axes: new indices of the axes that grow, at most one of each tensor.
+        axes: new indices of the axes that grow, at most one axis per tensor.
         zero: the tensors whose new entries are zero.
         only: for tensors whose new entries are free in some heads only, the indices of these heads.
-        cancel: tensors of `zero`, or tails of `zero_in_new`, that may have opposite pairs instead.
-        share: tensors of `zero` that may have shares of old entries instead.
-        runs: `Units.runs` and `Units.block` of axes of heads.
-        scales: factors of the old entries of tensors.
-        activation_scales: resulting factors of activations.
-        constants: those that change.
-        layers: new indices of layers; None if they stay.
-        like: for each new layer, the old layer with its shapes.
+        cancel: tensors in `zero`, or tails in `zero_in_new`, that may have opposite pairs instead.
+        share: tensors in `zero` that may have shares of old entries instead.
+        runs: `Units.runs` and `Units.block` for the head axes.
+        scales: factors of the old entries, by tensor.
+        activation_scales: the resulting factors of activations, by hook point.
+        constants: the constants that change, with their new values.
+        layers: new indices of layers; None if no layer is inserted.
+        like: for each new layer, the old layer that has the same shapes.
         zero_in_new: the tails of tensors that are zero in new layers.
-        copied: factors by tail, if new layers are copies of the layers they are like; else None.
+        copied: if new layers are copies of the layers in `like`, factors by tail; else None.
     """
 
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Plan:
 
 
 class Expansion(ABC):
-    """A change of weights that keeps their function; its parameters are its attributes."""
+    """A function-preserving change of weights; its attributes are its parameters."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -85,7 +85,7 @@ class Expansion(ABC):
         """Return every reason why these weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for weights that can be expanded; by default nothing grows."""
+        """Return the plan for weights that can be expanded; by default, an empty plan."""
         return Plan()
 
     def __call__(
@@ -96,21 +96,21 @@ class Expansion(ABC):
         return self.expand(weights, init or own(), seed)
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Expand weights after `reasons_against` found none: apply the plan."""
+        """Apply the plan to weights for which `reasons_against` returned no reason."""
         return apply_plan(weights, self.plan(weights), init, seed)
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
-    """Return the reason against tensors of so many bytes: they do not fit into memory."""
+    """Return a reason if tensors with this many bytes do not fit into memory."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):
         return []
-    return [f"the grown model takes {needed:,} bytes, and {max(free):,} are free; grow it by less"]
+    return [f"the grown model takes {needed:,} bytes, but {max(free):,} are free; grow it by less"]
 
 
 def _bytes(weights: Weights, plan: Plan) -> int:
-    """Bytes of the tensors that a plan makes; for a sketch, of all tensors of the grown model."""
+    """Return the bytes of the tensors that a plan makes; for a sketch, of all grown tensors."""
     total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)
@@ -120,7 +120,7 @@ def _bytes(weights: Weights, plan: Plan) -> int:
         ]
         made = old.is_meta or sizes != list(old.shape)
         copies = made + sum(like == in_layer(name) for like in plan.like.values())
-        tied = weights.constants.tied and name == "unembed.W_U"  # the embedding once more
+        tied = weights.constants.tied and name == "unembed.W_U"  # the same tensor as the embedding
         total += 0 if tied else copies * math.prod(sizes) * old.element_size()
     return total
 
@@ -128,7 +128,7 @@ def _bytes(weights: Weights, plan: Plan) -> int:
 def apply_plan(
     weights: Weights, plan: Plan, init: Initialiser, seed: int
 ) -> tuple[Weights, Provenance]:
-    """Return the expanded weights, and their provenance; tensors that do not change are shared."""
+    """Return the expanded weights and their provenance; unchanged tensors are not copied."""
     GrowthError.raise_if(reasons_against_bytes(_bytes(weights, plan)))
     provenance = Provenance(
         layers=plan.layers or IndexMap.identity(weights.constants.n_layers),
@@ -163,7 +163,7 @@ class _Drawing:
     """Makes the tensors of the grown model, and records the conditions on their entries.
 
     Attributes:
-        zeros, ties, shares: as in `Provenance`; shares by axis.
+        zeros, ties, shares: as in `Provenance`, but shares are stored by axis.
     """
 
     def __init__(self, weights: Weights, plan: Plan, init: Initialiser, seed: int) -> None:
@@ -207,7 +207,7 @@ class _Drawing:
         return tensor_map.name, indices.combine(tensor, entries, dim)
 
     def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
-        """Return a tensor of a new layer, which has the shape of the one called `name`."""
+        """Return a tensor of a new layer, with the shape of the old tensor called `name`."""
         plan, old = self._plan, self._weights.tensors[name]
         new = New(new_name, None, None, tuple(old.shape), old, self._constants)
         if self._without_zeros:
@@ -242,7 +242,7 @@ class _Drawing:
 
 
 def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
-    """The heads or neurons that a tensor of a new layer has entries of."""
+    """Return the heads or neurons along a new layer's tensor; None if it has neither."""
     sizes = weights.sizes
     for dim, axis in enumerate(axes_of(new.name, new.constants)):
         if axis.label in ("head", "kv_head", "d_mlp"):
@@ -255,7 +255,7 @@ def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
 def _grid(
     shape: tuple[int, ...], dim: int | None = None, indices: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return indices for every dimension: all of them, except along `dim`."""
+    """Return indices for every dimension: `indices` along `dim`, else all indices."""
     return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 
@@ -266,20 +266,20 @@ class ExpansionSequence(Expansion):
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return the reasons against every step, tried on a sketch (no numbers) of the earlier."""
+        """Return the reasons against all steps; sketches (no values) stand for earlier results."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
             if not against:
                 try:
                     sketch, _ = step(sketch)
-                except GrowthError as error:  # it would not fit into memory
+                except GrowthError as error:  # the result would not fit into memory
                     against = list(error.reasons)
             reasons += [f"{type(step).__name__}: {reason}" for reason in against]
         return reasons
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Apply one step after the other."""
+        """Apply the steps one after the other."""
         grown, provenance = super().expand(weights, init, seed)
         for step in self.steps:
             grown, more = step.expand(grown, init, seed)
@@ -288,13 +288,14 @@ class ExpansionSequence(Expansion):
 
 
 def compose(*expansions: Expansion) -> ExpansionSequence:
-    """Return one expansion made of several, in this order.
+    """Return one expansion that applies several expansions in this order.
 
-    The function stays the same in any order; the numbers of new entries may differ. An expansion
-    counts layers as they are at its turn: after `InsertLayer(at=0)`, layer 0 is the new one.
+    The function stays the same in any order, but the values of new entries may differ. Layer
+    indices refer to the result of the earlier steps: after `InsertLayer(at=0)`, layer 0 is the new
+    layer.
 
     Args:
-        *expansions: such as `AddNeurons(256, layers=(0,))`, `AddHeads(2)`, `InsertLayer(at=1)`.
+        *expansions: e.g. `AddNeurons(256, layers=(0,))`, `AddHeads(2)`, `InsertLayer(at=1)`.
     """
     steps = (
         expansion.steps if isinstance(expansion, ExpansionSequence) else (expansion,)
@@ -304,33 +305,33 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
 
 
 def is_index(number: object, size: int) -> bool:
-    """Return True for an int from 0 to size - 1; names with 1.0 would not be found."""
+    """Return True for an int from 0 to size - 1; a float such as 1.0 would give unknown names."""
     return is_count(number, 0, size - 1)
 
 
 def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
-    """Return these layers: all if None."""
+    """Return the layers as a list; all layers if None."""
     return list(range(weights.constants.n_layers) if layers is None else layers)
 
 
 def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights) -> list[str]:
-    """Return every reason why so many units cannot be added to these layers."""
+    """Return every reason why `n` units cannot be added to these layers."""
     reasons = []
     if not is_count(n, 1):
-        reasons.append(f"got {n!r} to add; expected 1 or more: to make a model smaller, prune it")
+        reasons.append(f"got n={n!r}; expected 1 or more (to make a model smaller, prune it)")
     n_layers = weights.constants.n_layers
     unknown = not all(is_index(layer, n_layers) for layer in layers or ())
     if unknown or (layers is not None and not layers):
         reasons.append(f"got layers {list(layers or ())}; expected some of 0 … {n_layers - 1}")
     if layers is not None and len(set(layers)) != len(layers):
-        reasons.append(f"got layers {list(layers)}, with one of them twice")
+        reasons.append(f"got layers {list(layers)}; expected each layer once")
     return reasons
 
 
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot be separated from the others of these layers."""
+    """Return every reason why these heads cannot grow without the other heads of these layers."""
     if heads is None:
         return []
     reasons = []
@@ -344,8 +345,8 @@ def reasons_against_heads(
         whole = {head * groups // n_heads for head in heads}
         if len(set(heads)) * groups != len(whole) * n_heads:
             reasons.append(
-                f"got heads {list(heads)}; in layer {layer} each {n_heads // groups} heads share a "
-                "key and a value: give whole groups"
+                f"got heads {list(heads)}; in layer {layer}, every {n_heads // groups} heads share "
+                "a key and a value, so pass whole groups"
             )
     return reasons
 
@@ -353,7 +354,7 @@ def reasons_against_heads(
 def only_for(
     heads: Sequence[int] | None, layers: Sequence[int], tails: Sequence[str], weights: Weights
 ) -> dict[str, frozenset[int]]:
-    """Return `Plan.only` for tensors of these heads, or of their groups."""
+    """Return `Plan.only` for tensors with a head axis or a kv_head axis."""
     if heads is None:
         return {}
     only = {}

@@ -1,18 +1,19 @@
 """Theorem 3.2: more attention heads.
 
-Attention writes Σ_h z_h W_O[h] + b_O: a sum over heads, so heads whose W_O is zero add nothing
+Attention outputs Σ_h z_h W_O[h] + b_O, a sum over heads. So heads whose W_O is zero add nothing
 (equations 11 and 12), whatever they attend to.
 
-Where r heads share keys and values, heads come in whole groups: r with a key and a value of their
-own; or as many more in every group, then r grows and head g · r + j becomes g · r̂ + j.
+If r heads share keys and values, there are two ways to add heads. New groups of r heads get their
+own key and value; or every group gets the same number of new heads: then r becomes r̂, and head
+g · r + j becomes g · r̂ + j.
 
-One norm over the queries of all heads, of mean square 1/(E k) Σ q², sees new heads. So their
-queries are zero, and if they have keys of their own those too: such heads attend evenly, for good,
-and learn by values alone; with `into_groups` their queries learn. Old queries are multiplied by
-√(Ê/E), and the norm's gain is divided by it, so that ε is to them what it was; keys by a number of
-their own.
+One norm over the queries of all heads uses the mean square 1/(E k) Σ q², which includes new heads.
+So the queries of new heads are zero, and so are their keys if they have their own keys. Such heads
+always attend uniformly, and only their values learn; with `into_groups`, their queries learn too.
+Old queries are multiplied by √(Ê/E), and the norm's gain is divided by this factor, so that ε keeps
+its effect. Keys have a separate factor.
 
-Refused: ALiBi, whose slope for head h depends on how many heads there are.
+Models with ALiBi are refused, because the slope of head h depends on the number of heads.
 """
 
 import math
@@ -28,13 +29,14 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
-    Zero: the new heads' W_O. Free: their W_Q, W_K, W_V, their biases and sinks; under one norm over
-    all heads, W_Q, b_Q, W_K and b_K are zero.
+    Zero: the new heads' W_O. Free: their W_Q, W_K, W_V, biases and sinks. If one norm covers all
+    heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
 
     Attributes:
         n: how many heads to add to each layer.
-        layers: to which layers; None for all.
-        into_groups: whether new heads use the keys and values there are, the same number for each.
+        layers: the layers that get them; None for all.
+        into_groups: whether new heads use the existing keys and values, with the same number of new
+            heads in each group.
 
     Example:
         >>> from attn_only_lens import expansion as ex, grow, pretrained
@@ -50,7 +52,9 @@ class AddHeads(Expansion):
         """Return every reason why these weights cannot be expanded."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         if weights.constants.positions == "alibi":
-            reasons.append("ALiBi's slopes depend on the number of heads, the old ones' too")
+            reasons.append(
+                "its ALiBi slopes depend on the number of heads, so old heads would change"
+            )
         if weights.constants.qk_norm == "all heads" and weights.constants.clip_qkv is not None:
             reasons.append("its clip_qkv bounds queries, which must be scaled for their norm")
         if reasons:

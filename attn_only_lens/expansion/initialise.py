@@ -1,24 +1,24 @@
 """Initialization of the new entries that the theorems leave free.
 
-They do not affect what the grown model computes, but how it learns. At first only the entries that
-must be zero have a gradient (they are multiplied by the new units' activations); after they change,
-the free entries have one too. If the free entries are zero as well, neither ever changes: `zeros`
-makes dead units.
+Free entries do not affect what the grown model computes, only how it learns. At first, only the
+entries that must be zero have a nonzero gradient (the new units' activations multiply them). After
+these entries change, the free entries have a gradient too. If the free entries are zero as well,
+no entry ever changes: `zeros` makes dead units.
 
-Numbers depend on the seed and on the tensor's name, axis and size, not on the order in which
-tensors are made, nor on the device.
+Random values depend on the seed and on the tensor's name, axis and size. They do not depend on the
+order in which tensors are made, nor on the device.
 
-**New units without zeros** (`cancelling`, `splits`). The growth paper, section 5, leaves other
+**New units without zeros** (`cancelling`, `splits`). Section 5 of the growth paper leaves other
 definitions open. Along an axis that grows, a sublayer's output, or a score, is Σ_i f(r_i; x) w_i.
-Unit i reads with r_i and writes with w_i; f is one function of each unit alone.
+Unit i has input weights r_i and output weights w_i; f acts on each unit separately.
 
-Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so they add 0. Gradients by r are opposite:
-    they part at the first step.
-Shares. A new unit j has r_j = r_i of an old one; w_i becomes α w_i - n, and w_j is (1 - α) w_i + n.
-    (Net2Net: Chen, Goodfellow, Shlens, 2016; with unequal outputs, LEMON: Wang et al., 2023.)
-    Without the noise n, Adam's first step would be the same for both.
+Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so their sum is 0. Their gradients with
+    respect to r are opposite, so the units differ after the first step.
+Shares. A new unit j has r_j = r_i of an old unit i; w_i becomes α w_i - n, and w_j is
+    (1 - α) w_i + n. (Net2Net: Chen, Goodfellow, Shlens, 2016; with unequal outputs, LEMON: Wang et
+    al., 2023.) Without the noise n, Adam's first step would be the same for both units.
 
-    axis                 reads with                                writes with
+    axis                 input weights                             output weights
     neurons (3.1)        W_in, W_gate, b_in, b_gate                W_out
     heads (3.2)          W_Q, W_K, W_V, and biases, sinks, gains   W_O
     values (3.3)         W_V, b_V                                  W_O
@@ -26,20 +26,23 @@ Shares. A new unit j has r_j = r_i of an old one; w_i becomes α w_i - n, and w_
     stream (3.5)         W_Q, W_K, W_V, W_in, W_gate, W_U          W_E, W_pos, W_O, W_out and biases
     a new layer (3.6)    pairs of its heads and of its neurons; b_O and b_out are zero
 
-Heads that share a key and a value are shared out, or paired, as groups. Zeros stay where neither
-keeps the function:
+Heads that share a key and a value are split, or paired, as groups. The output weights of these new
+units stay zero, because neither pairs nor shares would keep the function:
 
-- the last of an odd number of units to pair;
-- where a norm sees new units, which change its mean square: in the stream (unless there is no norm)
-  and in normed queries and keys;
-- queries and keys under rotary positions that turn whole heads (where they turn the first
-  coordinates only, new ones are not turned and may cancel, but cannot be shared out);
-- keys that `clip_qkv` bounds are not shared out, nor values and keys that grow in some heads only;
-- heads beside ALiBi, whose slopes make a pair two functions;
-- a new layer that is a copy, or whose norms after sublayers would divide roundings by √ε.
+- the last unit, if an odd number of units is to be paired;
+- units that change a norm's mean square: coordinates of the stream (unless the model has no norm)
+  and of normalized queries and keys;
+- queries and keys under rotary positions that rotate whole heads (if only the first coordinates are
+  rotated, new ones are not rotated; they can be paired but not split);
+- heads of a model with ALiBi, because the two heads of a pair have different slopes;
+- units of a new layer that is a copy, or whose norms after sublayers would divide rounding errors
+  by √ε.
 
-In exact arithmetic the function is the same; sums of what cancels round. Under dropout, pairs
-cancel on average.
+Two kinds of units can be paired but not split: keys that `clip_qkv` bounds, and values and keys
+that grow only in some heads.
+
+In exact arithmetic the function is the same; in floating point, sums of cancelling terms have
+rounding errors. Under dropout, pairs cancel on average.
 """
 
 import hashlib
@@ -63,8 +66,8 @@ __all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "split
 class Units:
     """Old and new units along a dimension, as indices in the grown model.
 
-    They lie in `runs` parts of equal length, if heads are added to several groups; `block`
-    successive units share a key and a value.
+    Units form `runs` runs of equal length, several if heads are added to several groups. Every
+    `block` successive units share a key and a value.
     """
 
     dim: int
@@ -74,7 +77,7 @@ class Units:
     block: int = 1
 
     def blocks(self, units: Sequence[int]) -> list[list[list[int]]]:
-        """Return old or new units, by run, block, and in order."""
+        """Return old or new units as nested lists: by run, then by block, in order."""
         blocks: list[list[list[int]]] = np.reshape(units, (self.runs, -1, self.block)).tolist()
         return blocks
 
@@ -86,11 +89,11 @@ class New:
     Attributes:
         name: the tensor's name in the grown model.
         axis: the axis that grows; None if the whole tensor is new, in a new layer.
-        dim: its dimension.
-        shape: of the new entries.
-        old: the tensor that grows; for a new layer, the tensor of the layer it is like.
-        constants: of the grown model.
-        units: the units of these entries, if new units may go together.
+        dim: the dimension of this axis.
+        shape: the shape of the new entries.
+        old: the tensor that grows; for a new layer, the tensor of the old layer it is modelled on.
+        constants: the constants of the grown model.
+        units: the units of these entries, if new units may be paired or split; else None.
     """
 
     name: str
@@ -117,7 +120,7 @@ class New:
 
     @property
     def is_matrix(self) -> bool:
-        """True for weight matrices: neither biases nor gains nor sinks."""
+        """True for weight matrices; False for biases, gains and sinks."""
         return ".W_" in self.name
 
 
@@ -131,22 +134,22 @@ class Initialiser(Protocol):
 
 @dataclass(frozen=True)
 class Made:
-    """New entries, old ones if they change, and the conditions that units must meet."""
+    """New entries, old entries if they change, and the conditions that units must meet."""
 
     entries: Float[Tensor, "..."]
     old: Float[Tensor, "..."] | None = None
-    tied: tuple[tuple[int, int], ...] = ()  # a new unit, and the unit whose entries it has …
-    factor: float = 1.0  # … times this
+    tied: tuple[tuple[int, int], ...] = ()  # a new unit, and the unit it copies
+    factor: float = 1.0  # multiplies these copies
     zero: tuple[int, ...] = ()  # units whose entries must be zero
-    shares: tuple[tuple[int, int, float], ...] = ()  # a new unit, an old one, its share of it
+    shares: tuple[tuple[int, int, float], ...] = ()  # a new unit, an old unit, a share
 
 
 def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Made:
     """Return the entries in the dtype and on the device of the tensor that grows.
 
-    Initialisers see and make true gains, even if the model stores gain - 1.
+    Initialisers get and return true gains, even if the model stores gain - 1.
     """
-    if new.old.device.type == "meta":  # a sketch has shapes only
+    if new.old.device.type == "meta":  # a sketch has shapes but no values
         return Made(new.old.new_empty(new.shape))
     offset = new.constants.gain_offset if new.is_gain else 0.0
     seen = replace(new, old=new.old + offset) if offset else new
@@ -156,7 +159,7 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
         made = Made(init(seen, seed))
     if tuple(made.entries.shape) != new.shape:
         got = tuple(made.entries.shape)
-        raise ValueError(f"{init} made {got} for {new.name}; expected {new.shape}")
+        raise ValueError(f"{init} returned {got} for {new.name}; expected {new.shape}")
 
     def stored(entries: Tensor) -> Tensor:
         return (entries - offset if offset else entries).to(new.old)
@@ -166,19 +169,20 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
 
 
 def _generator(seed: int, *what: object) -> torch.Generator:
-    """A generator for one draw, so that the order of draws does not matter."""
+    """Return a generator for one draw, so that the order of draws does not matter."""
     digest = hashlib.sha256(repr((seed, *what)).encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _key_of(new: New, seed: int) -> torch.Generator:
-    # A second growth must not repeat the first: of the same tensor, by its whole shape; of another
-    # that has its name since a layer was inserted, by the number of layers.
+    # A second growth step must not repeat the values of the first. The whole shape distinguishes
+    # two steps on one tensor; the number of layers distinguishes two tensors that have the same
+    # name because a layer was inserted between the steps.
     return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
 
 
 def _axis_of_units(axis: Axis) -> Axis:
-    """One axis for heads and their keys and values, so that all copy the same old heads."""
+    """Return one axis for heads, keys and values, so that all three copy the same old heads."""
     return Axis(axis.label.removeprefix("kv_"), axis.layer)
 
 
@@ -187,12 +191,12 @@ def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _deviation(old: Tensor) -> float:
-    """Return the standard deviation of the entries; of one number, its absolute value."""
+    """Return the standard deviation of the entries; for a single entry, its absolute value."""
     return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
 
 
 def _own_std(new: New) -> float:
-    """The deviation of `HookedTransformer.init_weights`, for a tensor of the grown shape."""
+    """Return `HookedTransformer.init_weights`' standard deviation for the grown shape."""
     mode, gain = new.constants.init
     whole = new.whole
     heads = whole[0] if len(whole) == 3 else 1
@@ -205,7 +209,7 @@ def _own_std(new: New) -> float:
         return gain * math.sqrt(2 / fan_in)
     if mode == "muP":
         return 1.0 if "embed" in new.name else 1 / math.sqrt(fan_in)
-    raise ValueError(f"got init_mode {mode!r}, which is not known; give init=normal(std)")
+    raise ValueError(f"got init_mode {mode!r}, which is unknown; pass init=normal(std)")
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,9 @@ class _Copies:
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
         made = old = new.old.detach().cpu().double()
         if new.dim is not None and new.axis is not None:
-            # The same old unit for every tensor of the axis: a copied neuron has its gate and bias,
-            # a copied head its keys (but queries and groups apart, where heads share keys).
+            # Copy the same old unit in every tensor of the axis, so that a copied neuron keeps its
+            # gate and bias, and a copied head its keys (unless heads share keys: then queries and
+            # groups are drawn separately).
             size, n_new = old.shape[new.dim], new.shape[new.dim]
             key = _generator(seed, _axis_of_units(new.axis), size, new.constants.n_layers)
             units = torch.randint(size, (n_new,), generator=key, device="cpu")
@@ -256,19 +261,19 @@ class WithoutZeros(ABC):
 
     Attributes:
         free: draws all other entries.
-        may: the field of a plan that lists the tensors it may make.
+        may: the field of a plan that lists the tensors that this initialiser may make.
     """
 
     free: Initialiser
     may: ClassVar[Literal["cancel", "share"]]
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        """Return free entries, in float64 on the CPU."""
+        """Return the free entries, in float64 on the CPU."""
         return self.free(new, seed)
 
     @abstractmethod
     def together(self, new: New, units: Units, seed: int, *, writes: bool) -> Made:
-        """Return the entries of units in one tensor, in float64 on the CPU."""
+        """Return the entries of new units in one tensor, in float64 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -324,8 +329,8 @@ class _Splits(WithoutZeros):
         )
 
     def _sources(self, new: New, units: Units, seed: int) -> list[int]:
-        """For each new unit, the position of the old one that it shares: each once, then again."""
-        assert new.axis is not None  # in a new layer there is none
+        """Return the old unit's position for each new unit; no old unit twice before each once."""
+        assert new.axis is not None  # tensors of new layers have no axis that grows
         olds, news = units.blocks(range(len(units.old))), units.blocks(range(len(units.added)))
         n_blocks = len(olds[0])
         axis = _axis_of_units(new.axis)
@@ -344,7 +349,7 @@ def _index(positions: list[int]) -> Tensor:
 
 
 def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
-    """Factors by position along a dimension, to multiply a tensor with."""
+    """Return factors along a dimension as a tensor that broadcasts."""
     shape = [-1 if axis == dim else 1 for axis in range(ndim)]
     return torch.tensor(factors, dtype=torch.float64, device="cpu").reshape(shape)
 
@@ -352,51 +357,51 @@ def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
 def own() -> Initialiser:
     """Draw from the distribution of the model's initial weights (`init_mode`, `initializer_range`).
 
-    Biases and sinks start at zero and gains of norms at one, as in TransformerLens.
+    As in TransformerLens, biases and sinks start at zero and norms' gains at one.
     """
     return _Own()
 
 
 def normal(std: float) -> Initialiser:
-    """Draw normal numbers of this standard deviation; gains of norms around one.
+    """Draw normal numbers with this standard deviation; the gains of norms have a mean of one.
 
     Raises:
         ValueError: the standard deviation is not positive.
     """
     if not std > 0:
-        raise ValueError(f"got std={std}; expected more than 0: zeros() makes zeros, dead ones")
+        raise ValueError(f"got std={std}; expected more than 0; for dead units, use zeros()")
     return _Normal(std)
 
 
 def zeros() -> Initialiser:
-    """Start at zero, for controls: new units are dead, and have no gradient at any step.
+    """Set new entries to zero, for controls: new units are dead, with a zero gradient at all steps.
 
-    New coordinates of the stream under LayerNorm are an exception: they change its mean.
+    New coordinates of the stream under LayerNorm are an exception, because they change its mean.
     """
     return _Zeros()
 
 
 def copies(noise: float = 0.1) -> Initialiser:
-    """Copy old units drawn at random, with noise in units of the tensor's deviation.
+    """Copy randomly drawn old units, with noise in units of the tensor's standard deviation.
 
     Raises:
-        ValueError: there is no noise, without which equal units stay equal.
+        ValueError: the noise is not positive; without noise, equal units would stay equal.
     """
     if not noise > 0:
-        raise ValueError(f"got noise={noise}; expected more than 0: equal units stay equal")
+        raise ValueError(f"got noise={noise}; expected more than 0, or equal units stay equal")
     return _Copies(noise)
 
 
 def cancelling(std: float | None = None) -> Initialiser:
     """Draw new units in pairs with equal input weights and opposite output weights.
 
-    So all their entries have a gradient from the first step. If the number is odd, the last unit
-    writes zeros, and so do units that cannot cancel: coordinates of a stream with norms, and of
-    queries and keys that are normed or rotated as a whole (`expansion/initialise.py` has the list
-    and the proofs).
+    So all their entries have a gradient from the first step. If the number of units is odd, the
+    last unit has zero output weights. So do units that cannot cancel: coordinates of a stream with
+    norms, and of queries and keys that are normalized or rotated as a whole
+    (`expansion/initialise.py` has the list and the proofs).
 
     Args:
-        std: the standard deviation; by default, entries are drawn as by `own`.
+        std: the standard deviation; by default, entries are drawn as in `own`.
 
     Raises:
         ValueError: the standard deviation is not positive.
@@ -412,23 +417,24 @@ def cancelling(std: float | None = None) -> Initialiser:
         True
     """
     if std is not None and not 0 < std < math.inf:
-        raise ValueError(f"got std={std}; expected more than 0: with zeros new units are dead")
+        raise ValueError(f"got std={std}; expected more than 0, or the new units would be dead")
     return _Cancelling(_Own() if std is None else _Normal(std))
 
 
 def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
-    """Make new units copies of old ones, drawn at random, that share the output of the old unit.
+    """Make new units copies of randomly drawn old units; the copies share the old unit's output.
 
-    No old unit is copied twice before each is copied once. Where outputs cannot be shared
-    (`expansion/initialise.py` says where), new units are drawn as by `own`, and write zeros.
+    No old unit is copied twice before each is copied once. If outputs cannot be shared
+    (`expansion/initialise.py` has the list), new units are drawn as in `own`, with zero output
+    weights.
 
     Args:
-        share: what the old unit keeps; its copies have the rest in equal parts.
-        noise: added to the output weights of copies and subtracted from those of the old unit, in
-            units of the tensor's standard deviation.
+        share: the fraction that the old unit keeps; its copies get the rest in equal parts.
+        noise: standard deviation of the noise, in units of the tensor's standard deviation. Noise
+            is added to the output weights of copies and subtracted from the old unit's.
 
     Raises:
-        ValueError: the share is not between 0 and 1, or there is no noise.
+        ValueError: the share is not between 0 and 1, or the noise is not positive.
 
     Example:
         >>> from attn_only_lens import expansion as ex, grow, pretrained
@@ -440,5 +446,5 @@ def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
     if not 0 < share < 1:
         raise ValueError(f"got share={share}; expected more than 0 and less than 1")
     if not 0 < noise < math.inf:
-        raise ValueError(f"got noise={noise}; expected more than 0: equal units stay equal")
+        raise ValueError(f"got noise={noise}; expected more than 0, or equal units stay equal")
     return _Splits(share, noise)

@@ -1,17 +1,17 @@
 """Theorem 3.6: more layers, at any depth.
 
-A block adds to the stream what its attention and its MLP write. With W_O, b_O, W_out and b_out zero
-that is nothing (equation 40). A norm after a sublayer keeps zero zero if it has no bias, and ε > 0;
-its slope there is gain/√ε, so the first steps of training move the new layer far (logits ten times
-as far on OLMo 2's and Gemma 2's shape): warm up.
+A block adds the outputs of its attention and its MLP to the stream. If W_O, b_O, W_out and b_out
+are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if it has
+no bias and ε > 0. Its slope at zero is gain/√ε, so the first training steps change the new layer's
+output a lot (logits change ten times as much on OLMo 2's and Gemma 2's shape): use a warm-up.
 
 A norm on the stream itself, norm(x + f(x)) as in BERT, changes the stream even where f(x) is 0, and
-no gain and bias turn it into the identity: new layers are refused there.
+no gain and bias turn it into the identity, so new layers are refused in post-norm models.
 
-Layers above move up by one. If scores of layer l are divided by l + 1
-(`scale_attn_by_inverse_layer_idx`), those of a moved layer are multiplied back through its keys. A
-new layer may start as a copy of another one, with outputs of zero (block expansion: Wu et al.,
-"LLaMA Pro", 2024).
+Layers above the new one move up by one. If scores of layer l are divided by l + 1
+(`scale_attn_by_inverse_layer_idx`), the keys of a moved layer are multiplied by a factor that keeps
+its scores. A new layer may start as a copy of another layer, with zero outputs (block expansion: Wu
+et al., "LLaMA Pro", 2024).
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,22 @@ from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Weights, block_name
 
 _ZERO = ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out", "ln1_post.b", "ln2_post.b")
-_AFTER = {"ln1.b", "ln2.b"}  # where these stand after the sublayers
+_AFTER = {"ln1.b", "ln2.b"}  # the biases of norms after sublayers
 
 
 @dataclass(frozen=True)
 class InsertLayer(Expansion):
     """Grow n_layers by one: Definition and Theorem 3.6.
 
-    Zero: what the new layer writes with, W_O, b_O, W_out, b_out. Free: the rest of it.
+    Zero: the new layer's output weights W_O, b_O, W_out and b_out. Free: its other weights.
 
     Attributes:
-        at: the new layer's number; layers from there on move up. n_layers puts it last.
-        like: the layer whose shapes and kind of attention it has; by default the one before it.
-        copy: whether its free entries are those of `like`, too, instead of the initialiser's.
+        at: the new layer's index; layers with this index or a larger one move up. With n_layers,
+            the new layer is the last one.
+        like: the layer from which the new one takes its shapes and kind of attention; by default
+            the layer before it.
+        copy: whether the free entries are copied from layer `like` instead of drawn by the
+            initialiser.
 
     Example:
         >>> from attn_only_lens import expansion as ex, grow, pretrained
@@ -58,17 +61,17 @@ class InsertLayer(Expansion):
             reasons.append(f"got copy={self.copy!r}; expected True or False")
         if constants.norm_place == "stream":
             reasons.append(
-                "it is post-norm: a new layer that writes nothing would still apply LayerNorm to "
+                "it is post-norm: a new layer with zero outputs would still apply LayerNorm to "
                 "the residual stream x, and LayerNorm(x) is not x. The mean and deviation of x "
                 "over d_model differ from token to token, so no gain and bias turn LayerNorm(x) "
                 "back into x; add neurons or heads, or widen d_head, instead"
             )
         elif constants.norm_place != "before" and not constants.eps > 0:
-            reasons.append("a norm after a sublayer of zeros divides 0 by 0, as its eps is 0")
+            reasons.append("its norms after sublayers have eps=0 and would divide 0 by 0")
         if constants.scale_by_layer and constants.clip_qkv is not None and self.at < n_layers:
             reasons.append(
-                "scores are divided by layer + 1, which the keys of moved layers would make up "
-                "for, and its clip_qkv bounds keys; put the new layer last"
+                "scores are divided by layer + 1, so the keys of moved layers must be scaled, but "
+                "clip_qkv bounds keys; put the new layer last"
             )
         return reasons
 

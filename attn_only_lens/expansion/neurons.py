@@ -1,8 +1,8 @@
 """Theorem 3.1: more neurons.
 
-The MLP writes Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out: a sum over neurons, so neurons
-whose rows of W_out are zero add nothing (equations 6 to 10), whatever they compute. The activation
-must act on each neuron alone (not softmax over neurons, as in SoLU).
+The MLP outputs Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out, a sum over neurons. So neurons
+whose rows of W_out are zero add nothing (equations 6 to 10), whatever their activations are. The
+activation function must act on each neuron alone, unlike SoLU's softmax over neurons.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class AddNeurons(Expansion):
 
     Attributes:
         n: how many neurons to add to each layer.
-        layers: to which layers; None for all.
+        layers: the layers that get them; None for all.
 
     Example:
         >>> from attn_only_lens import expansion as ex, grow, pretrained
@@ -40,7 +40,7 @@ class AddNeurons(Expansion):
         if without and not reasons:
             reasons.append(f"layers {without} have no MLP to add neurons to")
         if weights.constants.pointwise is False:
-            reasons.append("its activation mixes neurons, so that new ones would change the old")
+            reasons.append("its activation function mixes neurons: new ones would change old ones")
         return reasons
 
     def plan(self, weights: Weights) -> Plan:

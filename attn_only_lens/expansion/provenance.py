@@ -1,8 +1,8 @@
 """Provenance: the parts of a model (heads, neurons, layers, coordinates, tensors) after growth.
 
-An expansion moves old indices along axes, and layers; all else follows from that. The old entries
-of a tensor are at the new indices of its axes, multiplied by its scale. A head's new name has the
-new index of its layer and its own new index. Provenances compose like functions.
+An expansion gives old layers, and old entries along each axis, new indices. The old entries of a
+tensor are at the new indices of its axes, multiplied by the tensor's scale. A head's new name
+consists of its layer's new index and its own new index. Provenances compose like functions.
 """
 
 import re
@@ -33,7 +33,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return ranges of successive indices, as start and stop: mostly one."""
+    """Return ranges of successive indices, as pairs of start and stop; usually one range."""
     ranges = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
     return [(run[0][1], run[-1][1] + 1) for run in ranges]
 
@@ -42,7 +42,7 @@ def _indices(ranges: list[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(index for start, stop in ranges for index in range(start, stop))
 
 
-# As pydantic writes them to `provenance.json`, and reads them.
+# The form in which pydantic writes indices to `provenance.json` and reads them.
 Indices: TypeAlias = Annotated[
     tuple[int, ...],
     PlainSerializer(_ranges, return_type=list[tuple[int, int]]),
@@ -53,7 +53,7 @@ _FROM_PAIRS = BeforeValidator(lambda pairs: {Axis(*axis): value for axis, value 
 
 @dataclass(frozen=True)
 class IndexMap:
-    """The new index of each old one, along an axis or of layers, and how many there are now."""
+    """The new index of each old index, along an axis or of layers, and the new size."""
 
     new_of: Indices
     size: int
@@ -76,7 +76,7 @@ class IndexMap:
 
     @cached_property
     def is_prefix(self) -> bool:
-        """True if old indices stay, with new ones after them."""
+        """True if old indices do not change, and new ones come after them."""
         return self.new_of == tuple(range(len(self.new_of)))
 
     @property
@@ -86,21 +86,21 @@ class IndexMap:
 
     @cached_property
     def old_of(self) -> dict[int, int]:
-        """Old indices by new ones."""
+        """The old index for each new index that has one."""
         return {new: old for old, new in enumerate(self.new_of)}
 
     @cached_property
     def added(self) -> tuple[int, ...]:
-        """Indices without an old one."""
+        """The new indices that have no old index."""
         if self.is_prefix:
             return tuple(range(len(self.new_of), self.size))
         return tuple(index for index in range(self.size) if index not in self.old_of)
 
     def combine(self, old: Tensor, new: Tensor, dim: int) -> Tensor:
-        """Return old and new entries along a dimension, each at its indices."""
-        if old.device.type == "meta":  # a sketch has shapes only
+        """Return a tensor with old and new entries at their indices along a dimension."""
+        if old.device.type == "meta":  # a sketch has shapes but no values
             return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
-        # A transposed matrix stays one, so that its parameter needs no other copy.
+        # A transposed matrix keeps its memory layout, so that its parameter needs no second copy.
         dims = sorted(range(old.ndim), key=old.stride, reverse=True)
         parts = [old.permute(dims), new.permute(dims)]
         both = torch.cat(parts, dims.index(dim)).permute([dims.index(i) for i in range(old.ndim)])
@@ -110,7 +110,7 @@ class IndexMap:
         return both.index_select(dim, order)
 
     def select_old(self, grown: Tensor, dim: int) -> Tensor:
-        """Return the old indices along a dimension; a view if they did not move."""
+        """Return the entries at old indices along a dimension; a view if they did not move."""
         if self.is_prefix:
             return grown.narrow(dim, 0, len(self.new_of))
         return grown.index_select(dim, _index(self.new_of, grown.device))
@@ -134,13 +134,13 @@ class TensorMap:
         return tuple(axis.size for axis in self.axes)
 
     def scaled(self, old: Tensor) -> Tensor:
-        """Return old entries as the grown tensor holds them; the same tensor if the scale is 1."""
+        """Return old entries, scaled for the grown tensor; the same tensor if the scale is 1."""
         if self.scale == 1.0:
             return old
         return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
 
     def unscaled(self, part: Tensor) -> Tensor:
-        """Return what `scaled` turns into these entries."""
+        """Return the old entries; this is the inverse of `scaled`."""
         if self.scale == 1.0:
             return part
         return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
@@ -152,7 +152,7 @@ class TensorMap:
         return grown
 
     def put(self, old: Tensor, into: Tensor) -> Tensor:
-        """Return a copy of `into`, of the grown shape, with `old` at the old entries, unscaled."""
+        """Return a copy of the grown-shape tensor `into` that has `old`, unscaled, in its place."""
         if all(axis.is_identity for axis in self.axes):
             return old.clone()
         indices = (_index(axis.new_of, into.device) for axis in self.axes)
@@ -161,12 +161,12 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class ZeroEntries:
-    """Entries of a grown tensor that must be zero for its function to be the old one.
+    """Entries of a grown tensor that must be zero so that the model's function stays the same.
 
     Attributes:
-        name: the tensor.
-        indices: along each of its axes; the entries are their product.
-        since: how many `Provenance.shares` there were already.
+        name: the tensor's name.
+        indices: indices along each axis; the entries are their Cartesian product.
+        since: how many `Provenance.shares` existed before these entries were added.
     """
 
     name: str
@@ -186,11 +186,11 @@ class ZeroEntries:
 
 @dataclass(frozen=True)
 class TiedEntries(ZeroEntries):
-    """Entries that must be multiples of other entries of their tensor.
+    """Entries that must be multiples of other entries of the same tensor.
 
     Attributes:
         dim: the axis along which the other entries lie.
-        of: the indices of the other entries, one for each of `indices[dim]`.
+        of: the index of the other entry, for each index in `indices[dim]`.
         factor: 1, or -1 for entries that cancel.
     """
 
@@ -206,13 +206,14 @@ class TiedEntries(ZeroEntries):
 
 @dataclass(frozen=True)
 class Shares:
-    """New units that have a share of the outputs of old ones, along an axis of the grown model.
+    """New units that share the outputs of old units, along an axis of the grown model.
 
     Attributes:
         new: the indices of the new units.
         of: for each new unit, the index of the old unit.
-        share: the part of each new unit, before noise was added; the old unit kept the rest.
-        written: the tensors that were shared. In other tensors new units are copies.
+        share: for each new unit, its fraction of the old output, before noise was added; the old
+            unit kept the rest.
+        written: the tensors that were shared. In other tensors, new units are copies.
     """
 
     axis: Axis
@@ -222,7 +223,7 @@ class Shares:
     written: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
 
     def kept(self) -> dict[int, float]:
-        """Return what each old unit kept."""
+        """Return the fraction of its output that each old unit kept."""
         rest: dict[int, float] = {}
         for of, share in zip(self.of, self.share, strict=True):
             rest[of] = rest.get(of, 1.0) - share
@@ -243,21 +244,21 @@ _KINDS = {"H": "head", "N": "neuron", "L": "layer"}
 
 @dataclass(frozen=True)
 class Provenance:
-    """The new place of each part of a model that grew.
+    """A map from each part of a model to its place in the grown model.
 
     Attributes:
         layers: new indices of layers.
         axes: new indices along each axis of the old model.
         sizes: the length of each axis of the grown model.
-        constants: of the old model.
-        like: for each new layer, by its new index, an old layer with its shapes.
+        constants: the constants of the old model.
+        like: for each new layer, by its new index, an old layer with the same shapes.
         scales: factors of old tensors, by old name.
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero.
-        ties: entries that had to be multiples of others, of units that cancel or are copies.
-        shares: the new units that share the outputs of old ones.
+        ties: entries that had to be multiples of others, because units cancel or are copies.
+        shares: the new units that share the outputs of old units.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
-        source: identity of the model that grew (`growth.identity`); None for weights alone.
+        source: identity of the original model (`growth.identity`); None if only weights grew.
 
     Example:
         >>> from attn_only_lens import expansion as ex, pretrained
@@ -292,7 +293,7 @@ class Provenance:
     source: Identity | None = None
 
     def then(self, after: "Provenance") -> "Provenance":
-        """Return this growth followed by another."""
+        """Return the provenance of this growth step followed by another."""
         like = {after.layers.new_of[new]: old for new, old in self.like.items()}
         sources = {**self.layers.old_of, **self.like}
         like |= {new: sources[middle] for new, middle in after.like.items()}
@@ -353,21 +354,21 @@ class Provenance:
 
     @property
     def new_layers(self) -> tuple[str, ...]:
-        """New layers of the grown model."""
+        """The names of the grown model's new layers."""
         return tuple(f"L{layer}" for layer in self.layers.added)
 
     @property
     def new_heads(self) -> tuple[str, ...]:
-        """New attention heads of the grown model, including those of new layers."""
+        """The names of the grown model's new attention heads, including those in new layers."""
         return tuple(name for name in self._names("H") if self.old_of(name) is None)
 
     @property
     def new_neurons(self) -> tuple[str, ...]:
-        """New neurons of the grown model, including those of new layers."""
+        """The names of the grown model's new neurons, including those in new layers."""
         return tuple(name for name in self._names("N") if self.old_of(name) is None)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row for each layer, head and neuron of the grown model.
+        """Return a frame with one row for each layer, head and neuron of the grown model.
 
         Returns:
             Columns `name`, `kind` ("layer", "head", "neuron"), `old` (its name in the old model;
@@ -386,7 +387,7 @@ class Provenance:
         )
 
     def axis(self, old: Axis) -> Axis:
-        """Return the axis of the grown model."""
+        """Return the grown model's axis for an axis of the old model."""
         return old if old.layer is None else Axis(old.label, self.layers.new_of[old.layer])
 
     def name(self, old: str) -> str:
@@ -395,7 +396,7 @@ class Provenance:
         return old if layer is None else block_name(self.layers.new_of[layer], tail(old))
 
     def old_name(self, new: str) -> str | None:
-        """Return the old name of a tensor or hook point; None if its layer is new."""
+        """Return the old name of a tensor or hook point, or None if its layer is new."""
         layer = in_layer(new)
         if layer is None:
             return new
@@ -403,7 +404,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return the old name of a tensor or, in a new layer, of the one that it is like."""
+        """Return a tensor's old name or, in a new layer, the name of its model in an old layer."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -415,21 +416,21 @@ class Provenance:
         """Return the map of an old tensor's entries.
 
         Raises:
-            KeyError: an unknown tensor.
+            KeyError: the tensor is unknown.
         """
         axes = tuple(self.axes[axis] for axis in axes_of(name, self.constants))
         offset = self.constants.gain_offset if is_gain(name) else 0.0
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
     def _times(self, first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-        """Factors by old name, of this growth and one after it."""
+        """Return the products, by old name, of the factors from this step and the next one."""
         names = {*first, *(old for new in second if (old := self.old_name(new)) is not None)}
         return {
             name: first.get(name, 1.0) * second.get(self.name(name), 1.0) for name in sorted(names)
         }
 
     def _moved_entries(self, entries: _EntriesT) -> _EntriesT:
-        """The same entries, after this growth."""
+        """Return the positions of the entries after this growth step."""
         axes = axes_of(entries.name, self.constants)
         changes: dict[str, Any] = {"indices": tuple(map(self._moved, axes, entries.indices))}
         if isinstance(entries, TiedEntries):
@@ -437,7 +438,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Entries of a later growth, which counts its own shares only."""
+        """Return the entries of a later step, with this step's shares added to `since`."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -453,12 +454,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return an old tensor's entries in a grown model; outputs of copies are added to them."""
+        """Return an old tensor's entries in a grown model, with the outputs of copies added."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the tensors of a grown model that break its conditions, and which condition."""
+        """Return the grown model's tensors that violate a condition, with the condition."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -471,7 +472,7 @@ class Provenance:
         return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
-        """Return a tensor of a grown model; outputs of copies are added to those of old units."""
+        """Return a grown model's tensor, with the outputs of copies added to their old units."""
         for shares in reversed(self.shares[since:]):
             if name in shares.written:
                 dim = axes_of(name, self.constants).index(shares.axis)
@@ -485,7 +486,7 @@ class Provenance:
         return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
     def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """A head, if it is one, and its layer."""
+        """Return a part's layer, and the head if the name is a head's or a neuron's."""
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)

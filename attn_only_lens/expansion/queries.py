@@ -1,21 +1,23 @@
 """Theorem 3.4: wider queries and keys.
 
-A score is q · k / √k̂: new coordinates add nothing where the key's are zero (equation 20), whatever
-the query's are; the old ones are divided by √k̂ where it was √k, so keys are multiplied by √(k̂/k)
-(equation 19). A scale that is a number of its own stays, and then so do the keys. (What b_K adds
-to a score is the same for all keys, which softmax does not see; but scores, soft caps, sinks and
-rotary positions do, so b_K is treated as W_K is.)
+A score is q · k / √k̂. If the new coordinates of the key are zero, they add nothing to the score
+(equation 20), whatever the query's coordinates are. Growth replaces the divisor √k by √k̂, so old
+keys are multiplied by √(k̂/k) (equation 19). If the model sets its own score scale, the scale and
+the keys do not change. (b_K adds the same amount to the scores of all keys, and softmax ignores it;
+but scores, soft caps, sinks and rotary positions depend on it, so b_K is scaled like W_K.)
 
-Rotary positions turn the first coordinates as before; new ones come last and are not turned. Where
-they turn whole heads, coordinate i together with i + k/2 by θ^(-2i/k) a position, old coordinates
-keep their halves: i ≥ k/2 becomes i + (k̂ - k)/2, and θ becomes θ^(k̂/k), which keeps their angles.
+If rotary positions rotate only the first coordinates, new coordinates come last and are not
+rotated. If they rotate whole heads (coordinates i and i + k/2 by θ^(-2i/k) per position), old
+coordinates keep their halves: i ≥ k/2 becomes i + (k̂ - k)/2, and θ becomes θ^(k̂/k), which keeps
+their angles.
 
-A norm of queries and keys, of mean square 1/k̂ Σ q², sees new coordinates. So those of queries are
-zero as well, and no gradient ever moves them: queries and keys get no wider in effect, which values
-do if they grow along. Old ones are multiplied by √(k̂/k), and the norm's gain is divided by it, so
-that ε is to them what it was.
+A norm of queries and keys divides by the root of the mean square 1/k̂ Σ q², which includes the new
+coordinates. So the new coordinates of queries are zero as well, and their gradient stays zero:
+queries and keys do not become wider in effect, but values do if they are widened too. Old
+coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε keeps
+its effect.
 
-Refused where a factor would pass through a bound first (`clip_qkv`).
+Models with `clip_qkv` are refused if keys must be scaled, because the bound applies after scaling.
 """
 
 import math
@@ -41,14 +43,14 @@ _QUERIES, _KEYS = ("attn.W_Q", "attn.b_Q"), ("attn.W_K", "attn.b_K")
 class WidenQueriesAndKeys(Expansion):
     """Grow the width of queries and keys, k in the paper: Definition and Theorem 3.4.
 
-    Zero: the new columns of W_K and b_K. Scaled: the old ones, by √(k̂/k). Free: the new columns of
-    W_Q and b_Q, which are zero too if queries and keys are normed.
+    Zero: the new columns of W_K and b_K. Scaled: their old columns, by √(k̂/k). Free: the new
+    columns of W_Q and b_Q, which are zero too if queries and keys are normalized.
 
     Attributes:
         n: how many coordinates to add to each head's query and key.
-        layers: in which layers; None for all.
-        heads: in which heads, whole groups; None for all. For the others W_Q and b_Q are zero too,
-            and stay so under gradient descent.
+        layers: the layers to widen; None for all.
+        heads: the heads to widen, in whole groups; None for all. In other heads, the new columns
+            of W_Q and b_Q are zero too, and stay zero under gradient descent.
 
     Example:
         >>> from attn_only_lens import expansion as ex, pretrained
@@ -69,14 +71,15 @@ class WidenQueriesAndKeys(Expansion):
         reasons = reasons or reasons_against_heads(self.heads, self.layers, weights)
         if constants.rotary == "whole head" and is_count(self.n) and self.n % 2:
             reasons.append(
-                f"got {self.n} to add to rotary heads, half to each half; expected an even number"
+                f"got n={self.n} coordinates to add to rotary heads; expected an even number, half "
+                "of it for each half of a head"
             )
         if constants.clip_qkv is not None and (
             constants.scale is None or constants.qk_norm is not None
         ):
             reasons.append(
-                "its clip_qkv bounds keys, which must be multiplied as scores are divided by "
-                "√d_head, and as their norm divides them"
+                "its clip_qkv bounds keys, which must be multiplied because scores are divided by "
+                "√d_head, or because keys are normalized"
             )
         return reasons
 
@@ -119,7 +122,7 @@ class WidenQueriesAndKeys(Expansion):
         )
 
     def _places(self, size: int, constants: Constants) -> IndexMap:
-        """The new indices of a head's coordinates."""
+        """Return the new indices of a head's coordinates."""
         if constants.rotary == "fixed":
             return IndexMap.append(size, self.n)
         half = size // 2

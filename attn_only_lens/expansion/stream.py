@@ -1,21 +1,23 @@
 """Theorem 3.5: a wider residual stream, h to ĥ, with extensions beyond the paper.
 
-Nothing writes to the new coordinates (equations 33 to 38), and readers see the old stream, except
-for norms: the mean square of ĥ entries is h/ĥ of what it was. With s = √(h/ĥ),
+Nothing writes to the new coordinates (equations 33 to 38), so components that read the stream get
+the old values. Norms are the exception: the mean square over ĥ entries is h/ĥ times the old mean
+square. With s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
 
-so gains are multiplied by s (equation 24) and ε by s² (the paper's norm has no ε). Beyond it:
+so gains are multiplied by s (equation 24) and ε by s² (the paper's norm has no ε). Extensions:
 
-LayerNorm           is RMSNorm on a stream of mean zero: `centre.py`, done here first.
-folded gains        (LNPre, RMSPre): the readers' old rows are multiplied by s instead. Positions
-                    that are added after the norm (shortformer) are divided by s.
-norms of q and k    have the same ε: queries and keys are multiplied by s, so that nothing changes.
-scaled embeddings   (Gemma's, by √ĥ where it was √h): W_E is multiplied by s; where the unembedding
-                    is W_E too, the last gain makes up for both.
-a norm after        a sublayer: RMSNorm's gain takes s; without a gain it is refused. LayerNorm is
-                    refused, since what it writes has a mean; so is LayerNorm on the stream itself.
-tied embeddings     are untied under LayerNorm (centred) and folded gains, where they must differ.
+LayerNorm           equals RMSNorm on a stream of mean zero; `centre.py` centres the stream first.
+folded gains        (LNPre, RMSPre): the old rows of the weights that read the stream are multiplied
+                    by s instead. Positions added after the norm (shortformer) are divided by s.
+norms of q and k    have the same ε, so queries and keys are multiplied by s to keep their output.
+scaled embeddings   (Gemma's factor √h becomes √ĥ): W_E is multiplied by s. If the unembedding is
+                    W_E too, the last norm's gain corrects both.
+a norm after        a sublayer: RMSNorm's gain is multiplied by s; without a gain, the model is
+                    refused. LayerNorm after a sublayer is refused, because its output has a
+                    nonzero mean; so is LayerNorm on the stream itself.
+tied embeddings     are untied under LayerNorm (only one is centred) and under folded gains.
 """
 
 import math
@@ -35,11 +37,11 @@ _NORMS = {*_BLOCK_NORMS, "ln_final"}
 
 @dataclass(frozen=True)
 class WidenStream(Expansion):
-    """Grow d_model: Definition and Theorem 3.5, with ε, for LayerNorm too.
+    """Grow d_model: Definition and Theorem 3.5, extended to norms with ε and to LayerNorm.
 
-    Zero: the new columns of W_E, W_pos, W_O, b_O, W_out, b_out, and norms' new biases. Scaled:
-    gains, by √(h/ĥ), and ε by h/ĥ. Free: the readers' new rows (W_Q, W_K, W_V, W_in, W_gate, W_U)
-    and new gains.
+    Zero: the new columns of W_E, W_pos, W_O, b_O, W_out, b_out, and the norms' new biases. Gains
+    are scaled by √(h/ĥ), and ε by h/ĥ. Free: the new rows of the weights that read the stream (W_Q,
+    W_K, W_V, W_in, W_gate, W_U) and new gains.
 
     Attributes:
         n: how many coordinates to add.
@@ -60,7 +62,7 @@ class WidenStream(Expansion):
         if is_layer_norm(weights):
             reasons += CentreStream().reasons_against(weights)
         if constants.norm in ("LNPre", "RMSPre") and constants.norm_place != "before":
-            reasons.append("its norms after sublayers have no gain to make up for a wider stream")
+            reasons.append("its norms after sublayers have no gain to scale for a wider stream")
         if constants.qk_norm is not None and constants.clip_qkv is not None:
             reasons.append(
                 "its clip_qkv bounds queries and keys, which must be scaled for their norm"
@@ -101,11 +103,11 @@ class WidenStream(Expansion):
         return grown, before.then(provenance)
 
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
-        """By tensor, factors that make up for norms whose output is divided by s."""
+        """Return a factor for each tensor that corrects norms whose output is divided by s."""
         constants = weights.constants
         twice = constants.embed_scaled and _stays_tied(
             constants
-        )  # W_E is read with the factor, too
+        )  # the unembedding W_E has the factor, too
         through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
         if constants.embed_scaled:
             through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
@@ -127,18 +129,18 @@ class WidenStream(Expansion):
 
 
 def _stays_tied(constants: Constants) -> bool:
-    """True if embedding and unembedding are one, and may remain so."""
+    """Return True if the embedding and the unembedding are tied and can stay tied."""
     return constants.tied and constants.final_norm not in ("LNPre", "RMSPre")
 
 
 def _after_folded_norm(weights: Weights) -> bool:
-    """True if positions are added to the output of a norm without gain."""
+    """Return True if positions are added to the output of a norm that has no gain."""
     constants = weights.constants
     return constants.positions == "shortformer" and constants.norm in ("LNPre", "RMSPre")
 
 
 def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
-    """Factors of activations, by hook point."""
+    """Return the factors of activations, by hook point."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
     norms = [block_name(layer, norm) for layer in layers for norm in _BLOCK_NORMS]

@@ -1,7 +1,7 @@
 """Theorem 3.3: wider values.
 
-A head writes pattern · x W_V W_O: a sum over the coordinates of its value, so new ones whose rows
-of W_O are zero add nothing (equations 13 to 17).
+A head outputs pattern · x W_V W_O, a sum over the coordinates of its value. So new coordinates add
+nothing if their rows of W_O are zero (equations 13 to 17).
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,15 @@ class WidenValues(Expansion):
 
     Zero: the new rows of W_O, in every head. Free: the new columns of W_V and b_V.
 
-    All heads of a layer are one tensor, so the entries are there for every head. With `heads`, they
-    are free for those only; for others W_V and b_V are zero too, and stay so under gradient
-    descent: neither side sees a gradient while the other is zero.
+    All heads of a layer share one tensor, so every head gets new entries. With `heads`, the new
+    entries are free for those heads only. For other heads, the new columns of W_V and b_V are zero
+    too, and stay zero under gradient descent: W_V gets no gradient while W_O is zero, and the
+    reverse holds too.
 
     Attributes:
         n: how many coordinates to add to each head's value.
-        layers: in which layers; None for all.
-        heads: in which heads, by query head, whole groups; None for all.
+        layers: the layers to widen; None for all.
+        heads: the query heads to widen, in whole groups; None for all.
 
     Example:
         >>> from attn_only_lens import expansion as ex, pretrained

@@ -1,24 +1,25 @@
-"""The weights of a transformer in one layout, and the constants that its function depends on.
+"""A transformer's weights in one common layout, and the constants that its function depends on.
 
 For every kind of model, tensors have the names and shapes of TransformerLens' HookedTransformer.
-The axis labels:
+The axes have these labels:
 
 d_model    a coordinate of the residual stream
 d_mlp      a neuron
-head       an attention head, by query; kv_head: by key and value (fewer where queries are grouped)
-d_query    a coordinate of queries and keys; d_value: of values. TransformerLens has one d_head for
-           both, the growth paper has k and v
+head       a query head
+kv_head    a key and value head (fewer than query heads if queries are grouped)
+d_query    a coordinate of queries and keys (k in the growth paper)
+d_value    a coordinate of values (v in the growth paper). TransformerLens uses d_head for both
 
-`d_model` is one axis of the whole model; every layer has the other axes for itself.
+`d_model` is one axis of the whole model; every layer has its own copies of the other axes.
 
-An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor is the
-sum of its entries in order, weighted by numbers that look random,
+An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor is its
+norm and the sum of its entries in order, weighted by pseudorandom numbers:
 
     s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
 
-and its norm. A change Δ of the weights, wherever it is, moves s by about ‖Δ‖ / 3. So a tensor whose
-s moved by no more than roundings of ‖w‖ is the same, perhaps cast or computed on another machine;
-after one step of training it is not. (A digest of the bytes would change with the dtype.)
+A change Δ of the weights, wherever it is, changes s by about ‖Δ‖ / 3. So if s changed by no more
+than rounding errors of ‖w‖, the tensor is the same, perhaps cast or computed on another machine.
+After one training step it is not the same. (A digest of the bytes would change with the dtype.)
 """
 
 import math
@@ -66,23 +67,23 @@ _AXES: dict[str, tuple[str, ...]] = {
         for part in ("w", "b")
     },
 }
-_ALL_HEADS = {  # where one norm is over the queries of all heads, and one over all keys
+_ALL_HEADS = {  # if one norm covers the queries of all heads, and one covers all keys
     "attn.q_norm.w": ("head", "d_query"),
     "attn.k_norm.w": ("kv_head", "d_query"),
 }
 WRITERS = frozenset(
     {"embed.W_E", "pos_embed.W_pos", "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"}
 )
-"""The tails of tensors that write to the residual stream ("shortformer" positions: beside it)."""
+"""The tails of tensors that write to the residual stream ("shortformer" positions do not)."""
 _OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _GOLDEN = (math.sqrt(5) + 1) / 2
 _ROW = 2**11  # entries of a row
-_ROWS_AT_ONCE = 2**7  # in float64 these fit the processor's cache
+_ROWS_AT_ONCE = 2**7  # this many float64 rows fit into the processor's cache
 
 
 class Axis(NamedTuple):
-    """An axis of tensors: its label and, unless it is the whole model's, its layer."""
+    """An axis of tensors: its label, and its layer (None for an axis of the whole model)."""
 
     label: str
     layer: int | None = None
@@ -92,19 +93,19 @@ class Axis(NamedTuple):
 
 
 def in_layer(name: str) -> int | None:
-    """Return the layer of a tensor or hook point; None if it is the whole model's."""
+    """Return the layer of a tensor or hook point, or None if it belongs to no layer."""
     match = _BLOCK.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def tail(name: str) -> str:
-    """Return a name without its block: `attn.W_Q` of `blocks.3.attn.W_Q`."""
+    """Return a name without its block prefix: `attn.W_Q` for `blocks.3.attn.W_Q`."""
     match = _BLOCK.fullmatch(name)
     return name if match is None else match[2]
 
 
 def block_name(layer: int, of: str) -> str:
-    """Return the name of a tensor of a layer: `blocks.3.attn.W_Q`."""
+    """Return the name of a tensor in a layer, for example `blocks.3.attn.W_Q`."""
     return f"blocks.{layer}.{of}"
 
 
@@ -128,30 +129,29 @@ class Constants:
 
     Attributes:
         n_layers: how many blocks.
-        norm: of the norms in the blocks. Those that end in "Pre" have no gain: it was folded.
+        norm: the kind of the norms in the blocks. Kinds that end in "Pre" have a folded gain.
         final_norm: the norm before the unembedding.
         norm_place: where a sublayer f has its norms: "before" is x + f(norm(x)); "after" is
             x + norm(f(x)); "both" is x + norm(f(norm(x))); "stream" (post-norm) is norm(x + f(x)).
         gain_offset: 1 if a norm's gain is 1 + w, else 0.
-        eps: the ε of all norms, of queries and keys too.
+        eps: the ε of all norms, including the norms of queries and keys.
         embed_scaled: whether embeddings are multiplied by √d_model as they enter the stream.
-        scale: divisor of attention scores; None for √d_query of the layer.
+        scale: divisor of attention scores; None for the layer's √d_query.
         scale_by_layer: whether scores are also divided by layer + 1.
         positions: "standard" (added to the stream), "shortformer" (added to the inputs of queries
             and keys), "rotary", "alibi", …
-        rotary: whether rotary positions turn a fixed number of coordinates, the first ones, or all
-            of a head, coordinate i with i + d_query / 2.
-        qk_norm: whether queries and keys are normed, head by head or all heads as one vector.
-        clip_qkv: the bound of queries, keys and values.
+        rotary: whether rotary positions rotate a fixed number of coordinates (the first ones), or
+            a whole head (coordinate i with i + d_query / 2).
+        qk_norm: whether queries and keys are normalized, per head or over all heads as one vector.
+        clip_qkv: the bound on queries, keys and values.
         attn_types: the kind of attention of each layer ("global", "local"); None if all are alike.
         tied: whether the unembedding is the embedding.
-        pointwise: whether the activation acts on each neuron alone; None without MLPs.
-        heads_per_neuron: of a converted model with bilinear gates.
+        pointwise: whether the activation function acts on each neuron alone; None without MLPs.
+        heads_per_neuron: heads per neuron in a converted model with bilinear gates.
         grouped: whether heads may share keys and values.
         grouped_by_head: whether hook points of keys and values have an entry for every head even
             if heads share them.
-        init: TransformerLens' mode of initialization, and its gain (for "gpt2" the standard
-            deviation).
+        init: TransformerLens' `init_mode`, and its gain (for "gpt2", the standard deviation).
     """
 
     n_layers: int
@@ -178,11 +178,12 @@ class Constants:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, and constants. No function changes the tensors of weights.
+    """A model's tensors by name, and its constants. No function changes these tensors in place.
 
     Attributes:
-        tensors: by TransformerLens' names; `W_K`, `W_V`, `b_K`, `b_V` by kv_head.
-        constants: of the model.
+        tensors: tensors by TransformerLens' names; `W_K`, `W_V`, `b_K`, `b_V` have one entry per
+            kv_head.
+        constants: the model's constants.
 
     Example:
         >>> from attn_only_lens import pretrained
@@ -212,35 +213,35 @@ class Weights:
         return sizes
 
     def in_layers(self, of: str) -> list[int]:
-        """Return the layers that have a tensor of this tail."""
+        """Return the layers that have a tensor with this name after the block prefix."""
         layers = range(self.constants.n_layers)
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Weights":
-        """Return weights with a function of each tensor in its place."""
+        """Return weights with a function applied to each tensor."""
         return replace(self, tensors={name: change(x) for name, x in self.tensors.items()})
 
     def sketch(self) -> "Weights":
-        """Return the same without numbers, on the meta device, to try an expansion at no cost."""
+        """Return the weights on the meta device (no values), to try an expansion at no cost."""
         return self.map(lambda tensor: tensor.to("meta"))
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Marks of a model's tensors. Made by `growth.identity`.
+    """Marks of a model's tensors, computed by `growth.identity`.
 
     Attributes:
         marks: the weighted sum and the norm of each tensor.
-        precision: the largest share of the norm by which roundings may have moved a sum.
+        precision: the largest rounding error of a sum, relative to the norm.
     """
 
     marks: Mapping[str, tuple[float, float]] = field(repr=False)
     precision: float
 
     def differences(self, second: "Identity") -> list[str]:
-        """Return the tensors that differ, or that one model lacks and the other has, not zero.
+        """Return the tensors that differ, and nonzero tensors that only one model has.
 
-        The bridge of transformer-lens 3.9 adds a bias of zeros to the unembedding.
+        A missing tensor equals zeros: transformer-lens 3.9's bridge adds a zero unembedding bias.
         """
         tolerance = max(self.precision, second.precision)
         both = {**self.marks, **second.marks}

@@ -30,24 +30,21 @@ from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.storage import tensor_digest
 
 _KINDS: tuple[type[Growable], ...] = (HookedModel, ConvertedModel, NativeBridge, HuggingFaceBridge)
-_UNTIED = (
-    "untied: embedding and unembedding were one matrix; now they are two, which a wider stream "
-    "needs"
-)
+_UNTIED = "untied: the embedding and the unembedding were one matrix; a wider stream needs two"
 _CENTRED = (
-    "centred: everything that writes to the residual stream lost its mean over d_model, which "
-    "LayerNorm does not see; shrink() gives it back"
+    "centred: all weights that write to the residual stream lost their mean over d_model, which "
+    "LayerNorm ignores; shrink() restores it"
 )
 
 
 @dataclass(frozen=True)
 class Grown:
-    """A grown model, and the way back.
+    """A grown model, from which the original can be restored.
 
     Attributes:
-        model: the grown model, of the class of the one it came from.
-        provenance: where each old head, neuron, layer, coordinate and parameter went.
-        notes: other changes, in sentences.
+        model: the grown model, which has the class of the original model.
+        provenance: the new place of each old head, neuron, layer, coordinate and parameter.
+        notes: sentences about other changes.
     """
 
     model: Any
@@ -58,17 +55,17 @@ class Grown:
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
-        """Return the model without new parts; right after growth, bit for bit the original.
+        """Return the model without new parts; right after growth, this is exactly the original.
 
-        After training, this is the trained old part, in the scale of the original (and centred, if
-        growth centred it).
+        After training, the result is the trained old part, with the original's scales (and centred,
+        if growth centred it).
 
         Args:
             drop_new: whether to drop new parts even if they have an effect.
 
         Raises:
-            GrowthError: entries that had to be zero no longer are: the old part alone does not
-                compute what the model computes.
+            GrowthError: entries that had to be zero are not zero any more, so the old part alone
+                computes another function.
         """
         growable, provenance = growable_of(self.model), self.provenance
         if reasons := _all_reasons(growable):
@@ -77,8 +74,8 @@ class Grown:
         broken = provenance.broken(now.tensors)
         if broken and not drop_new:
             reasons = [
-                f"{name}: entries that {was} no longer are; shrink(drop_new=True) "
-                "drops them, and changes what the model computes"
+                f"{name}: entries that {was} after growth have changed; shrink(drop_new=True) "
+                "drops them, and so changes the model's function"
                 for name, was in broken.items()
             ]
             raise GrowthError(reasons, "this model cannot be shrunk")
@@ -95,23 +92,23 @@ class Grown:
                 tensors[old] = provenance.tensor_map(old).unscaled(part)
         constants = provenance.constants
         if constants.tied and not torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T):
-            constants = replace(constants, tied=False)  # untied by growth, and trained since
+            constants = replace(constants, tied=False)  # growth untied it, and training changed it
         before = Weights(tensors, constants)
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
         """Return an optimizer for the grown model that continues the original's.
 
-        Right after growth, its next step changes old parameters as the old optimizer would have;
-        exactly, unless d_model grew under LayerNorm (`growth/optimizer.py` has the difference).
+        Right after growth, its next step changes old parameters exactly as the old optimizer would.
+        If d_model grew under LayerNorm, the steps differ (`growth/optimizer.py` says by how much).
         Create new learning-rate schedulers, with `last_epoch`.
 
         Args:
-            optimizer: `SGD`, `Adam` or `AdamW` of torch; it is not changed.
-            model: the original model, whose parameters it trains.
+            optimizer: torch's `SGD`, `Adam` or `AdamW`; it is not changed.
+            model: the original model, whose parameters the optimizer trains.
 
         Raises:
-            GrowthError: the optimizer is of another kind, or trains another model.
+            GrowthError: the optimizer has another class, or trains another model.
 
         Example:
             >>> import torch
@@ -128,22 +125,23 @@ class Grown:
         )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the grown model to a folder, trained since or not, all of it or nothing.
+        """Write the grown model with its current weights to a folder, completely or not at all.
 
-        For a bridge around a model of transformers, `AutoModelForCausalLM.from_pretrained(folder)`
-        (BERT: `AutoModelForMaskedLM`) reads the folder. For a HookedTransformer, it has
+        For a bridge around a transformers model, `AutoModelForCausalLM.from_pretrained(folder)`
+        (BERT: `AutoModelForMaskedLM`) reads the folder. For a HookedTransformer, the folder has
         `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of every
         file. So after more training, call this method again; do not overwrite the weights.
 
         Args:
-            folder: an earlier save is replaced; a folder with other files is refused.
+            folder: path of the folder. An earlier save is replaced; a folder with other files is
+                refused.
 
         Returns:
             The folder.
 
         Raises:
-            GrowthError: the model is of another kind, or no configuration of transformers can
-                describe it; `attn_only_lens.save` writes it with neuron-heads.
+            GrowthError: the model is of another kind, or no transformers configuration can
+                describe it; `attn_only_lens.save` saves it with neuron-heads.
             CheckpointError: the folder holds other files.
 
         Example:
@@ -159,7 +157,7 @@ class Grown:
         return save_pretrained(growable_of(self.model), self.provenance, folder)
 
 
-@torch.inference_mode(False)  # weights of inference mode could never be trained
+@torch.inference_mode(False)  # weights made in inference mode cannot be trained
 def grow(
     model: Any,
     expansion: Expansion | None = None,
@@ -172,27 +170,27 @@ def grow(
     init: Initialiser | None = None,
     seed: int = 0,
 ) -> Grown:
-    """Make a larger model that computes what `model` computes; `model` does not change.
+    """Make a larger model that computes the same function as `model`, which does not change.
 
     Args:
-        model: a `TransformerBridge` of a language model of transformers, or of `boot_native`; a
+        model: a `TransformerBridge` around a transformers language model, or from `boot_native`; a
             `HookedTransformer`, or a model that `convert` made attention-only.
-        expansion: one of `attn_only_lens.expansion`; None if sizes are given.
+        expansion: an expansion from `attn_only_lens.expansion`; None if you pass sizes.
         d_mlp: neurons in every layer of the grown model.
         n_heads: attention heads in every layer.
         d_head: width of queries, keys and values.
         d_model: width of the residual stream.
-        n_layers: layers; new ones come last.
-        init: draws free entries; from `expansion.init`. By default, they have the distribution of
-            the model's own initial weights.
-        seed: of `init`.
+        n_layers: number of layers; new layers come last.
+        init: an initialiser from `expansion.init` that draws free entries. By default, they have
+            the distribution of the model's own initial weights.
+        seed: the seed for `init`.
 
     Returns:
         The grown model, on the device and in the dtype of `model`, with its tokenizer, modes and
         frozen parameters; and the provenance.
 
     Raises:
-        GrowthError: with every reason, before anything is made.
+        GrowthError: the model cannot grow in this way; the error lists every reason.
 
     Example:
         >>> import torch
@@ -227,10 +225,10 @@ def grow(
     notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
     if error is not None:
         notes.append(
-            f"rounded: weights that growth scaled were rounded to half precision once; the largest "
+            f"rounded: weights that growth scaled were rounded once to half precision; the largest "
             f"change of a tensor is {error:.2g} of its norm"
         )
-    # Build the model, and try it
+    # Build the model and test it
     provenance = replace(provenance, source=identity_of(weights.tensors))
     grown = growable.write(_unshared(larger, weights), provenance.source_of)
     GrowthError.raise_if(growable.trial(grown))
@@ -245,7 +243,7 @@ def _checked_expansion(
     init: object,
     seed: object,
 ) -> Expansion:
-    """Return the expansion that is asked for, or raise every reason against it."""
+    """Return the requested expansion, or raise an error with every reason against it."""
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
@@ -278,7 +276,7 @@ def _checked_expansion(
 def _rounded(
     larger: Weights, source: Weights, provenance: Provenance
 ) -> tuple[Weights, float | None]:
-    """Round tensors to the precision of the source; return the largest relative change, or None."""
+    """Round tensors to the source's precision; return the largest relative change, or None."""
     tensors, errors = dict(larger.tensors), []
     for name, tensor in larger.tensors.items():
         tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
@@ -299,14 +297,14 @@ _BY_LAYER = (
 
 
 def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, list[str]]:
-    """The expansion to these sizes in every layer, and the reasons against it."""
+    """Return the expansion to these sizes in every layer, and the reasons against it."""
     steps: list[Expansion] = []
     reasons: list[str] = []
     sizes, n_layers = weights.sizes, weights.constants.n_layers
 
     def missing(name: str, had: int) -> int:
         if asked[name] < had:
-            reasons.append(f"got {name}={asked[name]}; it has {had}, and growth does not shrink")
+            reasons.append(f"got {name}={asked[name]}, but it has {had}; expected at least {had}")
         return asked[name] - had
 
     for name, label, expansion in _BY_LAYER:
@@ -325,12 +323,12 @@ def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, l
         reasons += too_many
         steps += [] if too_many else map(ex.InsertLayer, range(n_layers, n_layers + n))
     if not steps and not reasons:
-        reasons.append(f"got {asked}, which it has already; give at least one larger size")
+        reasons.append(f"got {asked}, which are its current sizes; pass at least one larger size")
     return ex.compose(*steps), list(dict.fromkeys(reasons))
 
 
 def read(model: Any) -> Weights:
-    """Return the weights of a model in the layout of `expansion`; its tensors, not copies.
+    """Return the weights of a model in the layout of `expansion`; the tensors are not copied.
 
     Raises:
         GrowthError: the model cannot be grown.
@@ -341,16 +339,16 @@ def read(model: Any) -> Weights:
 
 
 def identity(model: Any) -> Identity:
-    """Return an identity of a model, by its current weights.
+    """Return the identity of a model, computed from its current weights.
 
-    It is the same on every device and in every dtype and kind of model: cast, converted, exposed,
-    or saved and loaded. Training changes it.
+    The identity does not depend on the device, the dtype or the kind of model: it stays the same if
+    the model is cast, converted, exposed, or saved and loaded. Training changes it.
 
     Args:
-        model: any that `grow` or `compare` takes.
+        model: any model that `grow` or `compare` accepts.
 
     Raises:
-        GrowthError: it is no model.
+        GrowthError: the argument is not a model.
 
     Example:
         >>> from attn_only_lens import convert, grow, pretrained
@@ -367,24 +365,24 @@ def identity(model: Any) -> Identity:
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # of no kind that grows, or a bridge whose parameters were renamed
+    except GrowthError:  # this kind cannot grow, or it is a bridge with renamed parameters
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
 
 def growable_of(model: Any) -> Growable:
-    """Return a model as growth reads and writes it."""
+    """Return the `Growable` through which growth reads and writes a model."""
     for kind_of_model in _KINDS:
         if kind_of_model.is_kind(model):
             return kind_of_model(model)
     kind = type(model)
     got = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(model, TransformerBridge):  # an exposed one is of a class of this package
+    if isinstance(model, TransformerBridge):  # an exposed bridge has a subclass from this package
         got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [
-            f"got a {got}; expected a HookedTransformer, what convert makes of one, or a "
-            f"TransformerBridge of boot_native or of {', '.join(FAMILIES)}"
+            f"got a {got}; expected a HookedTransformer, a model that convert made from one, or a "
+            f"TransformerBridge from boot_native or around {', '.join(FAMILIES)}"
         ]
     )
 
@@ -394,6 +392,6 @@ def _all_reasons(growable: Growable) -> list[str]:
 
 
 def _unshared(weights: Weights, source: Weights) -> Weights:
-    """Copy the tensors that are still the source's."""
+    """Return weights in which tensors that the source owns are replaced by copies."""
     pointers = {tensor.data_ptr() for tensor in source.tensors.values()}
     return weights.map(lambda x: x.clone() if x.data_ptr() in pointers else x)

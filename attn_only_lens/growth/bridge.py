@@ -1,9 +1,9 @@
 """Growth of TransformerBridges: the code that all kinds of bridges share.
 
-A bridge has the same names for the parts of any model, `blocks.0.attn.q`. A table says how their
-parameters store the tensors of `Weights`. If the wrapped model has one matrix for queries, keys and
-values, the bridge computes with three copies of its parts, and training changes only the copies. So
-growth reads the copies, and makes the joint matrix from them.
+A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
+how their parameters store the tensors of `Weights`. If the wrapped model has a joint matrix for
+queries, keys and values, the bridge computes with copies of its three parts, and training changes
+only these copies. So growth reads the copies, and makes the joint matrix from them.
 """
 
 import re
@@ -18,17 +18,17 @@ from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
-WRAPPED = "_original_component."  # of a part of the bridge, the module that it wraps
+WRAPPED = "_original_component."  # the attribute of a bridge's part for the module that it wraps
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
 def _norms(*names: str) -> _Table:
-    """The gain and the bias of norms."""
+    """Return table entries for the gain and the bias of norms."""
     parts = {"weight": "w", "bias": "b"}
     return {f"{x}.{part}": (f"{x}.{ours}", None) for x in names for part, ours in parts.items()}
 
 
-# The tensor of each parameter, and the pattern of einops between them, of the model and of a block.
+# For each parameter of the model or a block, the tensor and the einops pattern between the two.
 _OF_MODEL: _Table = {
     "embed.weight": ("embed.W_E", None),
     "pos_embed.weight": ("pos_embed.W_pos", None),
@@ -70,12 +70,12 @@ class BridgeModel(Growable):
         if exposed_heads(model):
             return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
         if any(parameter.is_meta for parameter in model.parameters()):
-            return ["its weights are on the meta device, without numbers; load them"]
+            return ["its weights are on the meta device and have no values; load them"]
         reasons = reasons_against_copying(model)
         if model.compatibility_mode:
             reasons.append(
                 "it is in compatibility mode, which may have processed its weights; grow the "
-                "bridge as it was booted, then enable_compatibility_mode"
+                "bridge before you call enable_compatibility_mode"
             )
         parts = {path: parameter for path, (parameter, _) in self._parts.items()}
         if self.is_tied:
@@ -83,7 +83,7 @@ class BridgeModel(Growable):
         return reasons + shared_parameter_reasons(parts.items())
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that it computes with; a tied one has two names."""
+        """Return the parameters that the bridge computes with; a tied parameter has two names."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters: dict[str, nn.Parameter] = {}
         for path, (parameter, _) in self._parts.items():
@@ -92,13 +92,13 @@ class BridgeModel(Growable):
         return parameters
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """Return the layout of every parameter that it computes with."""
+        """Return the layout of every parameter that the bridge computes with."""
         layouts = (layout for _, layout in self._parts.values())
         return dict(zip(self.named_parameters(), layouts, strict=True))
 
     @property
     def is_tied(self) -> bool:
-        """True if the unembedding is the embedding."""
+        """True if the unembedding and the embedding share one parameter."""
         return self._parts["unembed.weight"][0] is self._parts["embed.weight"][0]
 
     @cached_property
@@ -124,12 +124,12 @@ class BridgeModel(Growable):
         return parts
 
     def _norm_pattern(self, name: str) -> str | None:
-        """The layout of a gain of queries or keys: of one head, unless a family says otherwise."""
+        """Return the layout of a query or key norm's gain; by default, all heads share one gain."""
         return None
 
 
 def _part(owner: Any, path: str) -> Any:
-    """The module of transformers or TransformerLens behind a part of a bridge; None without it."""
+    """Return the module that a bridge's part wraps, or None if the bridge has no such part."""
     for name in path.split("."):
         owner = getattr(owner, "_modules", {}).get(name)
         if owner is None:
@@ -140,7 +140,7 @@ def _part(owner: Any, path: str) -> Any:
 
 
 def _transposed(pattern: str) -> str:
-    """The pattern of a matrix that is stored with inputs first."""
+    """Return the pattern for a matrix whose first axis is its input."""
     left, right = pattern.split(" -> ")
     rows, columns = re.findall(r"\([^)]*\)|\w+", left)
     return f"{columns} {rows} -> {right}"
@@ -149,14 +149,14 @@ def _transposed(pattern: str) -> str:
 def differing_modules(model: Any, usual: Any) -> list[str]:
     """Return which modules, or constants of modules (eps, scale, …), differ from the usual model.
 
-    The usual model is the one that the configuration leads to, without a bridge.
+    The usual model is built from the configuration, without a bridge.
     """
     modules = {name.replace(f".{WRAPPED[:-1]}", ""): x for name, x in model.named_modules()}
     reasons = []
     for name, twin in usual.named_modules():
         module, label = modules.get(name), f"its {name or 'model'}"
         if module is None or isinstance(twin, nn.ModuleList):
-            continue  # a bridge takes joint matrices apart, and has its own lists of blocks
+            continue  # a bridge splits joint matrices, and has its own lists of blocks
         if type(module) is not type(twin):
             got, expected = type(module).__qualname__, type(twin).__qualname__
             reasons.append(f"{label} is a {got}; its configuration says {expected}")
@@ -170,12 +170,12 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     return reasons
 
 
-# Attributes that do not change what a model computes, or that transformers does not update.
+# Attributes that do not affect a model's outputs, or that transformers does not update.
 _INCIDENTAL = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size", "p")
 
 
 def _constants(module: Any) -> dict[str, Any]:
-    """The plain attributes of a module that its function depends on."""
+    """Return a module's plain attributes that its outputs depend on."""
     plain = (bool, int, float, str, tuple, type(None))
     return {
         key: value

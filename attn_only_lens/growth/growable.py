@@ -1,4 +1,4 @@
-"""`Growable`: a model as growth reads and writes it, with one subclass for each kind of model."""
+"""`Growable`: the interface through which growth reads and writes models, a subclass per kind."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Weights
 
-PROBLEM = "this model cannot be written as a folder"
+PROBLEM = "this model cannot be saved in a folder"
 _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The layout of a model's parameter: the tensor of `Weights` that it stores, and how.
+    """The layout of a model's parameter: which tensor of `Weights` it stores, in which shape.
 
-    The pattern of einops goes from the parameter to the tensor, with the sizes of the axes that it
-    splits; None if they have one shape.
+    The einops pattern goes from the parameter to the tensor; `sizes` has the sizes of axes that it
+    splits. The pattern is None if both have the same shape.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
     def to_weights(self, value: Tensor) -> Tensor:
-        """Return the parameter, or anything of its shape, as the tensor of `Weights`."""
+        """Return the parameter, or a tensor of its shape, in the layout of `Weights`."""
         return value if self.pattern is None else rearrange(value, self.pattern, **dict(self.sizes))
 
     def from_weights(self, tensor: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Parameter:
 
 
 class Growable(ABC):
-    """A model of one kind, which growth can read and write."""
+    """A model that growth can read and write; each kind of model has a subclass."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
@@ -62,21 +62,21 @@ class Growable(ABC):
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return its weights: its own tensors, detached, if there are no `reasons_against` it."""
+        """Return the model's weights (detached, not copied); needs empty `reasons_against`."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
-        """Return the layout of every one of the `named_parameters`."""
+        """Return the layout of each parameter in `named_parameters`."""
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that the model computes with, by name.
 
-        One that is two tensors of `Weights` (a tied embedding) has two names.
+        A parameter that stores two tensors of `Weights` (a tied embedding) has two names.
         """
         return dict(self.model.named_parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of `Weights`: the model's own, detached."""
+        """Return the tensors of `Weights`: the model's own tensors, detached."""
         named = self.named_parameters()
         return {
             layout.name: layout.to_weights(named[name].detach())
@@ -91,36 +91,37 @@ class Growable(ABC):
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no model of this kind can have such weights.
 
-        By default, TransformerLens' reasons: all layers need the same sizes, with one width of
-        heads.
+        By default, these are TransformerLens' reasons: all layers need the same sizes and one
+        d_head.
         """
         sizes = defaultdict(set)
         for axis, size in weights.sizes.items():
             if axis.layer is not None and axis.label not in self.may_differ_by_layer:
                 sizes[axis.label].add(size)
         reasons = [
-            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), which "
-            f"layers of a {type(self.model).__name__} cannot: grow all of them{self._instead}"
+            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), but the "
+            f"layers of a {type(self.model).__name__} cannot differ; grow all of them"
+            f"{self._instead}"
             for label, values in sizes.items()
             if len(values) > 1
         ]
         (query, *_), (value, *_) = sizes["d_query"], sizes["d_value"]
         if not reasons and query != value:
             reasons.append(
-                f"queries and keys would have width {query}, values {value}; "
-                f"a {type(self.model).__name__} has one d_head for both: widen both{self._instead}"
+                f"queries and keys would have width {query}, and values {value}, but a "
+                f"{type(self.model).__name__} has one d_head for both; widen both{self._instead}"
             )
         return reasons
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with these weights, and all else from this one."""
+        """Return a new model with these weights; everything else comes from this model."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""
         return [
-            f"got a {type(self.model).__name__}; expected a HookedTransformer, or a bridge of a "
-            "model of transformers: attn_only_lens.save writes others, with neuron-heads"
+            f"got a {type(self.model).__name__}; expected a HookedTransformer, or a bridge around "
+            "a transformers model; attn_only_lens.save saves other models, with neuron-heads"
         ]
 
     def save_pretrained(self, folder: Path) -> None:
@@ -128,16 +129,16 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return every reason why a grown model does not compute the same; kinds may test it."""
+        """Return every reason why a grown model computes another function; subclasses may test."""
         return []
 
 
 def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Return which parameters, with their names, are one, and could grow in two ways."""
+    """Return a reason for each pair of names that share one parameter."""
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [
-        f"its {one} and {item} are one parameter, which may grow in two ways: give each its own"
+        f"its {one} and {item} share one parameter, but may grow differently; make two parameters"
         for one, item in pairs
         if one != item
     ]

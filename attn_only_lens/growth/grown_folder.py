@@ -1,9 +1,9 @@
-"""A grown model as a folder, with its provenance.
+"""Folders with a grown model and its provenance.
 
-    config.json, model.safetensors, …    as transformers or `source_folder` reads them
+    config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files
 
-It does not hold the tensors that growth overwrote, which `Grown.shrink` needs.
+The folder does not contain the tensors that growth overwrote, which `Grown.shrink` needs.
 """
 
 import os
@@ -45,7 +45,7 @@ def _adapter() -> pydantic.TypeAdapter[Provenance]:
 def save_pretrained(
     growable: Growable, provenance: Provenance, folder: str | os.PathLike[str]
 ) -> Path:
-    """Write a grown model and its provenance to a folder, all of it or nothing."""
+    """Write a grown model and its provenance to a folder, completely or not at all."""
     there = open_folder(folder)
     reasons = growable.reasons_against() or growable.reasons_against_saving()
     GrowthError.raise_if(reasons, PROBLEM)
@@ -61,14 +61,15 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     """Read the provenance from a folder that `Grown.save_pretrained` or the command `grow` wrote.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the folder has no provenance, or it cannot be read.
     """
     path = path_inside(open_folder(folder), PROVENANCE)
     if not path.exists():
         raise CheckpointError(
             f"{path} is missing: this model has no provenance; expected a folder that "
-            "`grown.save_pretrained` or `attn-only-lens grow` wrote (for a model trained since and "
-            "saved elsewhere, `attn-only-lens compare … --provenance` takes that folder)"
+            "`grown.save_pretrained` or `attn-only-lens grow` wrote (if the model was trained "
+            "after growth and saved elsewhere, pass the folder of the grown model to "
+            "`attn-only-lens compare … --provenance`)"
         )
     fields = _DOCUMENT.read(path)["provenance"]
     if _n_indices(fields) > _LONGEST:
@@ -85,7 +86,7 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
 
 
 def _n_indices(value: Any) -> int:
-    """Return how many indices all [start, stop] of a provenance stand for."""
+    """Return how many indices all [start, stop] ranges in a provenance contain."""
     if isinstance(value, list) and [type(entry) for entry in value] == [int, int]:
         return max(0, value[1] - value[0])
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

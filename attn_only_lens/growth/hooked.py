@@ -1,4 +1,4 @@
-"""Growth of a HookedTransformer, whose layers all have the same sizes, with one width of heads."""
+"""Growth of a HookedTransformer, whose layers all have the same sizes and one d_head."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# TransformerLens reads this off the name of the architecture, not off a flag.
+# TransformerLens recognizes these norms by the name of the architecture, not by a flag.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -44,7 +44,7 @@ _CLASSES = {
 class HookedModel(Growable):
     """A HookedTransformer."""
 
-    _instead = "; or convert(model) first: converted models can"
+    _instead = ", or convert(model) first (converted models allow this)"
 
     @staticmethod
     def is_kind(model: Any) -> bool:
@@ -66,7 +66,7 @@ class HookedModel(Growable):
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
         return {
-            # Names of parameters that grouped heads share have an underscore.
+            # If grouped heads share a parameter, its name has an underscore.
             name: parameter_of(name.replace("attn._", "attn."), self.model.cfg)
             for name, _ in self.model.named_parameters()
         }
@@ -76,11 +76,11 @@ class HookedModel(Growable):
         return super().reasons_against_weights(weights) or joint_norm_reasons(weights)
 
     def reasons_against_saving(self) -> list[str]:
-        """Return nothing: every HookedTransformer can be written."""
+        """Return an empty list: every HookedTransformer can be saved."""
         return []
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write what `source_folder` reads."""
+        """Write a folder that `source_folder` reads."""
         model = self.model
         # The tokenizer is in the same folder; do not search for it on a hub.
         config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
@@ -120,7 +120,7 @@ class HookedModel(Growable):
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
-    """Return the layout of a parameter of TransformerLens, by its name in `Weights`."""
+    """Return the layout of a TransformerLens parameter, by its name in `Weights`."""
     axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
     if axis is None or constants_of(cfg).qk_norm != "all heads":
         return Parameter(name)
@@ -134,7 +134,7 @@ def _set(model: nn.Module, name: str, value: Any) -> None:
 
 
 def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
-    """Return what differs from the configuration, from which the grown model is built."""
+    """Return how a model differs from its configuration, from which a grown model is built."""
     cfg, constants = model.cfg, constants_of(model.cfg)
     reasons = shared_parameter_reasons(model.named_parameters(remove_duplicate=False))
     norms = [f"blocks.{layer}.{norm}" for layer in range(cfg.n_layers) for norm in block_norms]
@@ -165,8 +165,8 @@ def joint_norm_reasons(weights: Weights) -> list[str]:
     layers = range(weights.constants.n_layers)
     widths = {sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)] for layer in layers}
     return [
-        f"its norm over the queries of all heads is d_model wide in TransformerLens: {d_model}, "
-        f"and they would be {width}; grow heads, d_head and d_model together"
+        f"its norm over the queries of all heads has width d_model ({d_model}) in TransformerLens, "
+        f"but the queries would have width {width}; grow heads, d_head and d_model together"
         for width in sorted(widths - {d_model})
     ]
 
@@ -213,7 +213,7 @@ def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
     if not cfg.attn_only:
         fields["d_mlp"] = sizes[Axis("d_mlp", 0)]
     if constants.scale is None:
-        fields["attn_scale"] = -1.0  # TransformerLens' word for √d_head
+        fields["attn_scale"] = -1.0  # TransformerLens reads -1 as √d_head
     if constants.attn_types is not None:
         fields["attn_types"] = list(constants.attn_types)
     return fields

@@ -1,11 +1,11 @@
-"""Growth of TransformerBridges around models of Hugging Face transformers.
+"""Growth of TransformerBridges around Hugging Face transformers models.
 
-A table lists what a family's configuration does not say: its norms and their places. The grown
-model is built by transformers from a larger configuration of the same class, with the tensors of
-`Weights` as parameters, and a bridge is put around it.
+A table lists what a family's configuration does not contain: its norms and their places.
+Transformers builds the grown model from a larger configuration of the same class, with the tensors
+of `Weights` as parameters. Then the model gets a new bridge.
 
-Not every grown model has a configuration that transformers accepts (`transformers_module.py`):
-it computes the same, but no folder for transformers alone can hold it.
+Transformers does not accept the configuration of every grown model (`transformers_module.py`). A
+model with such a configuration computes the same function, but cannot be saved for transformers.
 """
 
 import copy
@@ -47,10 +47,10 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """Constants of a family that its configuration of transformers does not have (`Constants`).
+    """A family's `Constants` that its transformers configuration does not contain.
 
-    `eps` is the name of ε in the configuration. Without `partial_rotary`, the model does not read
-    `partial_rotary_factor`: rotary positions turn whole heads.
+    `eps` is the name of ε in the configuration. Without `partial_rotary`, the model ignores
+    `partial_rotary_factor`, and rotary positions rotate whole heads.
     """
 
     norm: Norm = "RMS"
@@ -79,24 +79,24 @@ FAMILIES = {
     "bert": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
-"""By `model_type`."""
-# Types whose frequencies depend only on their wavelength, or on the index of a pair.
+"""The families that can grow, by `model_type`."""
+# Rotary types whose frequencies depend only on their wavelength, or on the index of a pair.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
-_RECOMPUTED = ("dynamic", "longrope")  # recomputed for the length of the last input
-# Matrices that several tensors share, in this order.
+_RECOMPUTED = ("dynamic", "longrope")  # frequencies that the model recomputes for each input length
+# Joint matrices, with the parts that they consist of, in order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
     "query_key_value": ("attn.q", "attn.k", "attn.v"),
     "qkv_proj": ("attn.q", "attn.k", "attn.v"),
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
-_POS = 5  # tokens of the trial
-_DIFFERENCE = 1e-3  # rotary angles have float32's precision
-_ROUNDED = 5e-2  # for weights that were rounded to half precision
+_POS = 5  # tokens per prompt in the trial
+_DIFFERENCE = 1e-3  # largest relative difference of logits; rotary angles are computed in float32
+_ROUNDED = 5e-2  # the same for weights that were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
-    """A TransformerBridge around a causal or masked language model of one of the `FAMILIES`."""
+    """A TransformerBridge around a causal or masked language model from one of the `FAMILIES`."""
 
     may_differ_by_layer = frozenset({"d_mlp"})
 
@@ -119,7 +119,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @property
     def family(self) -> Family:
-        """What the configuration leaves to the model's code."""
+        """The constants of the model's family that its configuration does not contain."""
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
@@ -131,7 +131,7 @@ class HuggingFaceBridge(BridgeModel):
         if getattr(config, "scale_attn_weights", True) is False:
             reasons.append("its config.scale_attn_weights is False, which its bridge ignores")
         if getattr(config, "add_cross_attention", False):
-            reasons.append("it attends to an encoder, whose width would have to grow too")
+            reasons.append("it has cross-attention to an encoder, whose width would have to grow")
         reasons += differing_modules(self.model.original_model, self._usual)
         if reasons:
             return reasons
@@ -140,13 +140,13 @@ class HuggingFaceBridge(BridgeModel):
         known = set(map(id, [*named.values(), *self.named_parameters().values()]))
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
-            reasons.append(f"it has parameters unknown to its kind: {', '.join(unknown[:5])}")
+            reasons.append(f"its family has no such parameters: {', '.join(unknown[:5])}")
         fresh = dict(self._usual.named_buffers())
         if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
         buffers = self.model.original_model.named_buffers()
         return reasons + [
-            f"its {name} is not what its configuration leads to"
+            f"its {name} differs from the value that its configuration gives"
             for name, buffer in ((name.replace(WRAPPED, ""), buffer) for name, buffer in buffers)
             if name in fresh and not torch.equal(buffer.cpu(), fresh[name].to(buffer.dtype))
         ]
@@ -186,14 +186,14 @@ class HuggingFaceBridge(BridgeModel):
         are_shared = any(sizes[Axis("head", i)] != sizes[Axis("kv_head", i)] for i in layers)
         if are_shared and not hasattr(self.config, "num_key_value_heads"):
             reasons.append(
-                "heads would share keys and values, which those of "
-                f"{type(self.model.original_model).__name__} do not; add heads with keys of their "
-                "own (into_groups=False)"
+                "heads would share keys and values, but "
+                f"{type(self.model.original_model).__name__} has no grouped heads; add heads with "
+                "their own keys (into_groups=False)"
             )
         if kinds and sizes[Axis("d_query", 0)] != self.model.cfg.d_head:
             reasons.append(
-                f"its rotary positions are of type {', '.join(map(repr, sorted(kinds)))}, whose "
-                "angles depend on the width of a head in ways that no θ makes up for"
+                f"its rotary positions have type {', '.join(map(repr, sorted(kinds)))}, whose "
+                "angles depend on d_head in a way that a new θ cannot correct"
             )
         return reasons
 
@@ -206,16 +206,16 @@ class HuggingFaceBridge(BridgeModel):
         for name, buffer in module.named_buffers():
             buffer.data = buffer.to(some.device, dtypes.get(name))
         if len(places := {parameter.device for parameter in module.parameters()}) > 1:
-            module = dispatch_model(module, _device_map(module, some.device))  # as the source is
+            module = dispatch_model(module, _device_map(module, some.device))  # same places
         model = self._bridge(module)
         model.cfg.n_devices = len(places)
         usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
-        for key, value in vars(template.cfg).items():  # what the user has set since
+        for key, value in vars(template.cfg).items():  # options that the user changed
             if key in usual and type(value) in (bool, str) and usual[key] != value:
                 setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
-            if isinstance(part, nn.Dropout):  # as the user may have set it
+            if isinstance(part, nn.Dropout):  # the user may have changed p
                 like = self._with_layer(
                     name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
                 )
@@ -229,14 +229,14 @@ class HuggingFaceBridge(BridgeModel):
         return model.train(template.training)
 
     def reasons_against_saving(self) -> list[str]:
-        """Return every reason why no folder of transformers can hold this model."""
+        """Return every reason why this model cannot be saved in transformers' format."""
         config, cfg = self.config, self.model.cfg
         trained = [name for name in self._beside() if self.tensors()[name].any()]
         if trained:
             return [
-                f"its {', '.join(trained)} is not zero, and transformers' "
-                f"{type(self.model.original_model).__name__} has none (transformer-lens 3.9 adds "
-                "it); set it to zero, and do not train it"
+                f"its {', '.join(trained)} is not zero, but transformers' "
+                f"{type(self.model.original_model).__name__} has no such parameter "
+                "(transformer-lens 3.9 adds it); set it to zero, and do not train it"
             ]
         try:
             type(config).from_dict(config.to_dict())
@@ -245,59 +245,59 @@ class HuggingFaceBridge(BridgeModel):
             return [f"{type(config).__name__} refuses its sizes ({message}); {_INSTEAD}"]
         if getattr(config, BY_LAYER, None):
             return [
-                f"its layers differ in d_mlp, which {type(config).__name__} cannot say; grow all "
-                f"of them, or {_SAVE}"
+                f"its layers differ in d_mlp, but {type(config).__name__} has one d_mlp for all "
+                f"layers; grow all of them, or {_SAVE}"
             ]
         if has_head_dim(config) or cfg.n_heads * cfg.d_head == cfg.d_model:
             return []
         return [
             f"{type(config).__name__} has no head_dim: {cfg.n_heads} heads of width {cfg.d_head} "
-            f"need hidden_size {cfg.n_heads * cfg.d_head}, and it is {cfg.d_model}; "
+            f"need hidden_size {cfg.n_heads * cfg.d_head}, but it is {cfg.d_model}; "
             f"{_SAVE if self.family.norm_place == 'stream' else _INSTEAD}"
         ]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that `from_pretrained` of the wrapped model's class reads."""
+        """Write a folder that the wrapped class' `from_pretrained` reads."""
         module = self._module(self.config, self.state(self.read()))
         module.config.dtype = next(self.model.parameters()).dtype
-        module.config.output_attentions = False  # TransformerLens turns it on for itself
+        module.config.output_attentions = False  # only TransformerLens needs it
         difference = _difference(self._few_logits(self.model), self._few_logits(module))
         if not difference <= _DIFFERENCE:
             reason = (
-                f"without its bridge the model's logits differ by {difference:.2g} of the largest: "
-                "transformers and TransformerLens read its configuration differently"
+                f"without its bridge, the model's logits differ by {difference:.2g} of the largest "
+                "logit: transformers and TransformerLens interpret its configuration differently"
             )
             raise GrowthError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
-        except ValueError as error:  # of its generation config
-            raise GrowthError([f"transformers refuses to write it: {error}"], PROBLEM) from error
+        except ValueError as error:  # the generation config is invalid
+            raise GrowthError([f"transformers cannot save it: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
-        for path in folder.glob("*.safetensors"):  # written for the owner alone
+        for path in folder.glob("*.safetensors"):  # readable by the owner only
             path.chmod(0o666 & ~umask)
         if self.model.tokenizer is not None:
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return the reason if a grown bridge computes something else, on a few tokens."""
+        """Return the reason if a grown bridge computes other logits on a few tokens."""
         difference = _difference(self._few_logits(self.model), self._few_logits(grown))
         is_half = next(grown.parameters()).dtype not in (torch.float32, torch.float64)
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
             return []
         return [
-            f"its logits would differ by {difference:.2g} of the largest: its configuration has a "
-            "setting that growth does not know"
+            f"its logits would differ by {difference:.2g} of the largest logit: its configuration "
+            "has a setting that growth does not know"
         ]
 
     @torch.no_grad()
     def _few_logits(self, model: Any) -> Tensor:
-        """Return logits on a few tokens; half-precision models run in float32 here."""
+        """Return the logits of a few tokens; half-precision models run in float32."""
         some, cfg = next(model.parameters()), self.model.cfg
         if some.dtype not in (torch.float32, torch.float64):
             is_bridge = isinstance(model, TransformerBridge)
             model = copy_model(model, copy_weights=True) if is_bridge else copy.deepcopy(model)
-            nn.Module.to(model, torch.float32)  # TransformerLens announces its own
+            nn.Module.to(model, torch.float32)  # TransformerLens' `to` prints a message
         pos = min(_POS, cfg.n_ctx)
         tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
         in_training = [module for _, module in modules_of(model) if module.training]
@@ -344,14 +344,14 @@ class HuggingFaceBridge(BridgeModel):
                     rotary_dim = int(was * rope.get("partial_rotary_factor", 1.0))
                     rope["partial_rotary_factor"] = _fraction(rotary_dim, width)
                     continue
-                # Rounded so that growing and shrinking gives the same number back.
+                # Rounding makes sure that growing and shrinking restores the same value.
                 rope["rope_theta"] = float(f"{rope['rope_theta'] ** (width / was):.14g}")
                 for key in {"short_factor", "long_factor"} & rope.keys():
                     rope[key] = rope[key] and [*rope[key], *[1.0] * ((width - was) // 2)]
         return config
 
     def state(self, weights: Weights) -> dict[str, Tensor]:
-        """Return the state dict of a model of transformers with these weights."""
+        """Return the state dict of a transformers model with these weights."""
         layouts = {layout.name: layout for layout in self.parameters().values()}
         made: dict[str, Tensor] = {}
         for rule, tails in self._rules.items():
@@ -366,38 +366,38 @@ class HuggingFaceBridge(BridgeModel):
         return made
 
     def _norm_pattern(self, name: str) -> str | None:
-        """The layout of a gain of queries or keys."""
+        """Return the layout of the gain of a query or key norm."""
         if self.family.qk_norm != "all heads":
             return None
         axis = "head" if name == "attn.q_norm" else "kv_head"
         return f"({axis} width) -> {axis} width"
 
     def _named_by_transformers(self) -> dict[str, nn.Parameter]:
-        """Parameters by the names that they have in a model without a bridge."""
+        """Return the parameters by their names in the model without a bridge."""
         clean = self._usual.state_dict()
         named = self.model.original_model.named_parameters(remove_duplicate=False)
         parameters = ((name.replace(WRAPPED, ""), parameter) for name, parameter in named)
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """Return the path in the wrapped model of a part of the bridge."""
+        """Return the path of a bridge's part in the wrapped model."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
-        """A path in the wrapped model, with a function of the layer's number in its place."""
+        """Return a path in the wrapped model, with `change` applied to its layer index."""
         blocks = re.escape(self._path("blocks"))
         return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
 
     def _rule(self, name: str) -> str:
-        """Return the name of a parameter with {} for the layer's number."""
+        """Return a parameter's name with {} in place of the layer index."""
         return self._with_layer(name, lambda layer: "{}")
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """The tails of the tensors that each parameter of transformers holds, by `_rule`."""
+        """The tails of the tensors that each transformers parameter holds, by `_rule`."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
-        for name, layout in layouts.items():  # of a tied one, the embedding first
+        for name, layout in layouts.items():  # if the weights are tied, the embedding comes first
             tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
         names: dict[str, tuple[str, ...]] = {}
@@ -405,7 +405,7 @@ class HuggingFaceBridge(BridgeModel):
             rule, module, kind = self._rule(name), *name.split(".")[-2:]
             if name != rule.format(0):
                 continue
-            if name == f"{self._path('unembed')}.weight":  # perhaps the embedding's, too
+            if name == f"{self._path('unembed')}.weight":  # may be tied
                 names[rule] = ("unembed.W_U",)
             elif id(parameter) in tensors:
                 names[rule] = (tensors[id(parameter)].removeprefix("blocks.0."),)
@@ -416,19 +416,19 @@ class HuggingFaceBridge(BridgeModel):
         return names
 
     def _beside(self) -> set[str]:
-        """Tensors that only the bridge has: version 3.9 adds a bias to the unembedding."""
+        """Return tensors that only the bridge has: version 3.9 adds an unembedding bias."""
         held = {tail for tails in self._rules.values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
     @cached_property
     def _usual(self) -> PreTrainedModel:
-        """The model of transformers that the configuration leads to, with arbitrary weights."""
+        """The transformers model built from the configuration, with arbitrary weights."""
         return self._module(self.config)
 
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
     ) -> PreTrainedModel:
-        """Build a model of transformers with this state dict, or with any numbers."""
+        """Build a transformers model with this state dict, or with arbitrary weights."""
         template = self.model.original_model
         cpu = torch.device("cpu")
         with keep_random_state(cpu), cpu:
@@ -442,7 +442,7 @@ class HuggingFaceBridge(BridgeModel):
         return model
 
     def _bridge(self, model: PreTrainedModel) -> TransformerBridge:
-        """Put a bridge around a model of transformers, with the tokenizer of this one."""
+        """Put a bridge around a transformers model, with this bridge's tokenizer."""
         template = self.model
         with keep_random_state(next(model.parameters()).device):
             bridge: TransformerBridge = build_bridge_from_module(
@@ -456,7 +456,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return where the largest modules are that lie on one device; `first`, without parameters."""
+    """Return the device of each largest module that is on one device; `first` if it is empty."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
@@ -467,7 +467,7 @@ def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[
 
 
 def _difference(one: Tensor, second: Tensor) -> float:
-    """The largest difference of logits, relative to the largest; NaN in both counts as equal."""
+    """Return the largest difference of logits, relative to the largest logit; NaN equals NaN."""
     finite = one.isfinite() | second.isfinite()
     difference = (one - second).abs().nan_to_num(torch.inf)[finite]
     largest = one[one.isfinite()].abs()
@@ -475,7 +475,7 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
-    """Join several matrices or biases, each with its outputs first, into one."""
+    """Join several matrices or biases into one; the first axis of each is the output axis."""
     if "query_key_value" in name:  # the query, key and value of a head are adjacent
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
@@ -486,12 +486,12 @@ def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
     return whole.T.contiguous() if "c_attn" in name and whole.ndim == 2 else whole
 
 
-_SAVE = "write it with neuron-heads: attn_only_lens.save(expose_neuron_heads(model).model, folder)"
+_SAVE = "save it with neuron-heads: attn_only_lens.save(expose_neuron_heads(model).model, folder)"
 _INSTEAD = f"grow d_model or n_heads too, or {_SAVE}"
 
 
 def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a model of one layer, which is quickly built."""
+    """Return the configuration of a one-layer model, which is quick to build."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     for name in ("layer_types", BY_LAYER):
@@ -501,7 +501,7 @@ def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The settings of rotary positions: one, or one for each kind of layer."""
+    """Return the settings of rotary positions: one dict, or one per kind of layer."""
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
     return nested or ([ropes] if ropes else [])

@@ -1,7 +1,7 @@
 """Growth of a TransformerBridge around TransformerLens' own model (`boot_native`).
 
-Its norms, except LayerNorm with gains, compute in float32 in every dtype, so
-growth is exact to float32 with them.
+In every dtype, its norms compute in float32, except LayerNorm with gains. So growth with these
+norms is exact only to float32 precision.
 """
 
 import copy
@@ -21,12 +21,12 @@ from attn_only_lens.growth.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.hooked import config_fields
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# In upper case: the model ignores the case of its configuration.
+# The keys are in upper case, because the model ignores the case of its configuration.
 _NORMS: dict[str | None, Norm] = {"LN": "LN", "LNPRE": "LNPre", "RMS": "RMS", "RMSPRE": "RMSPre"}
 
 
 class NativeBridge(BridgeModel):
-    """A TransformerBridge of `boot_native`."""
+    """A TransformerBridge made by `boot_native`."""
 
     @staticmethod
     def is_kind(model: Any) -> bool:
@@ -42,7 +42,7 @@ class NativeBridge(BridgeModel):
         known = set(map(id, self.named_parameters().values()))
         odd = [name for name, item in model.named_parameters() if id(item) not in known]
         if odd:
-            reasons.append(f"it has parameters unknown to its kind: {', '.join(odd[:5])}")
+            reasons.append(f"native models have no such parameters: {', '.join(odd[:5])}")
         with torch.device("meta"):
             usual = NativeModel(copy.deepcopy(model.cfg))
         return [*reasons, *differing_modules(model.original_model, usual)]
@@ -91,7 +91,7 @@ class NativeBridge(BridgeModel):
             named[name].requires_grad_(source_of(layout.name) not in frozen)
         wrapped: Any = model.original_model
         buffers = dict(template.original_model.named_buffers())
-        for name, buffer in wrapped.named_buffers():  # copies: rotary tables are rounded
+        for name, buffer in wrapped.named_buffers():  # copied, because rotary tables are rounded
             buffer.data = buffers[_source_buffer(name, source_of)].clone()
         if weights.constants.tied:
             wrapped.head._original_component.weight = wrapped.tok_embed.weight

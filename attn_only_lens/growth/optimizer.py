@@ -1,4 +1,4 @@
-"""The state of an optimizer, carried over when a model grows.
+"""Carry the state of an optimizer over to a grown model.
 
 If growth multiplies a parameter by s (p' = s p), its gradient becomes g / s, its first moment m / s
 and its second moment v / s². To keep p' = s p after the next step, that step must be s times the
@@ -10,15 +10,15 @@ old one:
 Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam), and λ' = λ / s if it
 subtracts lr λ p from the parameter (AdamW). So scaled parameters get their own group.
 
-New entries start with moments of zero, at the step count of their tensor: with β₂ = .999, Adam's
-first updates of them are up to 3.2 lr. Parameters of new layers have no state yet. If units were
-split (`expansion.init.splits`), their moments are split in the same way.
+New entries start with zero moments, at the step count of their tensor. With β₂ = .999, Adam's
+first updates of new entries are up to 3.2 lr. Parameters of new layers have no state yet. If units
+were split (`expansion.init.splits`), their moments are split in the same way.
 
 This is exact, with three exceptions. Gains that are stored as gain - 1 (Gemma) decay towards 0, not
--1. If growth unties embeddings, both start with the moments of the tied one. And if d_model grows
-under LayerNorm, the gradients of old weights that write to the stream differ by a number that all
-old coordinates share: so does SGD's step. Adam's step differs in tests by up to a tenth of lr, and
-by .4 lr if it decays weights that were not centred.
+-1. If growth unties embeddings, both start with the moments of the tied embedding. If d_model grows
+under LayerNorm, the gradients of old weights that write to the stream change by a constant that all
+old coordinates share, and so does SGD's step. In tests, Adam's step changes by up to 0.1 lr, and by
+0.4 lr if weight decay acts on weights that were not centred.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ from attn_only_lens.growth.growable import Growable, Parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _PROBLEM = "this optimizer cannot be grown"
-# The power of 1 / s that multiplies moments, and settings of a group.
+# The powers of 1 / s by which moments, and a group's settings, are multiplied.
 _MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
     SGD: {"lr": -2, "initial_lr": -2, "weight_decay": 2},
@@ -48,7 +48,7 @@ _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
 def grown_optimizer(
     optimizer: OptimizerT, source: Growable, grown: Growable, provenance: Provenance
 ) -> OptimizerT:
-    """Return an optimizer for the grown model that continues this one, which is not touched."""
+    """Return an optimizer for the grown model that continues `optimizer` without changing it."""
     old_parameters, new_parameters = source.named_parameters(), grown.named_parameters()
     old_layouts, new_layouts = source.parameters(), grown.parameters()
     GrowthError.raise_if(_reasons_against(optimizer, source.model), _PROBLEM)
@@ -57,7 +57,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # by the old parameter that they are like
+    of_new_layers = defaultdict(list)  # new names by the old parameter with that role
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
@@ -65,8 +65,8 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names, and two parameters if growth untied it. Parameters that a
-        # bridge does not compute with have no name: they have no gradient.
+        # A tied embedding has two names, and becomes two parameters if growth unties it. Parameters
+        # that a bridge does not compute with have no name, because they have no gradient.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
@@ -108,8 +108,8 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
     if stray:
         shapes = ", ".join(str(tuple(p.shape)) for p in stray[:5])
         reasons.append(
-            f"{len(stray)} of its parameters (of shapes {shapes} …) are not the model's: give the "
-            "model that was grown, and the optimizer that trains it"
+            f"{len(stray)} of its parameters (with shapes {shapes} …) do not belong to the model; "
+            "pass the model before growth, and the optimizer that trains it"
         )
     odd = {key for state in optimizer.state.values() for key in state} - {*_MOMENTS, "step"}
     if odd:
@@ -118,9 +118,9 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """A group's settings for parameters that were multiplied by `scale`."""
+    """Return a group's settings for parameters that were multiplied by `scale`."""
     powers = dict(_SETTINGS[type(optimizer)])
-    if group.get("decoupled_weight_decay"):  # of Adam: as AdamW's
+    if group.get("decoupled_weight_decay"):  # Adam with this flag equals AdamW
         powers["weight_decay"] = 1
     return {
         key: value * scale ** -powers[key] if key in powers and scale != 1.0 else value
@@ -137,18 +137,18 @@ def _grown_state(
     tensor_map: TensorMap,
     provenance: Provenance,
 ) -> Any:
-    """One entry of a parameter's state, for the grown parameter."""
+    """Return one item of a parameter's state, for the grown parameter."""
     if key not in _MOMENTS or value is None:
         return value.clone() if isinstance(value, Tensor) else value
     moment = old.to_weights(value)
-    if tensor_map.scale != 1.0:  # offsets do not matter to a gradient
+    if tensor_map.scale != 1.0:  # an offset does not change a gradient
         moment = moment / tensor_map.scale ** _MOMENTS[key]
     moment = tensor_map.put(moment, moment.new_zeros(tensor_map.shape))
     return new.from_weights(_shared_out(moment, tensor_map.name, _MOMENTS[key], provenance))
 
 
 def _shared_out(moment: Tensor, name: str, power: int, provenance: Provenance) -> Tensor:
-    """Return the moment of a grown tensor, with the moments of split units divided among them."""
+    """Return a grown tensor's moment; each split unit's moment is divided among its copies."""
     axes = axes_of(name, provenance.constants)
     for shares in provenance.shares:
         if shares.axis not in axes:

@@ -1,17 +1,18 @@
-"""Growth of a converted model, with two blocks a layer, through the weights of its source.
+"""Growth of a converted model, with two blocks per layer, through the weights of its source.
 
 Its parameters are the parameters of its source under other names: source layer l is blocks 2l and
-2l + 1, and neuron-heads have the matrices of the MLP. So every expansion means the same as in the
-source: `AddNeurons` appends neuron-heads (m for each neuron, if m heads share one), and
+2l + 1, and neuron-heads have the MLP's matrices. So every expansion means the same as in the
+source: `AddNeurons` appends neuron-heads (m per neuron, if m heads form a neuron), and
 `InsertLayer` inserts two blocks. Converting a grown model and growing the converted model give the
-same weights, bit for bit. Layers may differ, and values may have another width than queries and
-keys. So these models, unlike others, can grow in some layers only, or by `WidenValues` or
-`WidenQueriesAndKeys` alone.
+same weights, bit for bit. Layers may have different sizes, and values may have another width than
+queries and keys. So these models, unlike others, can grow in some layers only, or by `WidenValues`
+or `WidenQueriesAndKeys` alone.
 
-Bilinear gates of a gated MLP are exact on a range that was measured for each layer. A new layer has
-the range of the old layer that it resembles, and new neurons have the range of their layer. Outside
-of it they do not compute the activation, but their outputs are zero before training. If that
-matters, grow the source, and convert and calibrate the grown model.
+Bilinear gates of a gated MLP are exact on a range that was calibrated for each layer. A new layer
+gets the range of the old layer that it is modelled on, and new neurons get the range of their
+layer. Outside this range, new neurons do not compute the activation function, but their outputs are
+zero before training. If this matters, grow the source, and then convert and calibrate the grown
+model.
 """
 
 import math
@@ -39,10 +40,10 @@ from attn_only_lens.models.two_blocks.config import (
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
-# The parts of a neuron block.
+# The parts of a neuron block, and the parts of the source layer that they come from.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
 _PARTS = {source_name: ours for ours, source_name in _PARTS_IN_SOURCE.items()}
-_SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # by heads that are grouped
+_SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # shared by grouped heads
 
 
 class ConvertedModel(Growable):
@@ -61,22 +62,22 @@ class ConvertedModel(Growable):
         reasons = [*module_reasons(model), *configuration_reasons(model, ("ln1", "ln1_post"))]
         sizes = model.cfg.layer_sizes
         if len({size.n_key_value_heads is None for size in sizes}) > 1:
-            reasons.append("some of its layers have grouped keys and values, and others have not")
+            reasons.append("only some of its layers have grouped keys and values")
         scales = {size.attn_scale for size in sizes}
         if model.cfg.use_attn_scale and not self._has_default_scales() and len(scales) > 1:
             reasons.append(
-                f"its layers divide scores by {sorted(scales)}; expected √d_head of each, or one "
-                "number for all"
+                f"its layers divide scores by {sorted(scales)}; expected each layer's √d_head, or "
+                "one value for all layers"
             )
         return reasons
 
     def _has_default_scales(self) -> bool:
-        """True if every layer divides its scores by the square root of its heads' width."""
+        """Return True if every layer divides its scores by its own √d_head."""
         sizes = self.model.cfg.layer_sizes
         return all(size.attn_scale == math.sqrt(size.d_head) for size in sizes)
 
     def read(self) -> Weights:
-        """Return the weights of its source."""
+        """Return the weights of the model's source."""
         cfg = self.model.cfg.layer_cfg(0)
         constants = replace(constants_of(cfg), heads_per_neuron=self.model.heads_per_neuron)
         if cfg.use_attn_scale and not self._has_default_scales():
@@ -105,7 +106,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the template's layer that everything else comes from.
+        # For each layer, the template's layer from which everything but the weights comes.
         layers = [
             layer
             for layer_index in range(constants.n_layers)
@@ -133,7 +134,7 @@ class ConvertedModel(Growable):
 
 
 def _source_name(name: str) -> str:
-    """The name in `Weights` of a parameter of a converted model."""
+    """Return the name in `Weights` of a converted model's parameter."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return name
@@ -144,7 +145,7 @@ def _source_name(name: str) -> str:
 
 
 def _converted_name(name: str, *, grouped: bool) -> str:
-    """The name in a converted model of a tensor of `Weights`."""
+    """Return a converted model's name for a tensor of `Weights`."""
     layer, of = in_layer(name), tail(name)
     if layer is None:
         return name
@@ -156,7 +157,7 @@ def _converted_name(name: str, *, grouped: bool) -> str:
 
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
-    """Sizes of every layer; `attn_scale` is set if scores are not divided by √d_head."""
+    """Return the sizes of every layer; `attn_scale` is set if scores are not divided by √d_head."""
     constants, sizes, layers = weights.constants, weights.sizes, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (

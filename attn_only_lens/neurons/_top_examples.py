@@ -50,42 +50,43 @@ def top_examples(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> pd.DataFrame:
-    """Return the places of a corpus where neurons are largest, and where they are smallest.
+    """Return the places in a corpus where neurons are largest, and where they are smallest.
 
-    The corpus is read once, text by text. A BOS that begins a text is no example, because neurons
-    have the same values there in every text.
+    The corpus is read once, text by text. A BOS at the start of a text is not an example, because
+    neurons have the same values there in every text.
 
     Args:
         model: converted, or with exposed neuron-heads.
         names: neurons, such as "L3N7", or `patching.neuron_heads(layers)`; None for all.
         texts: a list or any iterable (also of `datasets`) of texts, of dictionaries with a "text",
-            or of the tokens of one text [pos]; or the path of a file in UTF-8 with one text per
+            or of the tokens of one text [pos]; or the path of a UTF-8 file with one text per
             line or, if its name ends in .jsonl, one dictionary per line.
-        k: number of examples of each neuron and end; fewer if the corpus has fewer tokens.
-        by: "z", gate × value, the output of a neuron; "gate", its attention to itself; or
-            "attribution", z times the gradient of a metric of that text: an estimate of how much
-            the metric would fall if z were 0 at that token.
-        metric: for attributions: `patching.loss()`, or another with one number for each text.
+        k: number of examples for each neuron and end; fewer if the corpus has fewer tokens.
+        by: "z", gate × value, the output of a neuron; "gate", the token's attention to itself; or
+            "attribution", z times the gradient of a metric on that text: an estimate of how much
+            the metric would decrease if z were 0 at that token.
+        metric: for attributions: `patching.loss()`, or another metric with one value per text.
         ends: "largest", "smallest", or "both". In a gated MLP z can have either sign.
-        before: number of tokens in a window before the token of the example.
-        after: number of tokens in a window after it.
+        before: number of tokens in a window before the example's token.
+        after: number of tokens in a window after the example's token.
         context: tokens in one piece: longer texts are cut into pieces, which all begin with BOS if
-            texts do. None for 128, or the model's context if that is shorter.
-        batch_size: number of pieces in one forward pass. It changes nothing but rounding.
-        resume: a folder for intermediate results. An interrupted call, or one with a longer corpus
-            that begins with the same texts, goes on from there.
-        progress: whether to show a progress bar; a text is its label.
+            texts do. None for 128, or the model's context length if that is shorter.
+        batch_size: number of pieces in one forward pass. It changes only rounding errors.
+        resume: a folder for intermediate results. An interrupted call, or a call with a longer
+            corpus that begins with the same texts, continues from there.
+        progress: whether to show a progress bar; a string is its label.
 
     Returns:
-        Rows by neuron, end and rank: `name`, `end`, `rank` from 1, `value` (examples are ranked by
-        it), `text` (index in the corpus), `at` (position in that text); and of the window the lists
-        `tokens`, `values` (z) and `gates`, and `position` (of the example in it). `examples_of`
-        makes an `Example` of each. If values are equal, earlier texts and positions come first.
+        A frame with one row per neuron, end and rank: `name`, `end`, `rank` from 1, `value` (the
+        quantity of the ranking), `text` (index in the corpus), `at` (position in that text); and
+        for the window, the lists `tokens`, `values` (z) and `gates`, and `position` (the example's
+        index in the window). `examples_of` makes an `Example` from each row. If values are equal,
+        earlier texts and positions come first.
 
     Raises:
-        InputError: with every reason: names of other sites than whole neurons, options out of
-            range, a corpus without tokens, a metric that does not fit, a folder with the results of
-            another call.
+        InputError: a name is not a whole neuron's, an option is out of range, the corpus has no
+            tokens, the metric does not fit, or the folder has another call's results; the error
+            lists every reason.
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -122,10 +123,10 @@ def neuron_statistics(
 ) -> NeuronStatistics:
     """Return top examples of neurons, and histograms of z, gate and value, from one pass.
 
-    Arguments and errors are those of `top_examples`.
+    Arguments and errors are the same as for `top_examples`.
 
     Returns:
-        The statistics. `save` and `load` keep them; `viz.neuron_page` draws them.
+        The statistics. `save` and `load` write and read them; `viz.neuron_page` draws them.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
@@ -280,7 +281,7 @@ def _option_reasons(options: Options, metric: AnyMetric | None) -> list[str]:
     for name, least in {"k": 1, "batch_size": 1, "before": 0, "after": 0}.items():
         value = getattr(options, name)
         if not is_count(value, least):
-            reasons.append(f"got {name}={value!r}; expected a whole number from {least} on")
+            reasons.append(f"got {name}={value!r}; expected a whole number, at least {least}")
     if (metric is None) == (by == "attribution"):
         expected = "a metric" if by == "attribution" else "none"
         reasons.append(f"got by={by!r} and metric={metric!r}; expected {expected}")
@@ -300,6 +301,6 @@ def _site_reasons(sites: Sequence[LayerSites], kinds: tuple[HeadKind, ...]) -> l
             continue
         for name, member in zip(site.names, site.member.tolist(), strict=True):
             if member != ALL_MEMBERS:
-                more = "one of several heads of a neuron; expected the neuron, without the dot"
+                more = "one of a neuron's several heads; expected the neuron, without the dot"
                 reasons.append(f"got {name}, {more}")
     return reasons[:2]

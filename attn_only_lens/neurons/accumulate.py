@@ -2,14 +2,14 @@
 
 Both are exact, and do not depend on how a corpus is cut into batches:
 
-Largest entries. Of equals, those that came first are kept. `topk` takes any of them, so that the
-entries at its threshold are chosen anew, by their order. Most neurons get nothing new from most
-batches: one comparison with the least that is kept leaves them out of the rest.
+Largest entries. Among equal entries, the earliest are kept. `topk` may return any of them, so
+entries at the threshold are chosen again, by their order. Most neurons get no new entry from most
+batches: a comparison with the smallest kept entry skips these neurons.
 
-Histograms. A neuron's range is 2^e, the smallest power of 2 that its values have stayed within; on
-either side of 0 there are BINS bins of |x|, closed above: (i, i + 1] 2^e / BINS, with 0 in the
-first. When the range doubles, two bins become one, (2i, 2i + 2], which is what they would have been
-from the beginning.
+Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
+side of 0 there are BINS bins of |x|, closed above: (i, i + 1] 2^e / BINS, with 0 in the first bin.
+When the range doubles, two bins become one, (2i, 2i + 2]. The result is the same as if the range
+had been larger from the start.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ State: TypeAlias = dict[str, Tensor]
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
-_LEAST = -40  # of exponents: what is smaller is in the first bin
+_LEAST = -40  # smallest exponent e; smaller values are in the first bin
 
 
 # The largest entries
@@ -84,7 +84,7 @@ def add_examples(
     new |= {name: x[rows].gather(1, places) for name, x in numbers.items()}
     new["found"] = new["score"].isfinite()
     both = torch.cat([least[rows], ranked[rows].gather(1, chosen)], dim=1)
-    # Stable: of equals, those of earlier batches stay first.
+    # The sort is stable, so that among equal entries, those from earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
     for name, kept in state.items():
         joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)
@@ -103,7 +103,7 @@ def quadrants(
 
 
 def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:
-    """Return the places of the k largest of each row, in their order; of equals, the first."""
+    """Return the sorted indices of each row's k largest entries; among equals, the first."""
     k = min(k, x.shape[1])
     least = x.topk(k, dim=1).values[:, -1:]
     larger, equal = x > least, x == least
@@ -147,7 +147,7 @@ def _windows(
 
 
 def no_counts(n: int, device: torch.device) -> State:
-    """Return the state of `add_counts` before the first batch."""
+    """Return the initial state of `add_counts`, before the first batch."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.long, device=device)
@@ -167,8 +167,8 @@ def add_counts(
 ) -> None:
     """Count the tokens of a batch in the bins of each neuron's z, gate and value.
 
-    The gate, by row, and the value, by column, also together: `JOINT` bins on either side of 0.
-    How often z is 0, on its own: the bin that 0 is in holds more.
+    There are joint counts, too: of the gate by row and the value by column, in `JOINT` bins on each
+    side of 0. How often z is exactly 0 is counted separately, because its bin has other values too.
     """
     bins = {}
     state["zeros"] += (z == 0).sum(dim=1)

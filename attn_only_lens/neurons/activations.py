@@ -34,7 +34,7 @@ _PROBLEM = "these neurons cannot be attributed in a corpus"
 
 
 def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in: TakeIn) -> None:
-    """Run a model up to its last block, and give each layer's activations to `take_in`."""
+    """Run a model up to its last block, and pass each layer's activations to `take_in`."""
     ran: set[str] = set()
 
     def look(number: int) -> Callable[[str, Tensor], None]:
@@ -59,11 +59,11 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 def run_by_gradient(
     model: Any, sites: Sequence[LayerSites], batch: Batch, metric: Metric, take_in: TakeIn
 ) -> None:
-    """Run a model and the gradient of a metric, and give all layers' activations to `take_in`."""
+    """Run a model, compute a metric's gradient, and pass all layers' activations to `take_in`."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
-    # As some among many: texts of one token have no loss, though no other text is in their batch.
+    # These texts count as some of many, because a batch may have only one-token texts without loss.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     keep = [x.__setitem__ for x in seen]
@@ -81,7 +81,7 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # Each is a function of its own text alone: the gradient of their sum has those of all.
+        # Each value depends only on its own text, so the gradient of the sum has all gradients.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)
@@ -127,7 +127,7 @@ def _attention_hooks(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """Show the values, patterns and outputs of each layer's neuron-heads as they are computed."""
+    """Pass the values, patterns and outputs of each layer's neuron-heads to a function."""
     with ExitStack() as stack:
         for item, of_layer in zip(sites, keep, strict=True):
             if item.kind == "attention":

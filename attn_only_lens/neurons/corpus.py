@@ -1,4 +1,4 @@
-"""A corpus as rows of tokens, read one text after another."""
+"""A corpus as rows of tokens, which is read text by text."""
 
 import hashlib
 import json
@@ -32,8 +32,8 @@ class Row:
     Attributes:
         text: the index of the text in the corpus.
         first: the position of its first token in the text, without BOS.
-        tokens: on the CPU.
-        has_bos: whether it begins with BOS, which is no example.
+        tokens: the tokens, on the CPU.
+        has_bos: whether the row begins with BOS, which is not an example.
     """
 
     text: int
@@ -47,11 +47,11 @@ class Batch:
     """Rows of tokens, padded on the right.
 
     Attributes:
-        tokens: on the model's device.
+        tokens: the tokens, on the model's device.
         mask: 1 for real tokens, 0 for padding; None if there is no padding.
         text: the index of each row's text.
         first: the position of each row's first token in its text.
-        lengths: the number of tokens of each row.
+        lengths: the number of tokens in each row.
         counted: indices in `tokens.flatten()` of all tokens except padding and BOS.
     """
 
@@ -67,7 +67,7 @@ def n_texts(texts: Texts) -> int | None:
     """Return the number of texts, if it is known."""
     try:
         return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
-    except TypeError:  # a tensor of one number, a stream that cannot tell
+    except TypeError:  # a scalar tensor, or a stream without a length
         return None
 
 
@@ -95,9 +95,9 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 
 
 def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
-    """Yield batches of rows; with each, the rows that it holds."""
+    """Yield batches, each with the rows that it contains."""
     device = next(model.parameters()).device
-    # HookedTransformers that are not causal attend to padding.
+    # Bidirectional HookedTransformers attend to padding.
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
     size = size if causal else 1
     while some := list(islice(rows, size)):
@@ -143,7 +143,7 @@ def _entries(texts: Texts) -> Iterator[Any]:
                 text = line.rstrip("\r\n")
                 yield (json.loads(text) if text.strip() else []) if objects else text
     except (OSError, ValueError) as error:
-        advice = "; a text itself goes into a list" if isinstance(texts, str) else ""
+        advice = "; put a single text into a list" if isinstance(texts, str) else ""
         said = (
             f"line {next(numbers)}: {error.msg}"
             if isinstance(error, json.JSONDecodeError)

@@ -38,14 +38,14 @@ class _Fields(TypedDict):
 
 @dataclass(frozen=True)
 class Example:
-    """A window of a text around one token, at which a neuron is large.
+    """A window of text around one token, at which a neuron is large (or small).
 
     Attributes:
-        tokens: the texts of the tokens of the window.
+        tokens: the texts of the window's tokens.
         values: z (gate × value) of the neuron at each token.
         gates: the attention of each token to itself.
         position: index of the example's token in the window.
-        value: what examples are ranked by, at that token: z, the gate, or an attribution.
+        value: the quantity of the ranking at that token: z, the gate, or an attribution.
         text: index of the text in the corpus.
     """
 
@@ -58,11 +58,11 @@ class Example:
 
 
 def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
-    """Return the examples of one neuron, by end and then rank.
+    """Return the examples of one neuron, by end and then by rank.
 
     Args:
-        frame: the frame of `top_examples`.
-        name: the neuron.
+        frame: the frame from `top_examples`.
+        name: the name of the neuron.
 
     Raises:
         InputError: the frame lacks columns, or has no such neuron.
@@ -78,7 +78,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
     """
     problem = "no examples can be taken from this frame"
     if not isinstance(frame, pd.DataFrame):
-        raise InputError([f"got a {type(frame).__name__}; expected that of top_examples"], problem)
+        raise InputError([f"got a {type(frame).__name__}; expected a frame of examples"], problem)
     missing = sorted({"name", *COLUMNS} - set(frame.columns))
     if missing:
         raise InputError([f"it has no column {', '.join(missing)}"], problem)
@@ -86,7 +86,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
     if rows.empty:
         names = frame["name"].unique().tolist()
         known = ", ".join(names[:5]) + ", …" * (len(names) > 5)
-        raise InputError([f"got {name!r}; it has examples of {known}"], problem)
+        raise InputError([f"got {name!r}; the frame has examples of {known}"], problem)
     return [Example(**{key: row[key] for key in COLUMNS}) for row in rows.to_dict("records")]
 
 
@@ -125,7 +125,7 @@ class _Statistics:
         ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Return one kind of numbers as [neuron, end, rank, ...]: the order of the rows."""
+            """Return one tensor's values as [neuron, end, rank, ...], the order of the rows."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")
@@ -383,7 +383,7 @@ class CorpusStatistics(NamedTuple):
 def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> Any:
     """Return a column of lists: row i has the entries from offset i to offset i + 1.
 
-    With `texts`, entries are indices into them.
+    With `texts`, the entries are indices into `texts`.
     """
     if find_spec("pyarrow") is None:
         plain = entries.tolist() if texts is None else [texts[i] for i in entries.tolist()]
@@ -397,4 +397,4 @@ def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> An
     return pd.arrays.ArrowExtensionArray(lists)
 
 
-_NOT_THERE = "these statistics do not have it"
+_NOT_THERE = "this is not in the statistics"

@@ -1,4 +1,4 @@
-"""The results of a pass over a corpus so far, and the folder that keeps them."""
+"""The intermediate results of a pass over a corpus, and the folder that stores them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ _COUNTS = ("n_rows", "n_texts", "n_tokens")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a pass over a corpus; see `top_examples`."""
+    """Options for a pass over a corpus; see `top_examples`."""
 
     k: int
     by: str
@@ -62,7 +62,7 @@ class Options:
 
 
 class Summary:
-    """Examples and counts so far: the tensors of a layer stay on the device of that layer."""
+    """Examples and counts so far; each layer's tensors stay on the layer's device."""
 
     def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
@@ -123,7 +123,7 @@ class Summary:
         if not all(bool(value) for value in finite):
             texts = batch.text.tolist()
             raise InputError(
-                [f"activations are not finite in one of the texts {texts[0]} to {texts[-1]}"],
+                [f"activations in one of the texts {texts[0]} to {texts[-1]} are not finite"],
                 _PROBLEM,
             )
         counted = batch.tokens.flatten()[batch.counted].cpu()
@@ -213,14 +213,14 @@ class Summary:
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on another device: layers may be on several."""
+    """Return a batch on another device, because layers may be on several devices."""
     if batch.tokens.device == device:
         return batch
     return Batch(*(None if x is None else x.to(device) for x in vars(batch).values()))  # type: ignore[arg-type]
 
 
 class Resumed:
-    """A folder that keeps the results so far, so that a pass over a corpus resumes."""
+    """A folder with intermediate results, from which a pass over a corpus can resume."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any], summary: Summary) -> None:
         self._store, self._summary = ChunkStore(folder, settings), summary
@@ -233,7 +233,7 @@ class Resumed:
             summary.restore({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Check and skip the rows that were seen, and return the others."""
+        """Check and skip the rows that an earlier call processed; return the other rows."""
         digest = ""
         for number in range(self._rows):
             row = next(rows, None)
@@ -241,15 +241,15 @@ class Resumed:
             if row is None or (number == self._rows - 1 and digest != self._digest):
                 raise InputError(
                     [
-                        f"{self._store.folder} holds the results of {self._rows} pieces of texts, "
-                        "and these texts do not begin with them: use a new folder"
+                        f"{self._store.folder} has results for {self._rows} pieces of other texts: "
+                        "the corpus does not begin with these pieces; use a new folder"
                     ],
                     _PROBLEM,
                 )
         return rows
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Note rows that were added, and write every half minute."""
+        """Record rows that were added, and write the summary every half minute."""
         for row in rows:
             self._digest = chained_digest(self._digest, row)
         self._rows += len(rows)

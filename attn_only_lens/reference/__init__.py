@@ -1,12 +1,12 @@
 """The papers' constructions, slow, dense and in float64: oracles independent of the other code.
 
-"Attention-Only Transformers and Implementing MLPs with Attention Heads": one file for each theorem.
-The theorems have the numbers of the arXiv version, 2309.08593: 3 (an MLP as heads), 6 (a whole
-transformer), 7 (linear maps), 8 (activations) and 9 (masks in the weights). The constructions
-follow the anonymous draft, in which Theorems 3, 6, 7 and 8 are 2, 4, 6 and 7; sections and
-appendices are cited as in the draft. The definitions are in `masked_attention` and `transformer`.
-Two files cover remarks: neuron-heads in factors, and the bias trick. The blog post's construction,
-with Ω in place of masks, is in the repository's `analyses/post`.
+They come from "Attention-Only Transformers and Implementing MLPs with Attention Heads", with one
+file per theorem. Theorems are numbered as in the arXiv version, 2309.08593: 3 (an MLP as heads),
+6 (a whole transformer), 7 (linear maps), 8 (activations) and 9 (masks in the weights). The
+constructions follow the anonymous draft, in which Theorems 3, 6, 7 and 8 are 2, 4, 6 and 7;
+sections and appendices are cited as in the draft. The definitions are in `masked_attention` and
+`transformer`. Two files cover remarks: factored neuron-heads, and the bias trick. The blog post's
+construction, with Ω in place of masks, is in the repository's `analyses/post`.
 """
 
 from attn_only_lens.reference.bias_trick import (

@@ -1,19 +1,20 @@
-"""The bias trick: heads and MLPs with biases, as heads and MLPs without, on a stream [X | 1].
+"""The bias trick: turn heads and MLPs with biases into ones without biases, on a stream [X | 1].
 
-Theorem 6 assumes it. Every token gets one more coordinate that is always 1, and a bias becomes the
-row of a weight matrix for this coordinate, written W̃ = W over b.
+Theorem 6 assumes this trick. Every token gets one more coordinate that is always 1, and a bias
+becomes the row of a weight matrix for this coordinate: W̃ is W stacked on b.
 
-* **Reading biases.** [X | 1] W̃ = X W + b. So an MLP reads with Ṽ₁ = V₁ over b₁, a head with
-  W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O: a pattern's rows sum to 1, so b_V W_O
-  is added once.
-* **Writing biases.** For b₂, one hidden neuron with pre-activation 1, hence activation α(1), and
-  output row b₂ / α(1). For b_O, one head masked to the diagonal (Theorem 7) that writes b_O.
+* **Input biases.** [X | 1] W̃ = X W + b. So an MLP's input matrix is Ṽ₁, V₁ stacked on b₁, and a
+  head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O: a pattern's rows sum to 1,
+  so b_V W_O is added once.
+* **Output biases.** For b₂, one hidden neuron has pre-activation 1, activation α(1), and output row
+  b₂ / α(1). For b_O, one head masked to the diagonal (Theorem 7) outputs b_O.
 * **The constant stays.** No sublayer writes to the last coordinate (the last columns of V₂ and W_OV
-  are 0), so the skip connection preserves it; a LayerNorm must skip it, `theorem_6.PassingNorm`.
+  are 0), so the skip connection preserves it. A LayerNorm must not change it (see
+  `theorem_6.PassingNorm`).
 
-The constant coordinate is not the bias coordinate of Theorem 3: that one is 1 on the bias token and
-0 on the others. (In the paper's gauge they must differ: otherwise token and bias token would have
-equal keys, hence patterns of 1/2.)
+The constant coordinate is not the bias coordinate of Theorem 3, which is 1 on the bias token and 0
+on other tokens. (In the paper's gauge, the two must differ: otherwise a token and the bias token
+would have equal keys, and all patterns would be 1/2.)
 """
 
 import math
@@ -57,7 +58,7 @@ def head_with_biases(
         h on M_{N,D+1} with h([X | 1]) = [output of the head | 0].
 
     Raises:
-        ValueError: shapes do not fit, a tensor is not float64, or the mask is no mask matrix.
+        ValueError: shapes do not match, a tensor is not float64, or the mask is not a mask matrix.
 
     Example:
         >>> import torch
@@ -81,7 +82,7 @@ def head_with_biases(
 
 
 def constant_head(b: Float[Tensor, " d"], n_tokens: int) -> Head:
-    """Return a head on [X | 1] that writes b to every token: the bias b_O of a sublayer.
+    """Return a head on [X | 1] that outputs b at every token, like a sublayer's bias b_O.
 
     Raises:
         ValueError: b is not a float64 vector.
@@ -108,12 +109,12 @@ def mlp_with_biases(
     """Return X ↦ α(X V_1 + b_1) V_2 + b_2 as an MLP without biases on [X | 1].
 
     Returns:
-        f on M_{N,D+1} of hidden size ℓ + 1 (its last neuron writes b_2), with
+        f on M_{N,D+1} with hidden size ℓ + 1 (its last neuron outputs b_2), with
         f([X | 1]) = [α(X V_1 + b_1) V_2 + b_2 | 0].
 
     Raises:
-        ValueError: shapes do not fit, a tensor is not float64, or the activation is 0 everywhere,
-            so that no neuron can write b_2.
+        ValueError: shapes do not match, a tensor is not float64, or the activation is 0
+            everywhere, so that no neuron can output b_2.
 
     Example:
         >>> import torch
@@ -130,7 +131,7 @@ def mlp_with_biases(
     check_vector("b_2", b_2, D)
     written = activation(torch.tensor(1.0, dtype=torch.float64, device="cpu"))
     if written == 0:
-        raise ValueError(f"activation: got {activation}, 0 at 1; expected a_1 and a_2 not 0")
+        raise ValueError(f"activation: got {activation}, which is 0 at 1; expected a_1, a_2 not 0")
     # The last column of Ṽ_1 reads only the constant, with weight 1.
     reading = direct_sum(V_1, 1.0)
     reading[D, :size] = b_1

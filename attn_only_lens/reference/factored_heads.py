@@ -1,4 +1,4 @@
-"""Neuron-heads in factors, with two stored vectors each; and with a persistent vector.
+"""Factored neuron-heads, which store two vectors each, and their form with a persistent vector.
 
 The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
 
@@ -10,12 +10,12 @@ so a neuron stores only W_Q = W_V and W_O. (V₁ⁱ is written as a row in [V₁
 W_OV = W_V W_O, but for W_O ∈ M_{D+1,1} it must be W_Oᵀ.)
 
 About √(D+1): Vaswani et al. divide by √d_k, and d_k = 1 here, so a stock implementation divides by
-1 and takes W_K = [0 | -1]ᵀ. Both give the W_QK of Theorem 3; we keep the paper's pair. Mixing the
-two gives a score of -q / √(D+1) or -q √(D+1), so another slope a₂.
+1 and needs W_K = [0 | -1]ᵀ. Both choices give the W_QK of Theorem 3; we keep the paper's. Mixing
+the two gives a score of -q / √(D+1) or -q √(D+1), and so another slope a₂.
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
 The stream is then Y = [X | 0] ∈ M_{N,D+1}, and p = (0, …, 0, 1) is one more row of keys and values,
-but not of queries. With Z = Y over p,
+but not of queries. If Z is Y stacked on p,
 
     msoftmax(Y W_QK Zᵀ, [I_N | 1]) Z W_OV = [f_i(X) | 0].
 
@@ -40,7 +40,7 @@ from attn_only_lens.reference.transformer import MLP
 
 
 def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
-    """Return (0, …, 0, 1) with d zeros: the bias token, as a row.
+    """Return (0, …, 0, 1) with d zeros: the bias token as a row vector.
 
     Example:
         >>> from attn_only_lens.reference import persistent_vector
@@ -52,7 +52,7 @@ def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
 
 @dataclass(frozen=True, eq=False)
 class FactoredHead:
-    """A neuron-head of internal dimension 1, in factors.
+    """A neuron-head with internal dimension 1, stored as factors.
 
     Attributes:
         W_Q: a_2 [V_1^i | 0]ᵀ.
@@ -61,7 +61,7 @@ class FactoredHead:
         W_O: a_1 [V_2^i | 0]ᵀ.
 
     Raises:
-        ValueError: a factor is not a float64 column, or they differ in length.
+        ValueError: a factor is not a float64 column, or factors differ in length.
 
     Example:
         >>> import torch
@@ -117,7 +117,7 @@ class FactoredHead:
 
 
 def factored_heads(mlp: MLP) -> tuple[FactoredHead, ...]:
-    """Return the heads of Theorem 3 in factors, one for each neuron.
+    """Return the factored heads of Theorem 3, one for each neuron.
 
     Args:
         mlp: an MLP on M_{N,D} with a `GeneralizedSiLU`.

@@ -4,7 +4,7 @@ A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. With row
 ℓ¹ normalisation and ⊙ the element-wise product,
 
     msoftmax(A, Λ) = rownorm(exp(A) ⊙ Λ)
-    h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV        X ∈ M_{N,D}, one token a row
+    h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV        X ∈ M_{N,D}, one token per row
 
 ("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is 0
 the masked softmax is exactly 0; a row of Λ without a 1 would give 0/0, so it is refused. A head is
@@ -113,6 +113,6 @@ def _check_mask(mask: Tensor, rows: int, columns: int) -> None:
     empty = (mask == 0).all(dim=1).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"mask: got no 1 in rows {empty}; expected at least one: let these tokens attend to "
-            "themselves, with a W_OV that writes nothing"
+            f"mask: got no 1 in rows {empty}; expected at least one in each row: let these tokens "
+            "attend to themselves, with a W_OV that outputs zeros"
         )

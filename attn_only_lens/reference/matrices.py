@@ -26,7 +26,7 @@ def block(
     bottom_left: Float[Tensor, "m k"],
     bottom_right: Float[Tensor, "m l"],
 ) -> Float[Tensor, "n+m k+l"]:
-    """Return the matrix of four blocks."""
+    """Return the block matrix made from four blocks."""
     top = torch.cat([top_left, top_right], dim=1)
     bottom = torch.cat([bottom_left, bottom_right], dim=1)
     return torch.cat([top, bottom], dim=0)
@@ -42,7 +42,7 @@ def direct_sum(
         Y: the block at the bottom right.
 
     Returns:
-        The block matrix, 0 off the two blocks.
+        The block matrix, which is 0 outside the two blocks.
 
     Raises:
         ValueError: X or Y is not a float64 matrix.
@@ -63,7 +63,7 @@ def direct_sum(
 def check_matrix(
     name: str, matrix: Tensor, rows: int | None = None, columns: int | None = None
 ) -> None:
-    """Require a float64 matrix with so many rows and columns (None: any number)."""
+    """Require a float64 matrix with this number of rows and columns (None: any number)."""
     sizes = (rows, columns)
     fits = matrix.ndim == 2 and all(
         size is None or size == actual for size, actual in zip(sizes, matrix.shape, strict=True)
@@ -72,13 +72,13 @@ def check_matrix(
         expected = ", ".join("any" if size is None else str(size) for size in (rows, columns))
         raise ValueError(
             f"{name}: got shape {list(matrix.shape)}; expected a matrix [{expected}] "
-            "(rows, columns; no batch axis: call it once for each sequence)"
+            "(rows, columns; without a batch axis: call the function once per sequence)"
         )
     _check_dtype(name, matrix)
 
 
 def check_vector(name: str, vector: Tensor, size: int) -> None:
-    """Require a float64 vector of that size."""
+    """Require a float64 vector with this size."""
     if vector.shape != (size,):
         raise ValueError(f"{name}: got shape {list(vector.shape)}; expected a vector [{size}]")
     _check_dtype(name, vector)

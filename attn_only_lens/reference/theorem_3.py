@@ -18,9 +18,10 @@ scores are
 (σ(q_t), σ(-q_t)). The bias token sees only itself, and the last row of (X ⊕ [1]) W_OV is 0. So
 token t reads σ(q_t) x_t · a₁ a₂ V₁ⁱ V₂ⁱ = a₁ q_t σ(q_t) V₂ⁱ = α(x_t V₁ⁱ) V₂ⁱ, and the bias token 0.
 
-Slips in the draft, and their corrections:
+The draft has these slips, which are corrected here:
 
-* "the block decompositions are into size N and 1": true for Λ; for W_QK and W_OV it is D and 1.
+* "the block decompositions are into size N and 1": true for Λ; for W_QK and W_OV, the sizes are D
+  and 1.
 * The proof sketch says that the score of the token itself is -x and that of the bias token 0, "from
   the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)]. It should
   be W_QK, whose main diagonal is 0 (the -x are in the last column), and softmax([-x, 0]) =
@@ -89,7 +90,7 @@ def generalized_silu(mlp: MLP) -> GeneralizedSiLU:
     """Return the activation of an MLP; raise ValueError if Theorem 3 does not cover it."""
     if not isinstance(mlp.activation, GeneralizedSiLU):
         raise ValueError(
-            f"activation: got {mlp.activation!r}; expected a GeneralizedSiLU. Close to "
-            "gelu is GeneralizedSiLU(1 / 1.702, 1.702), to relu GeneralizedSiLU(1 / k, k), large k"
+            f"activation: got {mlp.activation!r}; expected a GeneralizedSiLU. For gelu, use "
+            "GeneralizedSiLU(1 / 1.702, 1.702); for relu, GeneralizedSiLU(1 / k, k) with a large k"
         )
     return mlp.activation

@@ -1,12 +1,12 @@
 """Theorem 6: heads replace every MLP sublayer, and the transformer computes the same function.
 
-For a transformer t on M_{N,D} whose MLPs have generalised SiLU activations there is t′ on
-M_{N+1,D+1}, with heads and nothing else, whose stream is X′_j = X_j ⊕ [1] at every sublayer j.
+For a transformer t on M_{N,D} whose MLPs have generalised SiLU activations there is a transformer
+t′ on M_{N+1,D+1} that has only heads, and whose stream is X′_j = X_j ⊕ [1] at every sublayer j.
 
 (Theorem 4 of the draft.) Proof (Appendix A of the draft), by induction on j. MLPs become the heads
 of Theorem 3. A head becomes W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0], Λ′ = Λ ⊕ [1], and h′(X ⊕ [1]) =
-h(X) ⊕ [0]: Λ′ keeps tokens and bias token from seeing each other (a causal Λ stays causal among
-tokens), and the bias token reads 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0], and with
+h(X) ⊕ [0]: Λ′ separates tokens and the bias token (a causal Λ stays causal among tokens), and the
+bias token's output is 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0], and with
 norm′(Y ⊕ [1]) = norm(Y) ⊕ [1],
 
     post-norm    norm′(X_j ⊕ [1] + s(X_j) ⊕ [0]) = norm(X_j + s(X_j)) ⊕ [1]
@@ -43,9 +43,9 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 
 @dataclass(frozen=True)
 class PassingNorm:
-    """A norm of the first N rows and D columns; all other entries stay the same.
+    """A norm that acts on the first N rows and D columns, and keeps all other entries.
 
-    It applies to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
+    It can be applied to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
 
     Attributes:
         norm: a norm on M_{N,D}.
@@ -67,7 +67,7 @@ class PassingNorm:
         """Return X with norm(X[:N, :D]) in place of X[:N, :D].
 
         Raises:
-            ValueError: X is not a float64 matrix, or smaller than N × D.
+            ValueError: X is not a float64 matrix, or is smaller than N × D.
         """
         check_matrix("X", X)
         if X.shape[0] < self.n_tokens or X.shape[1] < self.d:
@@ -93,14 +93,14 @@ def extended_head(head: Head) -> Head:
 
 
 def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
-    """Return t′ of Theorem 6: heads only, with stream X_j ⊕ [1]; post-norm or pre-norm.
+    """Return t′ of Theorem 6, which has only heads and the stream X_j ⊕ [1].
 
     Args:
-        transformer: t on M_{N,D}, in which every MLP has a `GeneralizedSiLU`.
+        transformer: t on M_{N,D}, post-norm or pre-norm; every MLP has a `GeneralizedSiLU`.
         n_tokens: N.
 
     Returns:
-        t′ on M_{N+1,D+1}, with the sublayers of t and an MLP's heads in the order of its neurons.
+        t′ on M_{N+1,D+1}, with the sublayers of t; an MLP's heads are in the order of its neurons.
         `.run(X ⊕ [1])` returns every intermediate stream, output and pattern.
 
     Raises:
@@ -142,5 +142,5 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
 
 def _extended(head: Head, n_tokens: int) -> Head:
     if head.n_tokens != n_tokens:
-        raise ValueError(f"n_tokens: got {n_tokens}; expected {head.n_tokens}, as in the masks")
+        raise ValueError(f"n_tokens: got {n_tokens}; expected {head.n_tokens}, the masks' size")
     return extended_head(head)

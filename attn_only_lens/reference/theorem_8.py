@@ -1,19 +1,19 @@
-"""Theorem 8: D heads apply a generalised SiLU entry by entry, and D + 1 replace X by α(X).
+"""Theorem 8: D heads apply a generalised SiLU entry by entry; D + 1 heads replace X by α(X).
 
     α(X) ⊕ [0] = Σ_{i=1}^{D} h_i(X ⊕ [1])        on M_{N+1,D+1}
 
-Proof: Theorem 3 for the MLP f(X) = α(X I_D) I_D, of hidden size D. (The paper writes I_N: X ∈
-M_{N,D} is multiplied from the right, so it is I_D.)
+Proof: Theorem 3 for the MLP f(X) = α(X I_D) I_D, with hidden size D. (The paper writes I_N. But
+X ∈ M_{N,D} is multiplied from the right, so the matrix must be I_D.)
 
 With a skip connection, X ↦ X + sublayer(X), one more head makes the map X ↦ α(X): the linear head
-of Theorem 7 that writes -X. The paper gives the sublayer α(X) - X on M_{N,D}; on the widened stream
-the linear head must leave the bias coordinate alone, W_OV = -I_D ⊕ [0]:
+of Theorem 7 that outputs -X. The paper gives the sublayer α(X) - X on M_{N,D}. On the widened
+stream, the linear head must not change the bias coordinate, so W_OV = -I_D ⊕ [0]:
 
     X ⊕ [1] + α(X) ⊕ [0] + (-X) ⊕ [0] = α(X) ⊕ [1]
 
-With W_OV = -I_{D+1} the bias token would become 0, and the next sublayer would fail as without a
-skip connection (`theorem_6.py`). ("Attention-Only Transformers and Implementing MLPs with
-Attention Heads"; Theorem 7 of the draft.)
+With W_OV = -I_{D+1} the bias token would become 0, and the next sublayer would fail in the same way
+as without a skip connection (`theorem_6.py`). ("Attention-Only Transformers and Implementing MLPs
+with Attention Heads"; Theorem 7 of the draft.)
 """
 
 import torch

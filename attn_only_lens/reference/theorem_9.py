@@ -1,4 +1,4 @@
-"""Theorem 9: a head without a mask approximates a masked head, to within any error.
+"""Theorem 9: a head without a mask approximates a masked head with an arbitrarily small error.
 
 "Attention heads can encode arbitrary masking patterns in their weight matrices to within
 arbitrarily small error" (the abstract of arXiv 2309.08593; the draft has no such theorem, so the
@@ -29,8 +29,9 @@ tokens that sum to 1. With v_s the rows of X W_OV,
 
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
-The head writes 0 to the positions, so a skip connection keeps them, and layers can be stacked: R
-then bounds the input of each layer. A norm must not change the positions (`theorem_6.py`).
+The head writes 0 to the position coordinates, so a skip connection keeps them, and layers can be
+stacked; then R bounds the input of each layer. A norm must not change the position coordinates
+(`theorem_6.py`).
 
 The blog post's Ω is the same: its block B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
 up to a constant for each row, which softmax ignores (its "shifted" gauge subtracts it, as here),
@@ -48,7 +49,7 @@ from attn_only_lens.reference.matrices import check_matrix, direct_sum, zeros
 
 
 def with_positions(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+n_tokens"]:
-    """Return [X | I_N]: every token with its one-hot position.
+    """Return [X | I_N], in which every token has its one-hot position.
 
     Raises:
         ValueError: X is not a float64 matrix.
@@ -136,7 +137,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0: any Ω will do
+    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0: then any Ω is sufficient
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

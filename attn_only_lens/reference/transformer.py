@@ -1,4 +1,4 @@
-"""The definitions, second half: MLPs, LayerNorm, and transformers of both kinds.
+"""The definitions, second half: MLPs, LayerNorm, and transformers, post-norm and pre-norm.
 
 An MLP without biases is f(X) = α(X V₁) V₂, with V₁ ∈ M_{D,ℓ}, V₂ ∈ M_{ℓ,D} and α applied entry by
 entry. A generalised SiLU is α(x) = a₁ SiLU(a₂ x) with SiLU(x) = x σ(x). A transformer is
@@ -119,14 +119,14 @@ Sublayer = MLP | tuple[Head, ...]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Every matrix that a transformer of m sublayers computes.
+    """Every matrix that a transformer with m sublayers computes.
 
     Attributes:
         stream: X_0 … X_m (m + 1 of them).
         inputs: the input of sublayer j: X_j (post-norm) or LayerNorm_j(X_j) (pre-norm).
         outputs: the output of sublayer j, before the skip connection adds X_j.
-        patterns: of sublayer j, [n_heads, n_tokens, n_tokens]; an MLP has n_heads = 0.
-        result: X_m, after the final norm if there is one.
+        patterns: the patterns of sublayer j, [n_heads, n_tokens, n_tokens]; an MLP has n_heads = 0.
+        result: X_m, or its final norm if there is a final norm.
     """
 
     stream: tuple[Float[Tensor, "n_tokens d"], ...]
@@ -167,23 +167,25 @@ class Transformer:
 
     def __post_init__(self) -> None:
         if () in self.sublayers or not self.sublayers:
-            raise ValueError("sublayers: got none, or one without heads; expected at least one")
+            raise ValueError(
+                "sublayers: got none, or an empty one; expected MLPs or tuples of heads"
+            )
         terms = [term for sublayer in self.sublayers for term in _terms(sublayer)]
         widths = {term.width for term in terms}
         lengths = {term.n_tokens for term in terms if isinstance(term, Head)}
         if len(widths) > 1 or len(lengths) > 1:
             raise ValueError(
                 f"sublayers: got widths {sorted(widths)} and numbers of tokens {sorted(lengths)}; "
-                "expected one of each"
+                "expected one width and one number of tokens"
             )
         if len(self.norms) != len(self.sublayers):
             raise ValueError(
-                f"norms: got {len(self.norms)}; expected {len(self.sublayers)}, one a sublayer"
+                f"norms: got {len(self.norms)}; expected {len(self.sublayers)}, one per sublayer"
             )
         if self.final_norm is not None and not self.pre_norm:
             raise ValueError(
-                "final_norm: got one without pre_norm=True; expected None: the norm of the last "
-                "sublayer is the final one"
+                "final_norm: got a norm without pre_norm=True; expected None, because the last "
+                "sublayer's norm is the final norm"
             )
 
     @property
@@ -192,10 +194,10 @@ class Transformer:
         return _terms(self.sublayers[0])[0].width
 
     def run(self, X: Float[Tensor, "n_tokens d"]) -> Run:
-        """Run X_0 ↦ X_1 ↦ … ↦ X_m and keep everything.
+        """Compute X_0 ↦ X_1 ↦ … ↦ X_m and return every intermediate matrix.
 
         Raises:
-            ValueError: X has another width or number of tokens, or is not float64.
+            ValueError: X has the wrong width or number of tokens, or is not float64.
         """
         stream, inputs, outputs, patterns = [X], [], [], []
         for sublayer, norm in zip(self.sublayers, self.norms, strict=True):
@@ -211,10 +213,10 @@ class Transformer:
         return Run(tuple(stream), tuple(inputs), tuple(outputs), tuple(patterns), result)
 
     def __call__(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d"]:
-        """Return t(X), only the result."""
+        """Return only the result t(X)."""
         return self.run(X).result
 
 
 def _terms(sublayer: Sublayer) -> tuple[MLP | Head, ...]:
-    """Return the MLP, or the heads, that a sublayer adds up."""
+    """Return the terms whose sum is a sublayer: its MLP, or its heads."""
     return sublayer if isinstance(sublayer, tuple) else (sublayer,)

@@ -1,9 +1,9 @@
 """Attention heads and neuron-heads over a text.
 
-The pattern of a neuron-head is one number per token, its gate; the rest of the attention goes to
-the bias token. The gate alone misleads in gated MLPs: SiLU's gate is ½ if the pre-activation is 0.
-So tokens are coloured by z = gate × value, with gate and value under them. circuitsvis draws
-attention heads, query by key.
+A neuron-head's pattern is one value per token, its gate; the rest of the attention goes to the bias
+token. In gated MLPs, the gate alone would mislead: SiLU's gate is ½ if the pre-activation is 0. So
+tokens are coloured by z = gate × value, with gate and value under them. circuitsvis draws attention
+heads as query-by-key heatmaps.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ from attn_only_lens.viz.page import (
 )
 
 MOST_CELLS = 400_000
-"""Cells of heatmaps in one page: browsers are slow with more."""
+"""The most heatmap cells on one page, because browsers are slow with more."""
 
 MOST_HEADS = 24
-"""Heads in one page."""
+"""The most heads on one page."""
 
 _POINTS = {"attention": ("pattern",), "neuron": ("pattern", "v", "z")}
 
@@ -55,10 +55,10 @@ def attention_view(
     attribution, or their top examples.
 
     Args:
-        source: a converted model or one with exposed neuron-heads, which is run; or a cache of such
-            a model, with the patterns of the heads, and z and v of neurons.
-        names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in that order; or
-            `patching.heads(layers)`. `L3N7.0` is one of several heads that share a neuron.
+        source: a converted model or a model with exposed neuron-heads, which is run; or a cache
+            from such a model, with the patterns of the heads, and z and v of neurons.
+        names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in this order; or
+            `patching.heads(layers)`. `L3N7.0` is one of several heads that form a neuron.
         text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of its run,
             or the texts of these tokens.
         prompt: index of the prompt in the cache's batch.
@@ -66,11 +66,11 @@ def attention_view(
     Returns:
         One page. The tokens of a neuron-head are coloured by z = gate × value: blue is positive,
         white 0, and red negative. Under each token are its gate (the weight on itself) and its
-        value. An attention head is a heatmap of its pattern, query by key.
+        value. An attention head is a query-by-key heatmap of its pattern.
 
     Raises:
         InputError: there are no names or too many, or the model has no such heads; the text does
-            not fit or is too long to draw; the model's dropout is active.
+            not match the cache or is too long to draw; the model's dropout is active.
         UnsupportedCallError: the cache lacks an activation; the model cannot run on the text.
         ImportError: attention heads are drawn, and circuitsvis is not installed.
 
@@ -92,7 +92,7 @@ def attention_view(
     else:
         refuse(*host_of(model).reasons(), *dropout_reasons(model))
         if is_texts:
-            refuse("got a list of texts; expected one text, or the tokens of one")
+            refuse("got a list of texts; expected one text, or the tokens of one text")
         tokens = _tokens(model, entries)
         hooks = {
             host_of(model).hook_name(head.layer, head.kind, point)
@@ -121,12 +121,12 @@ def attention_view(
             "attention": [[short_numbers(row, 4) for row in matrix.tolist()] for matrix in square],
             "attentionHeadNames": [str(head) for head in attention],
             "tokens": [head["name"] for head in shown],
-            # Grey only what no head can see; a bidirectional model sees all.
+            # Grey only the cells that no head can attend to; bidirectional models have none.
             "maskUpperTri": all(bool((matrix.triu(1) == 0).all()) for matrix in square),
             **{"minValue": -1, "maxValue": 1},
         }
         import_extra("circuitsvis")
-        # Its own HTML would load this from a content delivery network.
+        # circuitsvis' own HTML would load this script from a content delivery network.
         bundle = files("circuitsvis").joinpath("dist/cdn/iife.js")
         libraries.append(bundle.read_text(encoding="utf-8"))
     title = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
@@ -145,7 +145,7 @@ def attention_view(
 def _pattern(
     cache: ActivationCache, layer: int, prompt: int
 ) -> Float[Tensor, "head_index query_pos key_pos"]:
-    """Return the weights of every head of a source layer over one prompt."""
+    """Return the attention weights of every head in a source layer, for one prompt."""
     pattern = cached_activation(cache, layer, "attention", "pattern")
     pattern = _of_prompt(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
@@ -155,7 +155,7 @@ def _pattern(
 
 
 def _heads(model: Any, names: Sites) -> list[HeadName]:
-    """Return heads in the order given, each once."""
+    """Return heads in the order of their names, without repetitions."""
     chosen = as_plain(names)
     if isinstance(chosen, Selection):
         chosen = [name for site in resolve_sites(model, chosen) for name in site.names]
@@ -180,7 +180,7 @@ def _tokens(model: Any, text: Any) -> Tensor:
         raise UnsupportedCallError(f"text: expected a text, or tokens: {error}") from error
     tokens = checked_tokens(model, tokens[None] if tokens.ndim == 1 else tokens)
     if len(tokens) > 1:
-        refuse(f"got {len(tokens)} prompts; expected one: give tokens[0], or a cache")
+        refuse(f"got {len(tokens)} prompts; expected one: pass tokens[0], or a cache")
     return tokens
 
 
@@ -210,8 +210,8 @@ def _of_prompt(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, ".
     """Return the cached values of one prompt, in float64 on the CPU."""
     batch = values if has_batch else values[None]
     if not is_count(prompt, 0, len(batch) - 1):
-        refuse(f"got prompt={prompt!r}; the cache holds prompts 0 to {len(batch) - 1}")
+        refuse(f"got prompt={prompt!r}; the cache has prompts 0 to {len(batch) - 1}")
     one = batch[prompt].detach().cpu().double()
     if not bool(one.isfinite().all()):
-        refuse("the cache holds values that are not finite")
+        refuse("the cache has values that are not finite")
     return one

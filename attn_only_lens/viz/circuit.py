@@ -1,7 +1,8 @@
-"""A circuit as one interactive page, layers upward and tokens across; and as a picture.
+"""A circuit as one interactive page, with layers upward and tokens across, and as a picture.
 
-`assets/circuit.js` draws the page with d3.js (`vendor/`); both are in it, as JSON and scripts. It
-shows the strongest nodes and their value edges first. The picture is drawn without a browser.
+`assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
+data as JSON. It first shows the strongest nodes and their value edges. The picture is drawn without
+a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def circuit_page(
     Args:
         nodes: columns `id` (a text, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
             "embed", "attention", "neuron", "bias", "rest", "offset", "metric"), `layer` and
-            `position` (missing if a node has none), `name`, `value`, `attribution` (if it is
+            `position` (missing if a node has none), `name`, `value`, `attribution` (if this is
             missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
             exact effect; `status` ("kept", "lost", "gained") if two circuits are compared;
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
@@ -69,12 +70,13 @@ def circuit_page(
             layer are a group, which readers can unfold or ungroup.
 
     Returns:
-        The page, with numbers to five significant figures, and its first view as `picture`.
-        `write_html` writes the page to a file, `write_svg` the picture.
+        The page, with values to five significant figures, and its first view as `picture`.
+        `write_html` writes the page to a file, and `write_svg` writes the picture.
 
     Raises:
-        InputError: with every reason: columns are missing, ids repeat, an edge ends at no node, a
-            number is not finite, a position is outside the prompt, details or state fit no node.
+        InputError: columns are missing, ids repeat, an edge's end is not a node, a value is not
+            finite, a position is outside the prompt, or details or the state name an unknown node;
+            the error lists every reason.
 
     Example:
         >>> import pandas as pd
@@ -128,7 +130,7 @@ def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, 
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of the page and of the picture."""
+    """Return the data for the page and the picture."""
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
@@ -165,7 +167,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of a picture, with the names of nodes that the state has."""
+    """Return the data for a picture, with node names from the state."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
@@ -175,7 +177,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return the strength of each node; strong ones are shown first. The metric's is missing."""
+    """Return the strength of each node (missing for the metric); strong nodes are shown first."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
@@ -209,7 +211,7 @@ def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[st
 
 
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
-    """Return details as plain lists, without empty ones."""
+    """Return the details that are not empty, as plain lists."""
     page_data: dict[str, list[Any]] = {
         name: short_numbers(() if numbers is None else numbers)
         for name, numbers in (("pattern", details.pattern), ("z", details.z))

@@ -1,7 +1,6 @@
-"""The data of a circuit's page, and the checks that they fit together.
+"""The data of a circuit's page, and checks that they are consistent.
 
-A page with a missing node or a misplaced edge looks like any other, so data that do not fit are
-refused.
+A page with a missing node or a misplaced edge looks correct, so inconsistent data are refused.
 """
 
 import reprlib
@@ -20,7 +19,7 @@ from attn_only_lens.viz.page import short_numbers
 
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
 EXTRAS = ("bias", "rest", "offset")
-"""Kinds of nodes without a token, which are shown on demand."""
+"""Kinds of nodes without a token, which the page shows on demand."""
 OPTIONAL = ("status", "exact", "inclusion", "inclusion_low", "inclusion_high", "stability")
 STABILITIES = ("core", "contingent", "noise")
 STATUSES = {"kept": "=", "lost": "×", "gained": "+"}
@@ -41,7 +40,7 @@ class _Group(BaseModel):
 
 
 class _State(BaseModel):
-    """What the page saves, as far as it is checked; the page itself drops what it does not know."""
+    """The checked part of a page's saved state; the page ignores unknown nodes by itself."""
 
     pinned: list[str] = []
     names: dict[str, str] = {}
@@ -53,14 +52,14 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class NodeDetails:
-    """Details of a node that a click shows, next to its edges.
+    """Details of a node, which the page shows with its edges after a click.
 
     Attributes:
         pattern: a weight in [0, 1] for each token of the prompt: for a neuron-head, the attention
-            of each token to itself; for an attention head, the attention of the token at the node's
-            position.
+            of each token to itself; for an attention head, the attention from the node's position
+            to each token.
         writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
-            in standard deviations over the vocabulary; the largest first.
+            in standard deviations over the vocabulary; the largest amount first.
         reads: tokens that raise or lower a neuron's query most, with the same amounts.
         examples: top examples of a neuron in a corpus.
         z: gate × value of a neuron-head at each token of the prompt, which colours the tokens.
@@ -85,7 +84,7 @@ def circuit_reasons(
     details: Mapping[str, NodeDetails],
     state: Mapping[str, Any],
 ) -> list[str]:
-    """Return all that does not fit together; nothing if the circuit can be drawn."""
+    """Return every reason why the circuit cannot be drawn."""
     items = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
     reasons = [
         f"got a {type(item).__name__} as {what}; expected a {kind.__name__}"
@@ -127,7 +126,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
         odd = [node for node in nodes[column] if not isinstance(node, str)]
         reasons += [f"got {value!r} for a node's {column}; expected a text" for value in odd[:1]]
     twice = nodes.loc[nodes["id"].duplicated(), "id"]
-    reasons += [f"{len(twice)} ids are there twice, such as {value!r}" for value in twice[:1]]
+    reasons += [f"{len(twice)} ids occur twice, such as {value!r}" for value in twice[:1]]
     for column, words in {"kind": NODE_KINDS, "stability": STABILITIES, "status": STATUSES}.items():
         reasons += _word_reasons(nodes, column, words, "nodes")
     most = {"layer": np.inf, "position": n_tokens - 1}
@@ -152,7 +151,7 @@ def _edge_reasons(edges: pd.DataFrame, nodes: pd.DataFrame) -> list[str]:
     for end in ("source", "target"):
         unknown = edges.loc[~edges[end].isin(nodes["id"]), end]
         reasons += [
-            f"{len(unknown)} edges have a {end} that is no node, such as {value!r}"
+            f"{len(unknown)} edges have a {end} that is not a node, such as {value!r}"
             for value in unknown[:1]
         ]
     twice = int(edges.duplicated(["source", "target", "kind"]).sum())
@@ -168,7 +167,7 @@ def _details_reasons(
     known, reasons = {*nodes["id"], *nodes["name"]}, []
     for key, item in details.items():
         if key not in known:
-            reasons.append(f"details are given for {key!r}, which is no node's id or name")
+            reasons.append(f"got details for {key!r}, which is not a node's id or name")
         if not isinstance(item, NodeDetails):
             reasons.append(f"got a {type(item).__name__} for {key!r}; expected NodeDetails")
             continue
@@ -176,11 +175,11 @@ def _details_reasons(
             numbers = np.asarray([0.0] * n_tokens if row is None else row, dtype=float)
             if numbers.shape != (n_tokens,) or not np.isfinite(numbers).all():
                 reasons.append(
-                    f"{what} of {key!r} has {numbers.size} numbers; expected a finite number for "
+                    f"{what} of {key!r} has {numbers.size} values; expected a finite value for "
                     f"each of {n_tokens} tokens"
                 )
             elif what == "pattern" and not ((numbers >= 0) & (numbers <= 1)).all():
-                reasons.append(f"the pattern of {key!r} leaves [0, 1]")
+                reasons.append(f"the pattern of {key!r} has values outside [0, 1]")
         tokens = [*item.writes, *item.reads]
         if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
             reasons.append(f"tokens that {key!r} writes or reads are not (text, finite number)")
@@ -188,8 +187,8 @@ def _details_reasons(
             sizes = {len(example.tokens), len(example.values), len(example.gates)}
             if len(sizes) > 1 or not np.isfinite([*example.values, *example.gates]).all():
                 reasons.append(
-                    f"an example of {key!r} has tokens, values and gates that do not fit, or a "
-                    "number that is not finite"
+                    f"an example of {key!r} has tokens, values and gates with different lengths, "
+                    "or a value that is not finite"
                 )
     return reasons
 
@@ -198,10 +197,10 @@ def _state_reasons(state: _State, nodes: pd.DataFrame) -> list[str]:
     members = [node for group in state.groups for node in group.members]
     unknown = sorted({*state.pinned, *state.names, *members} - set(nodes["id"]))
     reasons = [
-        f"the state is of another circuit: it has {node!r}, no node's id" for node in unknown[:1]
+        f"the state is of another circuit: {node!r} is not a node's id" for node in unknown[:1]
     ]
     if len(set(members)) < len(members):
-        reasons.append("the state's groups have a node in common, or twice")
+        reasons.append("a node is in two groups of the state, or twice in one group")
     return reasons
 
 
@@ -211,14 +210,14 @@ def _numbers(
     try:
         return pd.to_numeric(frame[column]).to_numpy(dtype=float)
     except (TypeError, ValueError):
-        reasons.append(f"the column {column!r} of {what} holds what is not a number")
+        reasons.append(f"the column {column!r} of {what} has an entry that is not a number")
         return np.empty(0)
 
 
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
-    """Return a reason if a column holds another word; optional ones may be missing."""
+    """Return a reason if a column has an unknown word; optional columns may be missing."""
     allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
     words = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in words if word not in allowed]

@@ -1,6 +1,6 @@
 """The first view of a circuit's page as SVG, drawn without a browser, for viewers without scripts.
 
-`assets/circuit.js` draws the same.
+`assets/circuit.js` draws the same view.
 """
 
 import re
@@ -27,13 +27,13 @@ WIDTH = 900.0
 _HEIGHT = 600.0
 MOST, FEWEST = 40, 12
 _TITLE, _LEGEND = 28, 30
-_CHARACTER = 7.9  # of the title
+_CHARACTER = 7.9  # width of a character in the title
 _CORNERS = {"attention": 10, "metric": 4, "embed": 4}
 _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return the numbers of nodes and edges that are shown first: as many as are readable."""
+    """Return how many nodes and edges are shown first, so that the picture is readable."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -103,7 +103,7 @@ def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
 
 
 def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
-    """Return the k strongest edges among these nodes, of the kinds that are shown."""
+    """Return the k strongest edges between these nodes, among the kinds that are shown."""
     edges, kinds = data["edges"], _kinds(data)
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)
@@ -118,7 +118,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     width = 0.8 + 4.2 * size
     x, y = path[-1]
     half = width / 2
-    if weight < 0:  # a bar, not an arrow: signs are visible without colours
+    if weight < 0:  # a bar, not an arrow, shows the sign without colours
         head = f"M{x - 4 - half:.1f} {y:.1f}H{x + 4 + half:.1f}"
     else:
         head = (

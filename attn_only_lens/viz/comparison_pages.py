@@ -1,4 +1,4 @@
-"""A comparison of a model with one grown from it: a report, and both circuits in one picture."""
+"""A comparison of a model with its grown model: a report, and both circuits in one picture."""
 
 from collections.abc import Sequence
 from html import escape
@@ -39,7 +39,7 @@ def comparison_report(comparison: Comparison) -> Page:
         comparison: the result of `compare`.
 
     Returns:
-        The page. Tables of many components show those that changed most.
+        The page. If there are many components, tables show those that changed most.
 
     Raises:
         ImportError: plotly is not installed.
@@ -86,10 +86,9 @@ def comparison_report(comparison: Comparison) -> Page:
 
 
 def comparison_circuit(comparison: Comparison) -> Page:
-    """Draw the circuits of a model and of the grown model in one picture, with nodes and edges that
-    were kept, lost or gained.
+    """Draw both circuits of a comparison in one picture: nodes and edges kept, lost and gained.
 
-    Names, layers, effects and weights are from the grown model; those of lost nodes and edges are
+    Names, layers, effects and weights are from the grown model; for lost nodes and edges, they are
     from the original.
 
     Args:
@@ -128,8 +127,8 @@ def comparison_circuit(comparison: Comparison) -> Page:
     ]
     if about["n_prompts_of_circuits"] > 1:
         notes.append(
-            f"These are circuits of {about['n_prompts_of_circuits']} prompts. The tokens are from "
-            "the first; other prompts may have other tokens, and another length."
+            f"These are circuits for {about['n_prompts_of_circuits']} prompts. The tokens are from "
+            "the first prompt; other prompts may have other tokens and another length."
         )
     if counts.sum() < len(every):
         notes.append(f"Nodes: the {counts.sum()} with the largest effects, of {len(every):,}.")
@@ -144,12 +143,12 @@ def comparison_circuit(comparison: Comparison) -> Page:
 
 
 def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
-    """Return the n rows of largest absolute value in some columns, the largest first."""
+    """Return the n rows with the largest absolute values in some columns, the largest first."""
     return frame.loc[frame[columns].abs().max(axis=1).nlargest(n).index]
 
 
 def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Draw each component's attribution in one model against that in the other."""
+    """Draw each component's attribution in the grown model against that in the original."""
     every = _largest(every, ["attribution", "grown_attribution"], _POINTS)
     figure = _figure("Attribution of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
@@ -178,7 +177,7 @@ def _points(
 
 
 def _divergences(every: pd.DataFrame) -> str:
-    """Draw how far patterns moved, by layer and kind, next to the null."""
+    """Draw how much patterns changed, by layer and kind, next to the null model's changes."""
     name = "Jensen–Shannon divergence of patterns: median and quartiles"
     figure = _figure(name, "layer of the original", "bits")
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
@@ -209,7 +208,7 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars with intervals, which include the middle."""
+    """Add bars with error bars from interval ends, extended so that they include the value."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[pair]
@@ -233,7 +232,7 @@ def _table(title: str, frame: pd.DataFrame) -> str:
 
 
 def _cells(row: Sequence[object]) -> list[str]:
-    # Plus 0.0, which makes 0 of -0.
+    # Adding 0.0 turns -0 into 0.
     return [
         f'<td class="number">{"–" if pd.isna(cell) else format(cell + 0.0, ".4g")}</td>'
         if isinstance(cell, float | int)

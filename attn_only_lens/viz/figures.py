@@ -1,7 +1,7 @@
-"""Plotly figures: sweeps as a heatmap and as ranked bars, and circuits on tasks as a heatmap.
+"""Plotly figures: heatmaps and ranked bars for sweeps, and heatmaps for circuits on tasks.
 
-Figures of a sweep show `Sweep.effect`, the score minus the score of the run that is patched: a
-patch without effect is white in every direction. For several prompts, the effect is a mean, and
+Figures of a sweep show `Sweep.effect`, the score minus the score of the run that is patched, so a
+patch without effect is white for every direction. For several prompts, the effect is a mean, and
 error bars are its standard error.
 """
 
@@ -23,27 +23,30 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST_ROWS = 100
-"""Rows of a heatmap, or bars, with names that are still readable."""
+"""The most rows of a heatmap, or bars, with readable names."""
 MOST_LABELS = 60
-"""Positions of a heatmap that all have a label; rows and columns with readable numbers."""
-HEAD_COLOURS = {"attention": "#0072B2", "neuron": "#E69F00"}  # distinct in any colour vision
+"""The most positions of a heatmap that all get a label; the most rows with readable values."""
+HEAD_COLOURS = {
+    "attention": "#0072B2",
+    "neuron": "#E69F00",
+}  # also distinct for colour-blind readers
 _DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red, white for 0, blue
 _OTHER = "#666666"
-_LINE = 95  # characters of a title, which are 860 px at most
+_LINE = 95  # most characters in a line of a title (at most 860 px)
 
 
 def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
-    """Draw the effect of patches by layer and position, or by head and position.
+    """Draw the effects of patches by layer and position, or by head and position.
 
     Effects of single patches do not add up, so the cell of a layer shows the effect of its
-    strongest site, which is named under the pointer. Labels of positions have the tokens of the
-    sweep; if the corrupted prompt has another token there, it follows after "/".
+    strongest site; point at the cell to see the site's name. Position labels have the sweep's
+    tokens; if the corrupted prompt has another token, it follows after "/".
 
     Args:
-        sweep: the results; `sweep.query` and `sweep.top` narrow them. If there is a row for each
-            prompt, the mean over prompts is drawn.
-        rows: "layer", a row for the heads and one for the neurons of each layer; "name", a row for
-            each of up to 100 heads, the strongest on top.
+        sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
+            row for each prompt, the mean over prompts is drawn.
+        rows: "layer" for one row of heads and one row of neurons per layer; "name" for one row per
+            head or neuron, up to 100, with the strongest on top.
 
     Returns:
         A plotly figure; `viz.write_html` writes it to a page that works offline.
@@ -70,13 +73,13 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         frame["row"] = frame["name"]
         order = list(dict.fromkeys(frame["row"]))[::-1]  # plotly's first row is the lowest
         if len(order) > MOST_ROWS:
-            refuse(f"{len(order)} heads; expected {MOST_ROWS} at most: sweep.query(...) narrows it")
+            refuse(f"got {len(order)} heads; expected at most {MOST_ROWS}: use sweep.query(...)")
     else:
         kinds = frame["kind"].map(lambda kind: HEAD_PLURALS.get(kind, kind))
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
         order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
     positions = sorted(set(frame["position"]))
-    if frame["position"].dtype == "category":  # roles, in their own order
+    if frame["position"].dtype == "category":  # roles in the order of the task
         positions = list(frame["position"].cat.categories)
     labels = _position_labels(sweep, positions)
     frame["said"] = frame["name"].map(plotly_text) + _errors_as_text(frame)
@@ -97,24 +100,26 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     figure.update_traces(x=[labels[position] for position in positions])
     figure.update_xaxes(
         title={"text": _position_title(sweep, labels.values()), "standoff": 12},
-        tickmode="linear" if len(positions) <= MOST_LABELS else "auto",  # every position, or some
+        tickmode="linear"
+        if len(positions) <= MOST_LABELS
+        else "auto",  # label every position, or some
         tickfont_size=12 if len(positions) <= 30 else 10,
     )
-    figure.update_layout(plot_bgcolor="#e4e4e4")  # where nothing was patched
+    figure.update_layout(plot_bgcolor="#e4e4e4")  # for cells without a patch
     notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
     return _titled(figure, sweep, (14 if len(order) > 30 else 20) * len(order), *notes)
 
 
 def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
-    """Draw the k patches of largest |effect| as bars, the largest on top.
+    """Draw the k patches with the largest |effect| as bars, the largest on top.
 
     Args:
         sweep: the results.
-        k: the number of bars, 100 at most.
+        k: the number of bars, at most 100.
 
     Returns:
         A plotly figure. For several prompts, error bars are standard errors of the mean; there are
-        none if the metric is one number of all prompts.
+        no error bars if the metric is one value for all prompts.
 
     Raises:
         InputError: the sweep is empty; k is not positive, or too large.
@@ -135,7 +140,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         refuse(f"got k={k!r}; expected 1 or more")
     n_patches, frame = len(frame), frame.head(k)
     if len(frame) > MOST_ROWS:
-        refuse(f"got k={k}; expected {MOST_ROWS} at most")
+        refuse(f"got k={k}; expected at most {MOST_ROWS}")
     labels = _position_labels(sweep, frame["position"].unique().tolist())
     places = frame["position"].astype(object).map(labels)
     frame["label"] = frame["name"].map(plotly_text) + " at " + places
@@ -171,10 +176,10 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
 
 
 def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
-    """Draw the faithfulness of each circuit on each task, with its number in the cell.
+    """Draw the faithfulness of each circuit on each task as a heatmap with values in the cells.
 
     Args:
-        matrix: from `circuits.transfer`: a row for each circuit, a column for each task.
+        matrix: the frame from `circuits.transfer`, with one row per circuit, one column per task.
 
     Returns:
         A plotly figure. White is 0: the circuit keeps no part of the effect of all sites.
@@ -217,19 +222,19 @@ def empty_figure() -> "go.Figure":
 
 
 def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
-    """Give a figure its title and the style of all figures."""
+    """Set a figure's title and the common style of all figures."""
     return figure.update_layout(
         title={"text": title, "font_size": 15}, template="plotly_white", **layout
     )
 
 
 def plotly_text(raw: str) -> str:
-    """Escape a text for plotly, which reads some HTML; show white space as signs."""
+    """Escape a text for plotly, which interprets some HTML; show white space as visible signs."""
     return escape(" ".join(map(visible_token, raw.split(" "))), quote=False)
 
 
 def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: Any) -> "go.Figure":
-    """Draw a frame in colours from -limit to limit."""
+    """Draw a frame as a heatmap whose colours range from -limit to limit."""
     figure = empty_figure().add_heatmap(
         z=frame.to_numpy(),
         x=frame.columns.tolist(),
@@ -245,7 +250,7 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
-    """Return the effect of each patch and its error, the strongest first; ties keep their order."""
+    """Return each patch's effect and error, the strongest first; ties keep their order."""
     refuse(*["the sweep has no rows"] * (not len(sweep)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
@@ -264,7 +269,7 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
-    """Return the label of each position: its number or role, and its tokens."""
+    """Return the label of each position: its index or role, and its tokens."""
     if sweep.tokens is None:
         return {position: plotly_text(str(position)) for position in positions}
     numbers = sweep.frame.get("prompt")
@@ -294,7 +299,7 @@ def _mean_note(sweep: Sweep, bars: bool = False) -> str:
     if not bars:
         return mean
     if not sweep.has_prompts and np.isnan(numbers.get(SPREAD[1], np.full(1, np.nan))).all():
-        return f"{mean}, without error bars: the metric is one number of all prompts"
+        return f"{mean}, without error bars: the metric is one value for all prompts"
     return f"{mean} ± its standard error"
 
 
@@ -319,10 +324,10 @@ def _titled(
 
 def _matrix_reasons(matrix: object) -> list[str]:
     if not isinstance(matrix, pd.DataFrame):
-        return [f"got a {type(matrix).__name__}; expected the frame of circuits.transfer"]
+        return [f"got a {type(matrix).__name__}; expected a frame from circuits.transfer"]
     if not 0 < min(matrix.shape) <= max(matrix.shape) <= MOST_LABELS:
         size = f"{matrix.shape[0]} × {matrix.shape[1]}"
-        return [f"got {size} entries; expected 1 to {MOST_LABELS} of each"]
+        return [f"got {size} entries; expected 1 to {MOST_LABELS} circuits and tasks"]
     names = [axis.map(str) for axis in matrix.axes]
     reasons = [f"got {name!r} twice" for axis in names for name in axis[axis.duplicated()].unique()]
     numbers = matrix.apply(pd.to_numeric, errors="coerce").to_numpy(dtype=float)

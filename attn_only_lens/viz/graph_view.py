@@ -1,7 +1,7 @@
 """An attribution graph as a page: nodes, edges, and the patterns, tokens and examples of each node.
 
-A page of 1,000 nodes stays under 3 MB: it holds only the strongest edges into each node, and the
-patterns and examples of the strongest nodes. The page says what is left out.
+A page with 1,000 nodes stays under 3 MB: it contains only the strongest edges into each node, and
+the patterns and examples of the strongest nodes. Notes on the page list the omissions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,18 +35,18 @@ from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
-_WEIGHTS = 100_000  # of patterns, to three decimals
-_FEWEST = 8  # edges into a node, however many nodes there are
-_EXAMPLES = 30_000  # tokens of examples
+_WEIGHTS = 100_000  # most pattern weights on a page, to three decimals
+_FEWEST = 8  # edges into a node that are kept for any number of nodes
+_EXAMPLES = 30_000  # most tokens of examples on a page
 _WHAT_IS_EXACT = {
-    direction: f"Exact effect: by how much the metric {what}, measured by running the model."
+    direction: f"Exact effect, from running the model: how much the metric {what}."
     for direction, what in {
         "zero": "falls when the node's output is set to zero",
         "mean": "falls when the node's output is set to its mean",
-        "resample": "falls when the node's output is another prompt's",
-        "bias": "falls when the neuron attends to the bias token alone",
-        "noise": "falls when the node's output is that of the corrupted run",
-        "denoise": "rises in the corrupted run when the node's output is the clean run's",
+        "resample": "falls when the node's output comes from another prompt",
+        "bias": "falls when the neuron attends only to the bias token",
+        "noise": "falls when the node's output comes from the corrupted run",
+        "denoise": "rises in the corrupted run when the node's output comes from the clean run",
     }.items()
 }
 
@@ -66,37 +66,37 @@ def circuit_view(
     notes: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
 ) -> Page:
-    """Draw an attribution graph as one interactive page, layers upward and tokens across.
+    """Draw an attribution graph as one interactive page, with layers upward and tokens across.
 
     Args:
-        graph: from `circuits.attribution_graph` or a file.
+        graph: a graph from `circuits.attribution_graph` or a file.
         model: the graph's model, for patterns and top tokens; without it, the page has only nodes
             and edges.
-        prompts: the graph's prompts, as given to `attribution_graph`; needed with a model.
+        prompts: the prompts that were passed to `attribution_graph`; needed with a model.
         prompt: index of the prompt whose tokens and patterns are shown.
-        mask: as given to `attribution_graph`.
+        mask: the mask that was passed to `attribution_graph`.
         top_tokens: number of tokens that each node raises most, and lowers most; 0 for none.
             Amounts are standard deviations above the mean over the vocabulary.
-        exact: a sweep of the graph's prompts and metric with `positions="each"`. The page shows its
-            effects next to the attributions. For example, `activation_patch(model, prompts, None,
-            metric, direction="zero", sites=list(graph.heads["name"].unique()))` measures by how
-            much the metric falls when a node is set to zero.
-        examples: the frame of `neurons.top_examples`.
-        stability: `discover(…, resamples=20).stability` of the circuit whose sites are the nodes.
-            Core nodes have a solid outline, contingent ones a dashed one.
-        groups: from `circuits.group_nodes`. At first, each group is drawn as one node, with its
-            measured effect; its panel unfolds it. Nodes in groups of `state` stay in those.
-        notes: more texts that the page shows, before its own.
-        state: pins, names and groups, as `circuit_page` takes them.
+        exact: a sweep over the graph's prompts and metric with `positions="each"`. The page shows
+            its effects next to the attributions. For example, `activation_patch(model, prompts,
+            None, metric, direction="zero", sites=list(graph.heads["name"].unique()))` computes how
+            much the metric decreases when a node is set to zero.
+        examples: the frame from `neurons.top_examples`.
+        stability: `discover(…, resamples=20).stability` for the circuit whose sites are the nodes.
+            Core nodes have a solid outline, contingent nodes a dashed outline.
+        groups: groups from `circuits.group_nodes`. At first, each group is drawn as one node, with
+            its exact effect; its panel unfolds it. Nodes in groups of `state` stay in those groups.
+        notes: more texts that the page shows before its own notes.
+        state: pins, names and groups, in the format of `circuit_page`.
 
     Returns:
         The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
 
     Raises:
-        InputError: the model or prompts are not the graph's, or only one of the two is given; the
-            sweep has another metric, other prompts, or no single positions; the stability has other
-            sites, or groups other nodes; the model's norms or embedding are not known, so that
-            there are no top tokens.
+        InputError: the model or the prompts are not the graph's, or only one of the two is passed;
+            the sweep has another metric, other prompts, or no single positions; the stability has
+            other sites, or the groups have other nodes; the model's norms or embedding are unknown,
+            so that there are no top tokens.
 
     Example:
         >>> import torch
@@ -110,24 +110,26 @@ def circuit_view(
     reasons = [
         f"got a {type(value).__name__} as {name}; expected {expected}"
         for name, value, kind, expected in (
-            ("graph", graph, CircuitGraph, "a graph, of attribution_graph or from_json"),
-            ("exact", exact, Sweep | None, "a sweep, of activation_patch"),
-            ("stability", stability, Stability | None, "that of discover(…, resamples=20)"),
-            ("groups", groups, NodeGroups | None, "those of circuits.group_nodes"),
-            ("examples", examples, pd.DataFrame | None, "those of top_examples"),
+            ("graph", graph, CircuitGraph, "a graph from attribution_graph or from_json"),
+            ("exact", exact, Sweep | None, "a sweep from activation_patch"),
+            ("stability", stability, Stability | None, "a result of discover(…, resamples=20)"),
+            ("groups", groups, NodeGroups | None, "groups from circuits.group_nodes"),
+            ("examples", examples, pd.DataFrame | None, "a frame from top_examples"),
         )
         if not isinstance(value, kind)
     ]
     refuse(*reasons)
     if not is_count(prompt, 0, len(graph.tokens) - 1):
-        reasons.append(f"got prompt={prompt!r}; the graph is of {len(graph.tokens)} prompts")
+        reasons.append(f"got prompt={prompt!r}; the graph has {len(graph.tokens)} prompts")
     if not is_count(top_tokens):
         reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
     if (model is None) != (prompts is None):
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
     if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
-        reasons.append(f"got examples with {list(examples)}; expected those of top_examples")
+        reasons.append(
+            f"got examples with columns {list(examples)}; expected those of top_examples"
+        )
     refuse(*reasons, *_exact_reasons(graph, exact))
     notes = [*notes, *_notes_about(graph, prompt)]
     measured, state = _groups(graph, groups, state)
@@ -164,7 +166,7 @@ def circuit_view(
 
 
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
-    """Return what a reader of the graph should know."""
+    """Return notes on the graph for its readers."""
     nodes = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
     notes = [
         f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
@@ -172,8 +174,8 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     ]
     if len(graph.tokens) > 1:
         notes.append(
-            f"Prompts: tokens, attention and what nodes write are those of prompt {prompt}; "
-            f"attributions and edges add up {len(graph.tokens)} prompts, and values are their mean."
+            f"Prompts: tokens, attention and written tokens are from prompt {prompt}; attributions "
+            f"and edges are sums over {len(graph.tokens)} prompts, and values are means."
         )
     if graph.corrupted:
         of_patterns = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
@@ -182,20 +184,20 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
         carried = np.abs(by_pattern).sum(), np.abs(by_value).sum()
         through = carried[0] / (sum(carried) or 1.0)
         notes.append(
-            "Difference: edges of all kinds add up to attributions. Of what these nodes carry, "
-            f"{through:.0%} goes through patterns (edges q, k, gate) and {1 - through:.0%} through "
-            "values, counted without signs."
+            "Difference: edges of all kinds add up to attributions. Of these nodes' absolute "
+            f"effects, {through:.0%} goes through patterns (edges q, k, gate) and "
+            f"{1 - through:.0%} through values."
         )
     return notes
 
 
 def _what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
-    """Return how exact effects differ from attributions."""
-    what = "The attribution is its share with all patterns and norm scales as they are."
+    """Return a note that explains how exact effects differ from attributions."""
+    what = "The attribution is the node's share with unchanged patterns and norm scales."
     if graph.corrupted:
         what = (
             "The attribution divides the difference among all nodes, with slopes taken between the "
-            "two runs; where nodes do the same, patches of one of them differ by direction."
+            "two runs; if nodes are redundant, patches of one of them differ by direction."
         )
     return f"{_WHAT_IS_EXACT[exact.direction]} {what}"
 
@@ -228,12 +230,12 @@ def _record_run(
     run = record(model, pair.clean, pair.mask, names=hooks)
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
-    # Larger errors than rounding: many bridged norms compute in float32, whatever the dtype.
+    # The tolerance is larger than rounding, because many bridged norms always compute in float32.
     allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
     for row in np.flatnonzero(~(abs(expected - values) <= allowed)):
         refuse(
-            f"got a model in which {heads['id'].iloc[row]} is {values[row]:.4g}; in the graph it "
-            f"is {expected[row]:.4g}: the graph is of another model"
+            f"got a model in which {heads['id'].iloc[row]} is {values[row]:.4g}, but in the graph "
+            f"it is {expected[row]:.4g}: the graph is from another model"
         )
     return run
 
@@ -262,11 +264,11 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     base = exact.corrupted_value if graph.corrupted else 0.0
     reasons, apart = [], abs(exact.clean_value - base - graph.value)
     if exact.metric != graph.metric:
-        reasons.append(f"got a sweep of {exact.metric}; the graph is of {graph.metric}")
+        reasons.append(f"got a sweep of {exact.metric}; the graph's metric is {graph.metric}")
     elif apart > 1e-2 * max(abs(exact.clean_value - exact.corrupted_value), abs(graph.value)):
         reasons.append(
-            f"got a sweep of a run whose metric is {exact.clean_value:.4g}; the graph's is "
-            f"{graph.value:.4g}: it is of other prompts"
+            f"got a sweep whose clean metric is {exact.clean_value:.4g}, but the graph's is "
+            f"{graph.value:.4g}: the sweep is over other prompts"
         )
     if exact.part != "z" or exact.method != MEASURED:
         reasons.append(f"got a sweep of {exact.part} by {exact.method}; expected patches of z")
@@ -277,7 +279,7 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
 
 
 def _exact_effects(exact: Sweep) -> "pd.Series[float]":
-    """Return the effect of each node of the sweep, in units of the metric, by id."""
+    """Return the effect of each node in the sweep, in units of the metric, by id."""
     frame = exact.to_frame()
     rises = exact.direction == "denoise"
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
@@ -285,7 +287,7 @@ def _exact_effects(exact: Sweep) -> "pd.Series[float]":
 
 
 def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
-    """Return the inclusion of the graph's nodes that resampled circuits include, by id."""
+    """Return, by id, how often resampled circuits include each of the graph's nodes."""
     sites = stability.sites
     frame = sites[["inclusion", "inclusion_low", "inclusion_high"]].assign(stability=sites["class"])
     frame.index = sites["name"].astype(str) + "@" + sites["position"].astype(str)
@@ -293,18 +295,18 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
     ids = graph.heads["id"].where(graph.heads["id"].isin(frame.index), everywhere)
     here = frame.reindex(ids).set_axis(graph.heads["id"])
     if not here["inclusion"].notna().any():
-        refuse("got the stability of a circuit that has none of the graph's nodes")
+        refuse("got the stability of a circuit without any of the graph's nodes")
     return here
 
 
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the measured effects of groups, and the state with these groups added to its own."""
+    """Return the exact effects of groups, and the state with these groups added to its own."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
-        refuse(f"got groups of another graph: the node {unknown[0]} is of one of the two alone")
+        refuse(f"got groups of another graph: only one of the two has the node {unknown[0]}")
     state, frame = state or {}, groups.frame
     kept = list(state.get("groups", ()))
     taken = {node for group in kept for node in group.get("members", ())}
@@ -331,14 +333,14 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add the examples of the neurons of largest |attribution|, as many as a page holds."""
+    """Add examples of the neurons with the largest |attribution|, as many as fit on a page."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):
         node_examples = examples_of(examples, name)
         left -= sum(len(example.tokens) for example in node_examples)
         if left < 0:
-            notes.append(f"Examples: of the {index} neurons of largest |attribution|.")
+            notes.append(f"Examples: only for the {index} neurons with the largest |attribution|.")
             break
         _add(details, name, examples=node_examples)
 
@@ -353,12 +355,12 @@ def _add_patterns(
 ) -> None:
     """Add the patterns and z of neurons, by name, and the patterns of attention heads, by id.
 
-    A neuron that several heads share has no single pattern.
+    A neuron that consists of several heads has no single pattern.
     """
     most = _WEIGHTS // run.tokens.shape[1]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     if len(strongest) < len(heads):
-        notes.append(f"Patterns: of the {most} nodes of largest |attribution|.")
+        notes.append(f"Patterns: only for the {most} nodes with the largest |attribution|.")
     shared = host_of(model).neurons[0].heads_per_neuron > 1
     seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
@@ -366,7 +368,7 @@ def _add_patterns(
         if name in details or (head.kind == "neuron" and shared):
             continue
         hooks = _hooks(model, head)
-        if hooks not in seen:  # one transfer for all heads of a layer
+        if hooks not in seen:  # one transfer per layer
             seen[hooks] = tuple(run.hooked[hook][prompt].cpu().double() for hook in hooks)
         z, pattern = seen[hooks][0], seen[hooks][1][head.index].numpy().round(3)
         if head.kind == "neuron":
@@ -384,14 +386,14 @@ def _add_tokens(
     prompt: int,
     k: int,
 ) -> None:
-    """Add the tokens that each node writes, by id, and that each neuron reads, by name."""
+    """Add the tokens that each node writes, by id, and the tokens each neuron reads, by name."""
     try:
         effects = DirectEffects(model)
         raised = effects.promoted_tokens(run.hooked, _heads_and_positions(heads), k, prompt=prompt)
         neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
         read = effects.read_tokens(neurons, k) if neurons else []
     except InputError as error:
-        more = "top_tokens=0 draws the graph without its nodes' tokens"
+        more = "pass top_tokens=0 to draw the graph without its nodes' tokens"
         raise InputError([*error.reasons, more], "there are no top tokens of this model") from error
     tokens = {token for top in (*raised, *read) for token, _ in top}
     texts = {token: token_text(model, token) for token in tokens}

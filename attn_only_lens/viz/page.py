@@ -1,7 +1,7 @@
-r"""A self-contained HTML page, and its file.
+r"""Self-contained HTML pages, and the functions that write them to files.
 
-A page holds its scripts and styles, and a Content-Security-Policy that forbids it to fetch
-anything: `default-src 'none'`. Texts from outside reach a page in three ways, each with an escape:
+A page contains its scripts and styles, and a Content-Security-Policy that forbids all requests:
+`default-src 'none'`. External texts enter a page in three ways, each with its own escape:
 
     text of an element     `html.escape`
     data for a script      JSON in a <script type="application/json">, with <, > and & as \u003c …,
@@ -38,11 +38,11 @@ _WHITE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
 class Page(str):
-    """The text of a page; a notebook shows it in a frame.
+    """The HTML text of a page; a notebook shows it in a frame.
 
     Attributes:
-        picture: SVG of its first view, if there is one; viewers of notebooks without frames, such
-            as GitHub, show it.
+        picture: SVG of the page's first view, if there is one; notebook viewers without frames,
+            such as GitHub, show it.
         height: height of the frame in a notebook, in pixels.
 
     Example:
@@ -55,7 +55,7 @@ class Page(str):
     height: int
 
     def __new__(cls, text: str, picture: str | None = None, height: int = 760) -> "Page":
-        """Make a page from its text, a picture, and the height of a notebook's frame."""
+        """Make a page from its text, its picture, and the height of its frame in a notebook."""
         page = super().__new__(cls, text)
         page.picture, page.height = picture, height
         return page
@@ -82,8 +82,8 @@ class Page(str):
         return unescape(self.partition("<title>")[2].partition("</title>")[0])
 
     def __repr__(self) -> str:
-        # A notebook stores this next to the frame: not the page again, nor its length, which
-        # depends on rounding.
+        # A notebook stores this text next to the frame. So it has neither the page's text again nor
+        # its length, which depends on rounding errors.
         return f"<Page {self._title()!r}>"
 
 
@@ -93,7 +93,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
     The file is written completely or not at all; missing folders are made.
 
     Raises:
-        TypeError: `picture` is neither.
+        TypeError: `picture` is neither a page nor a plotly figure.
 
     Example:
         >>> import tempfile
@@ -102,7 +102,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         ...     viz.write_html(viz.Page("<p>hello"), f"{folder}/hello.html").read_text()
         '<p>hello'
     """
-    plotly = sys.modules.get("plotly.basedatatypes")  # whoever has a figure has imported it
+    plotly = sys.modules.get("plotly.basedatatypes")  # loaded if a figure exists
     if isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
@@ -134,7 +134,7 @@ def write_svg(page: Page, path: str | Path) -> Path:
 
 
 def import_extra(name: str) -> Any:
-    """Import a module of the extra [viz]."""
+    """Import a module from the extra [viz], or say how to install it."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -149,7 +149,7 @@ def refuse(*reasons: str) -> None:
 
 
 def document(title: str, body: str, style: str = "", picture: str | None = None) -> Page:
-    """Return a page with a title and a body of HTML."""
+    """Return a page with this title and HTML body."""
     return Page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -176,7 +176,7 @@ def page_of_tokens(
 
 
 def script_data(data: Any) -> str:
-    """Return JSON that can stand in a script element."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -184,9 +184,9 @@ def script_data(data: Any) -> str:
 
 
 def inline_script(source: str) -> str:
-    """Return a script element that holds a library."""
+    """Return a script element that contains a library."""
     kept = [line for line in source.split("\n") if not line.startswith("//# sourceMappingURL=")]
-    # A browser with its tools open would ask for the source map.
+    # With its developer tools open, a browser would request the source map.
     return "<script>\n" + "\n".join(kept).replace("</script", "<\\/script") + "\n</script>"
 
 
@@ -196,25 +196,25 @@ def asset(name: str) -> str:
 
 
 def model_title(name: str) -> str:
-    """Return a model's name; of a folder, its last part."""
+    """Return a model's name, or the last part of its folder's path."""
     return (Path(name).name if Path(name).is_absolute() else name) or "model"
 
 
 def visible_token(token: str) -> str:
-    """Return a token with signs for white space and escapes for unprintable characters."""
+    """Return a token with visible white space, and with escapes for unprintable characters."""
     return "".join(
         _WHITE.get(c, c if c.isprintable() else c.encode("unicode_escape").decode()) for c in token
     )
 
 
 def with_space(token: str) -> str:
-    """Return a token as `visible_token` does, but with the spaces before it."""
+    """Return a token like `visible_token`, but keep its leading spaces."""
     kept = token[: len(token) - len(token.lstrip(" "))] if token.strip(" ") else ""
     return kept + visible_token(token.removeprefix(kept))
 
 
 def short_numbers(values: Iterable[Any], figures: int = 5) -> list[Any]:
-    """Return plain numbers to some significant figures, missing ones as None, texts unchanged."""
+    """Return values with rounded numbers, None for missing ones, and unchanged texts."""
     return [_short(value, figures) for value in values]
 
 

@@ -1,8 +1,8 @@
 """Make the pictures of the README and the guide: `make pictures`.
 
-They show the small language model that ships with the package; with the folder of SmolLM2-135M as
-an argument (`make pictures SMOLLM2=FOLDER`), five explanations of that model are drawn too. Pages
-are opened in a headless Chromium; pictures of circuits are drawn without one.
+They show the small language model that ships with the package. If the folder with SmolLM2-135M is
+an argument (`make pictures SMOLLM2=FOLDER`), five explanations of that model are drawn too. A
+headless Chromium takes pictures of pages; pictures of circuits are drawn without a browser.
 """
 
 import sys
@@ -51,11 +51,11 @@ OF_SMOLLM2 = {
     ),
     "arithmetic": ("Two plus three is", "Two plus four is", " five", " six"),
 }
-FIGURE, PAGE = 800, 900  # pixels of a style sheet; the column of a page of the guide has 690
+FIGURE, PAGE = 800, 900  # widths in CSS pixels; the text column of the guide has 690
 
 
 def main() -> None:
-    """Draw all."""
+    """Draw all pictures of the small language model."""
     model = pretrained.small_english()
     expose_neuron_heads(model)
     metric = p.logit_diff(" are", " is")
@@ -95,11 +95,11 @@ def main() -> None:
             path = HERE / f"{name}.png"
             browser.driver.save_screenshot(str(path))
             few = Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
-            few.save(path, optimize=True)  # a third of the size; rare colours stay what they are
+            few.save(path, optimize=True)  # a third of the size; rare colours are kept
 
 
 def explain_smollm2(folder: str) -> None:
-    """Draw why SmolLM2 answers five pairs of prompts differently."""
+    """Draw explanations of SmolLM2's different answers to five pairs of prompts."""
     model = expose_neuron_heads(load(folder)).model
     for name, (clean, corrupted, right, wrong) in OF_SMOLLM2.items():
         metric = p.logit_diff(right, wrong)

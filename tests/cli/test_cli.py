@@ -112,9 +112,9 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
         (("convert", "gpt2", tmp_path / "new", "--device", "abacus"), "got device='abacus'"),
         (("verify", folder, out, "--tokens", tmp_path / "big.safetensors"), "values from 0 to 41"),
         (("verify", folder, out, "--tokens", tmp_path / "long.safetensors"), "pos 18"),
-        (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "no saved model in"),
+        (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "was written neither by"),
         (("verify", folder, out), "either --text or --tokens"),
-        (("verify", folder, out, "--tokens", tmp_path / "other.safetensors"), "holds ['other']"),
+        (("verify", folder, out, "--tokens", tmp_path / "other.safetensors"), "has the tensors"),
         (("verify", folder, out, "--tokens", tmp_path / "floats.safetensors"), "float32 [2, 11]"),
         (("verify", folder, out, "--tokens", tmp_path / "text.safetensors"), "not a readable"),
         (("verify", folder, out, "--tokens", tmp_path / "none.safetensors"), "not a readable"),
@@ -166,7 +166,7 @@ def test_bilinear_gates(folder, tmp_path):
         assert message in result.output
     result = run("convert", out, tmp_path / "new", "--gate", "bilinear")
     assert result.exit_code == 2
-    assert "is converted already" in result.output
+    assert "is already converted" in result.output
     assert not (tmp_path / "new").exists()
 
 

@@ -159,7 +159,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
     circuit = ("circuit", folder, *TEXTS, "--out", out)
     for arguments, message in (
         ((*circuit[:-1], tmp_path / "circuit.csv"), "ends in .html or .json"),
-        ((*circuit[:-1], tmp_path / "no" / "circuit.json"), "there is no folder"),
+        ((*circuit[:-1], tmp_path / "no" / "circuit.json"), "does not exist"),
         ((*circuit, "--top", 0), "got --top 0"),
         ((*circuit, "--nodes", 0), "1 or more"),
         ((*circuit, "--metric", "accuracy"), "got --metric accuracy"),
@@ -169,7 +169,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "faithfulness=2"),
         (("picture", tmp_path / "no.json", "--out", page), "has format None"),
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
-        (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars with a graph"),
+        (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars with the graph"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
         (
             ("pattern", folder, "--prompt", "0,99", "--tokens", "--layer", 1, "--out", page),

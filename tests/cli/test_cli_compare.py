@@ -129,7 +129,7 @@ def test_what_is_refused(folders, tmp_path):
     for arguments, message in (
         ((*folders, "--tokens", empty), "has no prompts; expected one per line"),
         ((*folders, "--tokens", tmp_path / "none.txt"), "cannot be read"),
-        ((*folders, "--tokens", prompts), "1 prompt alone has 3 tokens: prompt 1, 'w4 w5'"),
+        ((*folders, "--tokens", prompts), "only prompt 1 has 3 tokens, 'w4 w5'"),
         ((*folders, "--tokens", prompts, "--metric", "accuracy"), "got --metric accuracy"),
         ((folders[0], folders[0], "--tokens", prompts), "provenance"),
     ):

@@ -149,18 +149,18 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
     out = tmp_path / "sweep.csv"
     for arguments, message in (
         ((*TEXTS, "--out", tmp_path / "sweep.xlsx"), "ends in .parquet or .csv"),
-        ((*TEXTS, "--out", tmp_path / "no" / "sweep.csv"), "there is no folder"),
+        ((*TEXTS, "--out", tmp_path / "no" / "sweep.csv"), "does not exist"),
         ((*TEXTS, "--out", out, "--top", 0), "got --top 0"),
         ((*TEXTS, "--out", out, "--metric", "accuracy"), "got --metric accuracy"),
         ((*TEXTS, "--out", out, "--metric", "kl"), "takes neither"),
         ((*TEXTS[:-2], "--out", out), "takes --answer and --wrong"),
-        ((*TEXTS, "--out", out, "--sites", "L0N3", "--layers", "0"), "say their layers"),
+        ((*TEXTS, "--out", out, "--sites", "L0N3", "--layers", "0"), "contain the layers"),
         ((*TEXTS, "--out", out, "--sites", "L9N3"), "the model has layers 0 to 1"),
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
         ((*TEXTS, "--out", out, "--part", "k", "--sites", "all"), "got part='k'"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
-        ((*NUMBERS, "--out", out, "--clean", "1,2"), "tokens have no padding here"),
+        ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),
         ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),
     ):
         result = run(folder, *arguments)

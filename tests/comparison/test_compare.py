@@ -426,7 +426,7 @@ def test_the_same_model_is_known_again(grown_and_not, same_model, tmp_path):
 def test_a_provenance_of_no_model_is_refused(grown_and_not):
     model, grown = grown_and_not
     nobody = replace(grown.provenance, source=None)
-    with pytest.raises(ComparisonError, match="does not say which model"):
+    with pytest.raises(ComparisonError, match="does not identify a model"):
         compare(model, grown.model, tokens(), p.loss(), provenance=nobody, **QUICK)
     negated = moved(model, "embed.W_E", lambda W: W.neg_())
     null = grow(negated, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)

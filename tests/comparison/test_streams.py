@@ -140,7 +140,7 @@ def test_what_is_refused(pair):
     deeper = build("gelu", d_vocab_out=41, n_layers=3)
     null = grow(model, d_mlp=43, seed=0)
     for arguments, options, message in (
-        ((model, grown.model, good, loss), {}, "got provenance NoneType"),
+        ((model, grown.model, good, loss), {}, "got provenance of type NoneType"),
         ((deeper, grown, good, loss), {}, "along head of layer 2; the provenance says 0"),
         (
             (model, deeper, good, loss),
@@ -155,10 +155,10 @@ def test_what_is_refused(pair):
         ((model, grown, [3], loss), {}, "got a batch of int"),
         ((model, grown, good.tolist(), None), {}, "torch.as_tensor(tokens) makes a tensor"),
         ((model, grown, iter(good.tolist()), loss), {}, "got a batch of list"),
-        ((model, grown, good[:1], loss), {}, "1 prompt alone has 11 tokens"),
+        ((model, grown, good[:1], loss), {}, "only prompt 0 has 11 tokens"),
         ((model, grown, iter([good]), loss), {"corrupted": good}, "with a stream"),
         ((model, grown, good, loss), {"null": null}, "the null grew differently"),
-        ((model, grown, good, loss), {"null": null.model}, "expected one shape"),
+        ((model, grown, good, loss), {"null": null.model}, "expected the same shape"),
         ((model, grown, good, loss), {"null": 3}, "the null: got a int"),
         ((model, grown, good, loss), {"batch_size": 0, "confidence": 2}, "got confidence=2"),
         ((model, grown, good, loss), {"batch_size": 0, "confidence": 2}, "got batch_size=0"),

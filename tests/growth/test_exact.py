@@ -20,11 +20,11 @@ EXACT = LOGIT_TOLERANCE[torch.float64]
 
 REFUSED = {
     ("alibi", "heads"): "slopes depend on the number of heads",
-    ("post_norm", "heads"): "d_model wide in TransformerLens",
-    ("post_norm", "width"): "d_model wide in TransformerLens",
-    ("post_norm", "stream"): "d_model wide in TransformerLens",
+    ("post_norm", "heads"): "the queries would have width",
+    ("post_norm", "width"): "the queries would have width",
+    ("post_norm", "stream"): "the queries would have width",
     ("clip_qkv", "width"): "bounds keys",
-    ("final_rms", "stream"): "sees the mean of the stream",
+    ("final_rms", "stream"): "does not remove the mean of the stream",
 }
 REFUSED |= {("post_norm_grouped", step): REFUSED["post_norm", step] for step in ("heads", "width")}
 REFUSED["post_norm_grouped", "stream"] = REFUSED["post_norm", "stream"]

@@ -153,7 +153,7 @@ def test_other_optimizers_and_other_models_are_refused():
     adagrad = torch.optim.Adagrad(model.parameters())
     with pytest.raises(GrowthError, match="expected one of torch's SGD, Adam, AdamW"):
         grown.optimizer(adagrad, model)
-    with pytest.raises(GrowthError, match="are not the model's"):
+    with pytest.raises(GrowthError, match="do not belong to the model"):
         grown.optimizer(optimizer, build("rms"))
 
 

@@ -235,7 +235,7 @@ def test_the_folder_is_transformers_own(name, tmp_path):
     again = grow(load(folder), d_mlp=43, n_heads=5)
     assert relative(again.model(tokens), logits) < FLOAT32
     with pytest.raises(
-        GrowthError, match="heads of width 13 need hidden_size 65, and it is 26; wri"
+        GrowthError, match="heads of width 13 need hidden_size 65, but it is 26; sav"
     ):
         again.save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again").exists()

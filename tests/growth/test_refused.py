@@ -18,19 +18,19 @@ from attn_only_lens.tl import LayerNormPre
 @pytest.mark.parametrize(
     ("request_", "reasons"),
     [
-        ({"d_mlp": 31, "n_layers": 2}, ["d_mlp=31; it has 37", "n_layers=2; it has 3"]),
-        ({"d_mlp": 37}, ["which it has already"]),
+        ({"d_mlp": 31, "n_layers": 2}, ["d_mlp=31, but it has 37", "n_layers=2, but it has 3"]),
+        ({"d_mlp": 37}, ["which are its current sizes"]),
         ({}, ["give either an expansion or sizes"]),
         ({"expansion": ex.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
         ({"d_mlp": True, "init": "x"}, ["d_mlp=True; expected a whole number", "init='x'"]),
-        ({"expansion": ex.AddNeurons(0)}, ["got 0 to add"]),
-        ({"expansion": ex.AddNeurons(-3, layers=[5])}, ["got -3 to add", "got layers [5]"]),
-        ({"expansion": ex.AddNeurons(1.5)}, ["got 1.5 to add"]),
+        ({"expansion": ex.AddNeurons(0)}, ["got n=0"]),
+        ({"expansion": ex.AddNeurons(-3, layers=[5])}, ["got n=-3", "got layers [5]"]),
+        ({"expansion": ex.AddNeurons(1.5)}, ["got n=1.5"]),
         ({"expansion": ex.AddNeurons(2, layers=[1.0])}, ["got layers [1.0]"]),
         ({"expansion": ex.AddNeurons(2, layers=[True])}, ["got layers [True]"]),
         ({"expansion": ex.InsertLayer(1.0)}, ["got at=1.0"]),
         ({"expansion": ex.WidenValues(2, heads=[0.0])}, ["got heads [0.0]"]),
-        ({"expansion": ex.AddHeads(2, layers=[0, 0])}, ["one of them twice"]),
+        ({"expansion": ex.AddHeads(2, layers=[0, 0])}, ["expected each layer once"]),
         ({"expansion": ex.AddHeads(2, layers=[])}, ["got layers []"]),
         ({"expansion": ex.InsertLayer(4)}, ["got at=4; expected 0 … 3"]),
         ({"expansion": ex.InsertLayer(0, like=3)}, ["got like=3; expected 0 … 2"]),
@@ -78,22 +78,22 @@ def test_heads_come_in_whole_groups():
         grow(model, n_heads=8)
     with pytest.raises(GrowthError, match="2 groups, expected a multiple of 2"):
         grow(model, ex.AddHeads(3, into_groups=True))
-    with pytest.raises(GrowthError, match="give whole groups"):
+    with pytest.raises(GrowthError, match="pass whole groups"):
         grow(model, ex.WidenValues(3, heads=[0, 1]))
     with pytest.raises(GrowthError, match=r"got heads \[\]"):
         grow(model, ex.WidenValues(3, heads=[]))
 
 
 def test_last_norms_that_see_the_mean():
-    with pytest.raises(GrowthError, match="sees the mean"):
+    with pytest.raises(GrowthError, match="does not remove the mean"):
         grow(build("ln_pre", final_rms=True), ex.WidenStream(3))
 
 
 @pytest.mark.parametrize(
     ("constants", "reason"),
     [
-        ({"norm": "LN", "final_norm": "LN", "norm_place": "both"}, "with a mean"),
-        ({"norm": "LN", "final_norm": "LN", "norm_place": "after"}, "with a mean"),
+        ({"norm": "LN", "final_norm": "LN", "norm_place": "both"}, "a nonzero mean"),
+        ({"norm": "LN", "final_norm": "LN", "norm_place": "after"}, "a nonzero mean"),
         ({"norm": "RMSPre", "final_norm": "RMSPre", "norm_place": "both"}, "have no gain"),
         ({"norm": "RMS", "final_norm": "RMS", "tied": True}, None),
         ({"norm": "RMS", "final_norm": "RMS", "norm_place": "both"}, None),
@@ -119,7 +119,7 @@ def test_activations_that_mix_neurons():
 
 
 def test_a_norm_of_zeros_needs_its_epsilon():
-    with pytest.raises(GrowthError, match="divides 0 by 0"):
+    with pytest.raises(GrowthError, match="divide 0 by 0"):
         grow(build("norms_before_and_after", eps=0.0), ex.InsertLayer(0))
 
 
@@ -131,7 +131,7 @@ def test_models_that_are_not_plain():
     with pytest.raises(GrowthError, match="expected a HookedTransformer"):
         grow(torch.nn.Linear(2, 3), d_mlp=41)
     model.blocks[1].mlp.W_out = model.blocks[0].mlp.W_out
-    with pytest.raises(GrowthError, match="are one parameter"):
+    with pytest.raises(GrowthError, match="share one parameter"):
         grow(model, d_mlp=41)
     model = build("gelu")
     model.blocks[1].ln1.eps = 1e-3
@@ -155,7 +155,7 @@ def test_an_error_half_way_leaves_the_source_as_it_was():
     with pytest.raises(RuntimeError, match="power cut"):
         grow(model, ex.compose(ex.WidenStream(3), ex.AddNeurons(2)), init=fails)
     assert same_bits(model, same)
-    with pytest.raises(ValueError, match="made"):
+    with pytest.raises(ValueError, match="returned"):
         grow(model, d_mlp=41, init=lambda new, seed: torch.ones(3))
     assert same_bits(model, same)
     assert model.cfg.to_dict() == same.cfg.to_dict()

@@ -174,7 +174,7 @@ def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path,
         for model in (source, save(convert(load(source)), "converted")):
             result = run(command, model, *COMMANDS[command])
             if (command, model) == ("verify", Path("converted").resolve()):
-                assert "give its source before it" in result.output
+                assert "pass its source as MODEL" in result.output
                 continue
             assert result.exit_code == 0, result.output
             kind = "HookedTransformer" if model == source else "attention-only HookedTransformer"
@@ -200,7 +200,7 @@ def test_verify_compares_a_saved_bridge_with_its_source(state, folder, tmp_path)
     assert result.stdout.startswith("DIFFERENT")
     result = run("verify", folder, folder, "--text", "w3")
     assert result.exit_code == 2
-    assert "no saved model in" in result.output
+    assert "was written neither by" in result.output
 
 
 # What is refused

@@ -354,9 +354,9 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     with torch.no_grad():
         changed.W_E[7] += 1
     for model, other_texts, more, reason in (
-        (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "do not begin with them"),
-        (plain, [[], *texts, [3, 4]], {}, "do not begin with them"),  # the same, of other numbers
-        (plain, texts[:3], {}, "do not begin with them"),
+        (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "does not begin with"),
+        (plain, [[], *texts, [3, 4]], {}, "does not begin with"),  # the same, of other numbers
+        (plain, texts[:3], {}, "does not begin with"),
         (plain, texts, {"by": "gate"}, 'by: got "gate"; the folder has "z"'),
         (plain, texts, {"k": 5}, "k: got 5; the folder has 3"),
         (changed, texts, {}, r'model: got "\w{64}"; the folder has'),
@@ -369,7 +369,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     ("names", "texts", "options", "reason"),
     [
         (["L0H1"], [[1]], {}, "got L0H1, an attention head; expected neurons"),
-        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number from 1 on"),
+        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number, at least 1"),
         (NAMES, [[1]], {"by": "value"}, "got by='value'; expected one of z, gate, attribution"),
         (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
         (NAMES, [[1]], {"metric": p.loss()}, "expected none"),
@@ -378,7 +378,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
         (NAMES, ["a text"], {}, "text 0: got a text, and the model has no tokenizer"),
-        (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*a text itself goes into a list"),
+        (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
         (NAMES, 7, {}, "got a int; expected a file or a list of texts"),
         (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file or a list of texts"),
         (NAMES, pd.DataFrame({"text": ["a"]}), {}, "got a DataFrame; .*one column of a table"),
@@ -394,7 +394,7 @@ def test_refused(plain, names, texts, options, reason):
 @needs_hooked_transformer
 def test_one_of_several_heads_is_refused():
     model = MODELS["several heads"]()
-    with pytest.raises(InputError, match=r"got L1N29\.2, one of several heads of a neuron"):
+    with pytest.raises(InputError, match=r"got L1N29\.2, one of a neuron's several heads"):
         neurons.top_examples(model, ["L1N29.2"], [[1]], **QUIET)
 
 
@@ -402,5 +402,5 @@ def test_activations_that_are_not_finite_are_refused():
     model = bridge("gpt2")
     with torch.no_grad():
         model.W_E[7] = math.inf
-    with pytest.raises(InputError, match="not finite in one of the texts 0 to 1"):
+    with pytest.raises(InputError, match="in one of the texts 0 to 1 are not finite"):
         neurons.top_examples(model, NAMES, [[1, 2], [3, 7]], **QUIET)

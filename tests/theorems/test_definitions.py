@@ -229,7 +229,7 @@ def test_an_ill_formed_transformer_is_refused():
     longer = Head(rand(D, D), rand(D, D), torch.eye(N + 1, dtype=torch.float64))
     for sublayers, norms, final, message in [
         ((), (), None, "got none"),
-        (((),), (torch.neg,), None, "without heads"),
+        (((),), (torch.neg,), None, "an empty one"),
         ((mlp, wider), (torch.neg,) * 2, None, "got widths"),
         (((head, longer),), (torch.neg,), None, "numbers of tokens"),
         ((mlp,), (), None, "norms: got 0; expected 1"),

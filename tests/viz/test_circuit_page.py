@@ -366,13 +366,13 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"pinned": ["L7N7"]}, "the state is of another circuit: it has 'L7N7'"),
+        ({"pinned": ["L7N7"]}, "the state is of another circuit: 'L7N7'"),
         ({"pinned": "metric"}, "got 'metric' as state.pinned"),
         ({"names": {"metric": 3}}, "got 3 as state.names.metric"),
         ({"nodes": float("nan")}, "got nan as state.nodes"),
         ({"kinds": ["v"]}, "got 'v' as state.kinds.0"),
         ({"groups": [{"name": "g"}]}, "state.groups.0.members: Field required"),
-        ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "have a node in common, or twice"),
+        ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "twice in one group"),
         (["L1N4@4"], "got ['L1N4@4'] as state"),
     ],
 )
@@ -620,7 +620,7 @@ def test_frames_that_do_not_fit_are_refused(reason):
         ({"meta": {"tokens": EVIL}}, "as meta.metric: Field required"),
         ({"details": {"L7N7": viz.NodeDetails()}}, "'L7N7', which is no node's id or name"),
         ({"details": {"L1N4": viz.NodeDetails([0.5] * 5)}}, "a finite number for each of 7"),
-        ({"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}}, "leaves [0, 1]"),
+        ({"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}}, "values outside [0, 1]"),
         ({"details": {"L1N4": viz.NodeDetails(None, [("a", np.inf)])}}, "finite number"),
         (
             {"details": {"L1N4": viz.NodeDetails(examples=[Example(("a",), (), (), 0, 1.0, 0)])}},

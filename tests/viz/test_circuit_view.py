@@ -62,10 +62,8 @@ def test_the_page_holds_the_graph(drawn):
     every = attribution_graph(model, prompts, METRIC, mass=1.0)
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
     note, prompts = data["notes"]
-    assert prompts.startswith(
-        "Prompts: tokens, attention and what nodes write are those of prompt 1;"
-    )
-    assert "add up 2 prompts" in prompts
+    assert prompts.startswith("Prompts: tokens, attention and written tokens are from prompt 1;")
+    assert "are sums over 2 prompts" in prompts
     assert note.startswith(f"Nodes: 61 of {n} heads and neurons, with {share:.0%} of")
     assert 0.3 < share < 0.99  # the control
 
@@ -289,7 +287,7 @@ def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch
     graph, model, prompts, page = drawn
     monkeypatch.setattr("attn_only_lens.viz.graph_view._WEIGHTS", 7 * POS)
     data = read_back(viz.circuit_view(graph, model, prompts))
-    assert data["notes"][-1:] == ["Patterns: of the 7 nodes of largest |attribution|."]
+    assert data["notes"][-1:] == ["Patterns: only for the 7 nodes with the largest |attribution|."]
     heads = heads_of(graph)
     strongest = heads.loc[heads["attribution"].abs().nlargest(7).index]
     keys = {n.name if n.kind == "neuron" else n.id for n in strongest.itertuples()}
@@ -315,14 +313,14 @@ def test_what_is_not_the_graphs_is_refused(drawn):
     for how, match in (
         ({"model": model}, "got a model alone"),
         ({"prompts": prompts}, "got prompts alone"),
-        ({"prompt": 2}, "got prompt=2; the graph is of 2 prompts"),
+        ({"prompt": 2}, "got prompt=2; the graph has 2 prompts"),
         ({"top_tokens": -1}, "got top_tokens=-1"),
         ({"model": model, "prompts": prompts.flip(0)}, "prompts other than the graph's"),
         ({"model": model, "prompts": prompts[:1]}, "prompts other than the graph's"),
         ({"model": models.build("gelu"), "prompts": prompts}, "no neuron-heads"),
         (
             {"model": convert(models.build("gelu", scale=0.3)), "prompts": prompts},
-            "of another model",
+            "from another model",
         ),
     ):
         with pytest.raises(InputError, match=match):
@@ -343,7 +341,7 @@ def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
         raise InputError(["its embedding is projected"], "no")
 
     monkeypatch.setattr(HeadMatrices, "embedding", unknown)
-    with pytest.raises(InputError, match="top_tokens=0 draws the graph without"):
+    with pytest.raises(InputError, match="pass top_tokens=0 to draw the graph without"):
         viz.circuit_view(graph, model, prompts)
 
 
@@ -375,9 +373,9 @@ def test_exact_effects_stand_beside_attributions(drawn):
     assert shown[key] == pytest.approx(fall, rel=1e-3)
     for wrong, match in (
         (p.activation_patch(model, prompts, None, p.logit_diff(7, 12), direction="zero", **how),
-         "the graph is of"),
+         "the graph's metric is"),
         (p.activation_patch(model, tokens(5, 2, POS), None, METRIC, direction="zero", **how),
-         "of other prompts"),
+         "over other prompts"),
         (p.activation_patch(model, prompts, None, METRIC, direction="zero", positions="all", **how),
          'expected positions="each"'),
     ):  # fmt: skip
@@ -405,7 +403,9 @@ def test_examples_of_neurons(drawn, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.graph_view._EXAMPLES", 12)
     data = read_back(viz.circuit_view(graph, examples=frame))
     assert set(data["details"]) == set(ranked.unique()[:2])
-    assert data["notes"][-1:] == ["Examples: of the 2 neurons of largest |attribution|."]
+    assert data["notes"][-1:] == [
+        "Examples: only for the 2 neurons with the largest |attribution|."
+    ]
     with pytest.raises(InputError, match="expected those of top_examples"):
         viz.circuit_view(graph, examples=frame.drop(columns="gates"))
 

@@ -62,7 +62,7 @@ def test_another_circuits_stability_is_refused(circuit_and_graph):
             replace(
                 circuit.stability, sites=sites.assign(position=sites["position"].astype(str) + "s")
             ),
-            "none of the graph's nodes",
+            "without any of the graph's nodes",
         ),
     ):
         with pytest.raises(InputError, match=said):

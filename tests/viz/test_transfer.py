@@ -28,7 +28,7 @@ def test_each_entry_stands_at_its_circuit_and_task():
 @pytest.mark.parametrize(
     ("matrix", "said"),
     [
-        (MATRIX.to_numpy(), "got a ndarray; expected the frame"),
+        (MATRIX.to_numpy(), "got a ndarray; expected a frame"),
         (MATRIX.iloc[:0], "got 0 × 3 entries"),
         (MATRIX.replace(0.1, np.nan), "not finite"),
         (MATRIX.astype(object).replace(0.1, "x"), "not finite"),

@@ -1,5 +1,5 @@
 "use strict";
-// Heads over one text: attention heads by circuitsvis, neuron-heads as coloured tokens.
+// Heads over one text: circuitsvis draws attention heads; neuron-heads are coloured tokens.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
   const most = (numbers) => Math.max(...numbers.map(Math.abs), 0);
@@ -12,7 +12,7 @@
     );
   });
   if (data.heads) {
-    // Its heatmap stays empty where it is drawn while a notebook's frame is hidden, 0 × 0.
+    // A heatmap stays empty if it is drawn while a notebook's frame is hidden (size 0 × 0).
     const seen = new ResizeObserver(([{ contentRect }]) => {
       if (!contentRect.width) return;
       seen.disconnect();

@@ -1,7 +1,7 @@
-// What the page of a circuit does. Texts reach the page as textContent only, never as HTML.
+// The behaviour of a circuit's page. Texts enter the page only as textContent, never as HTML.
 "use strict";
 (() => {
-  const source = document.documentElement.outerHTML; // before anything changes, to be saved again
+  const source = document.documentElement.outerHTML; // the unchanged page, for saving
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const data = read("circuit"), { nodes, edges, tokens, details } = data;
   const N = nodes.id.length, E = edges.source.length;
@@ -24,20 +24,20 @@
   const detailsOf = (i) => ({ ...lookup(details, nodes.name[i]), ...lookup(details, nodes.id[i]) });
   const index = new Map(nodes.id.map((id, i) => [id, i]));
 
-  // --- What readers change, and what is saved with the page ------------------------------------
+  // --- State that readers change, and that is saved with the page ------------------------------
   const KINDS = ["value", "q", "k", "gate"];
   const state = { nodes: null, edges: null, kinds: ["value"], extras: false,
                   only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
   const take = (saved) => {
     const list = (all) => (Array.isArray(all) ? [...new Set(all)].filter((id) => index.has(id)) : []);
-    for (const key of ["nodes", "edges"]) // none: as many as fit
+    for (const key of ["nodes", "edges"]) // if missing: as many as fit
       state[key] = Number.isFinite(saved[key]) ? Math.max(1, Math.round(saved[key])) : null;
     for (const key of ["extras", "only_pinned"]) state[key] = saved[key] === true;
     if (Array.isArray(saved.kinds)) state.kinds = saved.kinds.map(String);
     state.pinned = list(saved.pinned);
     state.names = Object.fromEntries(Object.entries(saved.names || {})
       .filter(([id, name]) => index.has(id) && typeof name === "string"));
-    const taken = new Set(); // no node is in two groups
+    const taken = new Set(); // a node may be in only one group
     state.groups = (Array.isArray(saved.groups) ? saved.groups : [])
       .map((entry) => ({ name: String(entry.name), folded: entry.folded !== false,
                         members: list(entry.members).filter((id) => !taken.has(id) && taken.add(id)) }))
@@ -59,11 +59,11 @@
   const mix = (value, top, colours = ["negative", "positive"]) => {
     const t = value === null ? 0 : Math.sqrt(Math.min(1, Math.abs(value) / top));
     const ends = [css("zero"), css(colours[value < 0 ? 0 : 1])];
-    return { fill: d3.interpolateRgb(...ends)(t), strong: t > (isDark() ? 0.64 : 0.77) }; // whichever text has more contrast
+    return { fill: d3.interpolateRgb(...ends)(t), strong: t > (isDark() ? 0.64 : 0.77) }; // choose the text colour with more contrast
   };
 
-  // --- Nodes as they are drawn: those of the graph, and groups of them -------------------------
-  let items = [], home = [], groupOf = []; // of each node: the item that stands for it, and its group
+  // --- Items that are drawn: nodes of the graph, and groups of nodes ---------------------------
+  let items = [], home = [], groupOf = []; // for each node: the item that represents it, and its group
   const LONGEST = 40, pen = make("canvas").getContext("2d"); // characters of a name; some are wide
   pen.font = "11px monospace";
   const named = (name) => {
@@ -92,7 +92,7 @@
       const head = members.reduce((a, b) => (strength.node[b] > strength.node[a] ? b : a));
       for (const i of members) {
         groupOf[i] = N + g;
-        if (entry.folded) home[i] = N + g; // of one that is unfolded, the members are drawn
+        if (entry.folded) home[i] = N + g; // an unfolded group is drawn as its members
       }
       const { label, width } = named(entry.name);
       items.push({ ...items[head], key: "group " + g, label, name: entry.name, width: width + 6, members, group: entry,
@@ -102,8 +102,8 @@
   };
   const position = (i) => (nodes.position[i] === null ? "" : tokens[nodes.position[i]]);
 
-  // --- What is shown ---------------------------------------------------------------------------
-  const order = nodes.id.map((_, i) => i).sort((a, b) => (strength.node[b] - strength.node[a]) || a - b); // NaN of two ∞: as they come
+  // --- Which items are shown -------------------------------------------------------------------
+  const order = nodes.id.map((_, i) => i).sort((a, b) => (strength.node[b] - strength.node[a]) || a - b); // ∞ - ∞ is NaN: keep the order
   const isExtra = (i) => EXTRAS.includes(nodes.kind[i]);
   let chosen = null, scene = null, shown = [], drawn = [];
   let count = { ...data.first };
@@ -137,7 +137,7 @@
       const status = edges.status ? edges.status[j] : null;
       const key = a < N && b < N ? j : `${a} ${b} ${edges.kind[j]} ${status}`;
       const one = found.get(key) || { key: "e" + key, source: a, target: b, kind: edges.kind[j], weight: 0, status };
-      one.weight += edges.weight[j]; // into a group, or out of it, edges of a kind add up
+      one.weight += edges.weight[j]; // edges of one kind into a group, or out of it, are added up
       found.set(key, one);
     }
     return [...found.values()].sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
@@ -154,7 +154,7 @@
   foot.append("rect").attr("class", "back");
   let pane = { width: 0, height: 0 }, transform = d3.zoomIdentity;
 
-  // A bar at a negative edge's end, where a positive one has an arrow: signs are told without colours.
+  // A negative edge ends in a bar, a positive edge in an arrow: signs are visible without colours.
   const head = (edge, path) => {
     const [x, y] = path.at(-1), up = path.at(-2)[1] > y ? 1 : -1, half = edge.width / 2;
     const n = (value) => value.toFixed(1);
@@ -219,7 +219,7 @@
         + (items[i].stability ? `\ninclusion ${inclusion(i)}` : "")));
   };
   const DIRECTIONS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-  const walk = (i, key) => { // to the nearest node in that direction; what is off to the side counts as further
+  const walk = (i, key) => { // to the nearest node in that direction; sideways distance counts more
     const [dx, dy] = DIRECTIONS[key], from = scene.at.get(i);
     const distance = (j) => {
       const x = scene.at.get(j).x - from.x, y = scene.at.get(j).y - from.y;
@@ -245,7 +245,7 @@
     svg.attr("width", pane.width).attr("height", pane.height);
     back.attr("width", pane.width).attr("height", pane.height);
     side.select("rect").attr("width", layout.GUTTER - 8).attr("height", pane.height);
-    let last = Infinity; // rows come from below, and one that would cover the last is left out
+    let last = Infinity; // rows come from below; a name that would cover the last one is left out
     side.selectAll("text").data(scene.rows).join("text").attr("class", "row").attr("x", 8).attr("dy", "0.35em")
       .text((entry) => data.rows[entry.row])
       .attr("y", (entry) => entry.y * k + y)
@@ -258,7 +258,7 @@
     foot.attr("transform", `translate(0,${top.toFixed(1)})`);
     foot.select("rect").attr("width", pane.width).attr("height", layout.AXIS);
     const place = (entry) => (entry.left + entry.width / 2) * k + x;
-    let right = 0; // of the last token that is written: what would cover it is left out
+    let right = 0; // right end of the last drawn token; tokens that would cover it are left out
     foot.selectAll("g").data(scene.columns, (entry) => entry.first + "-" + entry.last).join((enter) => {
       const made = enter.append("g");
       made.append("title");
@@ -285,7 +285,7 @@
     .filter((event) => (event.type !== "wheel" || event.ctrlKey || event.metaKey) && !event.button)
     .on("zoom", (event) => { transform = event.transform; drawAxes(); });
   svg.call(zoom).on("dblclick.zoom", null)
-    .on("wheel", (event) => { // a notebook scrolls on where there is nothing more to see here
+    .on("wheel", (event) => { // at the end of the drawing, the notebook scrolls
       if (event.ctrlKey || event.metaKey || !scene) return;
       const before = transform.toString();
       zoom.translateBy(svg, -event.deltaX / transform.k, -event.deltaY / transform.k);
@@ -301,7 +301,7 @@
   const settle = () => zoom.extent([[0, 0], [pane.width, pane.height]]);
   const home_view = () => {
     settle();
-    // All columns from the right and rows from the top, where the metric is: if not all fit.
+    // If not everything fits, show the right and the top, where the metric is.
     svg.call(zoom.transform, d3.zoomIdentity.translate(Math.min(0, pane.width - scene.width), 0));
   };
   const fit = () => {
@@ -311,11 +311,11 @@
     svg.call(zoom.transform, d3.zoomIdentity.translate(layout.GUTTER * (1 - k), 0).scale(k));
   };
 
-  // --- Everything, anew ------------------------------------------------------------------------
+  // --- Redraw everything -----------------------------------------------------------------------
   const measure = () => {
     const box = at("stage").getBoundingClientRect();
     pane = { width: box.width, height: box.height };
-    return pane.width > 0 && pane.height > 0; // a frame that is hidden has no size yet
+    return pane.width > 0 && pane.height > 0; // a hidden frame has no size yet
   };
   const update = (keep = true) => {
     const sized = measure();
@@ -328,7 +328,7 @@
     if (!sized) return;
     const anchor = chosen ?? shown[0], before = scene?.at.get(anchor); // the first is the metric
     scene = layout.place(items, shown, data.axis_width, pane.width, pane.height);
-    // What is too much for the window keeps its proportions.
+    // A drawing that is too large for the window keeps its proportions.
     for (let wide = pane.width; scene.height / pane.height > 1.2 * scene.width / pane.width && wide < 20 * pane.width;) {
       wide *= 1.2;
       scene = layout.place(items, shown, data.axis_width, wide, pane.height);
@@ -340,7 +340,7 @@
     drawNodes();
     const after = scene.at.get(anchor);
     if (!keep) home_view();
-    else { // what was chosen, or the metric, stays where it was, as far as that goes
+    else { // the selected node, or the metric, keeps its place if possible
       settle();
       zoom.translateBy(svg, before && after ? before.x - after.x : 0, before && after ? before.y - after.y : 0);
       if (chosen !== null) reveal(chosen);
@@ -362,7 +362,7 @@
     marks.selectAll("g").classed("near", (entry) => near.has(entry));
     view.classed("lit", i !== null);
   };
-  const reveal = (i) => { // not outside the window
+  const reveal = (i) => { // scroll a node into the window
     const where = scene?.at.get(i);
     if (!where) return;
     const { x, y, k } = transform, half = items[i].width / 2 + 12;
@@ -387,7 +387,7 @@
     const plain = shown.filter((i) => !(i < N && isExtra(i))).length;
     at("nodes-shown").textContent = `${said.format(plain)} of ${said.format(candidates)}`;
     at("edges-shown").textContent = `${said.format(drawn.length)} of ${said.format(possible)}`;
-    at("edges-shown").title = "Of those between the nodes that are shown, and of the kinds chosen";
+    at("edges-shown").title = "Among edges between shown nodes, of the selected kinds";
     at("more").disabled = state.only_pinned || (count.nodes >= candidates && count.edges >= possible);
   };
   for (const what of ["nodes", "edges"])
@@ -468,7 +468,7 @@
     rebuild();
     choose(i);
   };
-  const measuredOf = (entry) => { // of the same members, under whatever name
+  const measuredOf = (entry) => { // matched by members, under any name
     const members = new Set(entry.members);
     return data.groups.find((one) => one.members.length === members.size && one.members.every((id) => members.has(id)));
   };
@@ -542,7 +542,7 @@
     return line;
   };
   const furthest = (values) => values.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-12);
-  const SPREAD = "Amounts: standard deviations above the mean over the vocabulary (σ), direct path alone.";
+  const SPREAD = "Amounts: standard deviations above the mean over the vocabulary (σ), direct path only.";
   const bothEnds = (id, title, note, words, list) => {
     const part = section(id, title, note), both = make("div", "", "both");
     for (const [name, some] of [[words[0], list.filter(([, s]) => s >= 0)],
@@ -584,8 +584,8 @@
       box.append(table(facts.map((cells) => ({ cells }))));
       box.append(make("p", "The attribution of the group is the sum over its members, minus the edges between them: "
         + "what one member passes on to another counts once.", "note"));
-      if (measured) box.append(make("p", "Exact effects: by how much the metric falls when z is that of the corrupted run. "
-        + "If the first is larger, members stand in for each other.", "note"));
+      if (measured) box.append(make("p", "Exact effects: how much the metric falls when z comes from the corrupted run. "
+        + "If the first is larger, members can replace each other.", "note"));
       const part = section("members", `Members (${item.members.length})`,
                            "Edges of one kind into a group, or out of it, are added up.");
       part.append(table(item.members.map((m) => ({ cells: [nameOf(m), nodes.attribution[m]], go: item.group.folded ? undefined : m }))));
@@ -606,14 +606,14 @@
     const more = detailsOf(i);
     if (more.pattern) {
       const gate = "The attention of each token to itself, 0 to 1; the rest goes to the bias token.";
-      // A gate alone would mislead: SiLU's gate is ½ where the output is 0.
+      // The gate alone would mislead: SiLU's gate is ½ if the output is 0.
       const part = section("pattern", "Attention", more.z
         ? "Coloured by z, the output of the neuron (gate × value): green is positive, purple negative. "
-          + "Point at a token for its gate, the weight on itself."
+          + "Point at a token for its gate, the attention to itself."
         : nodes.kind[i] === "neuron" ? gate : "The attention of the outlined token, 0 to 1.");
       part.append(more.z
         ? coloured(tokens, more.z, furthest(more.z), where, (t) => `z ${more.z[t]}, gate ${more.pattern[t]}`)
-        // Squares, as mix takes the root.
+        // The values are squared, because mix takes the square root.
         : coloured(tokens, more.pattern.map((w) => w ** 2), 1, where, (t) => `${t}: ${more.pattern[t]}`));
       box.append(part);
     }
@@ -836,7 +836,7 @@
     recolour();
   };
   begin();
-  // A frame may get its size after its script has run, and change it.
+  // A frame may get or change its size after its script has run.
   new ResizeObserver(() => {
     const { width, height } = at("stage").getBoundingClientRect();
     if (Math.abs(width - pane.width) > 1 || Math.abs(height - pane.height) > 1 || !scene) update(false);

@@ -1,4 +1,4 @@
-// Where the nodes of a circuit stand, and how its edges run: as viz/coordinates.py says and does.
+// Places of a circuit's nodes, and paths of its edges: the same algorithm as in viz/coordinates.py.
 "use strict";
 const layout = (() => {
   const GUTTER = 96, AXIS = 40, TOP = 12, BOX = 20;
@@ -31,7 +31,7 @@ const layout = (() => {
     return [...runs.filter(([c]) => !folded.some(([a, b]) => a <= c && c <= b)), ...folded]
       .sort((a, b) => a[0] - b[0]);
   };
-  // boxes: of each node {row, column, width, overhangs}; shown: nodes in their order.
+  // boxes: {row, column, width, overhangs} for each node; shown: the nodes to place, in order.
   const place = (boxes, shown, tokens, width, height) => {
     const columnsOf = group(shown, (i) => boxes[i].column);
     const used = [...columnsOf.keys()].sort((a, b) => a - b);
@@ -54,7 +54,7 @@ const layout = (() => {
       while (total() > free) {
         const wide = used.filter((c) => abreast.get(c) > fewest);
         if (!wide.length) break;
-        // The one whose cells are least tall for it, of these the widest.
+        // Narrow the column that then needs the fewest lines; among equals, the widest.
         const tall = (c) => Math.ceil(full.get(c) / (abreast.get(c) - 1));
         const size = (c) => step.get(c) * abreast.get(c);
         const best = wide.reduce((a, b) => (tall(b) - tall(a) || size(a) - size(b)) < 0 ? b : a);
@@ -66,7 +66,7 @@ const layout = (() => {
     narrow(1);
     for (const c of [...used].sort((a, b) => full.get(b) - full.get(a) || a - b))
       while (abreast.get(c) < full.get(c) && total() + step.get(c) <= free)
-        abreast.set(c, abreast.get(c) + 1); // what folding left is for the fullest
+        abreast.set(c, abreast.get(c) + 1); // the fullest columns get the width that folding left
     const more = Math.max(0, free - total()) / Math.max(used.length, 1);
     let left = GUTTER;
     const columns = runs.map(([a, b]) => {

@@ -31,7 +31,7 @@
     const from = neuron * end.k + rank;
     return { tokens, z, gate, value, here: end.position[from], score: end.score[from], text: end.text[from] };
   }
-  // The same words in several texts are shown once.
+  // Examples with the same words in several texts are shown once.
   function examplesOf(end, neuron) {
     const found = new Map();
     for (let rank = 0; rank < end.found[neuron]; rank++) {
@@ -64,7 +64,7 @@
       all += n;
       if (i >= BINS) above += n;
     }
-    return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first bin of what is positive
+    return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first positive bin
   };
   const by = data.by ?? data.heads.by;
   const ofNeurons = (key) => (i) => (isHead(i) ? Infinity : key(i)); // heads come last
@@ -121,9 +121,9 @@
     }));
   }
 
-  // The one that is chosen
+  // The selected neuron
 
-  const FEW = 8; // so that what comes below is in reach
+  const FEW = 8; // few, so that readers reach the sections below
   let shownEnd = 0, strips = true, whole = false;
   // As wide as their panels, so that letters keep their size.
   let W = 260;
@@ -135,7 +135,7 @@
       picture.append(svg("text", { x: x(value), y: y + 13, "text-anchor": anchor }, short(value)));
     });
   }
-  // The bins in use, from the most negative; and the edges of the first and the last.
+  // The bins in use, from the most negative one, and the edges of the first and the last bin.
   function bins(name, neuron) {
     const { counts, exponent } = histograms[name];
     const all = Array.from(counts.subarray(neuron * 2 * BINS, (neuron + 1) * 2 * BINS));
@@ -171,7 +171,7 @@
   }
   function together(neuron) {
     const size = 2 * JOINT;
-    const at = (g, v) => joint[(neuron * size + g) * size + v]; // entry side from 0 outward: negative, positive
+    const at = (g, v) => joint[(neuron * size + g) * size + v]; // index from 0 outward: negative side, then positive
     const order = [...Array(JOINT).keys()].reverse().concat([...Array(JOINT).keys()].map((i) => JOINT + i));
     const rows = order.filter((g) => order.some((v) => at(g, v))), columns = order.filter((v) => order.some((g) => at(g, v)));
     const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "gate and value together" });
@@ -279,7 +279,7 @@
       tokenLegend(limits, strips),
       el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((entry) => el("div", { class: "example" },
         el("span", { class: "value" }, short(entry.score)), tokenLine(entry, limits, strips),
-        el("span", { class: "from", title: entry.times > 1 ? `so many of the ${end.found[neuron]} examples are these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
+        el("span", { class: "from", title: entry.times > 1 ? `number of the ${end.found[neuron]} examples with these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
@@ -290,7 +290,7 @@
         el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
         el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
-        el("p", { class: "note" }, "Composition scores. Between neurons with the sign of the cosine: blue excites, red inhibits (where the writer's z is positive).")] : []),
+        el("p", { class: "note" }, "Composition scores. Between neurons, they have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
   }
   function drawHead(heading, inside) {

@@ -1,6 +1,6 @@
 "use strict";
-// Tokens of a text as a neuron-head sees them: the colour is z, the bar under a token its gate, the
-// strip under that its value. Both pages that show neurons over text use this.
+// A text's tokens with a neuron-head's activations: the colour is z, the bar under a token is the
+// gate, and the strip under the bar is the value. Both pages that show neurons over text use this.
 
 const el = (tag, attributes = {}, ...children) => {
   const made = document.createElement(tag);
@@ -23,7 +23,7 @@ const short = (x) => {
   return plain.replace("-", "−");
 };
 
-// The colour of a signed number: white, or the page's own background, at 0.
+// The colour of a signed number; 0 is white, or the background of the page.
 const share = (x, limit) => Math.round(100 * Math.min(1, limit > 0 ? Math.abs(x) / limit : 0));
 const diverging = (x, limit) =>
   `color-mix(in srgb, var(--${x < 0 ? "negative" : "positive"}) ${share(x, limit)}%, var(--zero))`;
@@ -42,8 +42,8 @@ function showTip(at, rows) {
   tip.style.top = `${below ? box.bottom + 4 : box.top - height - 4}px`;
 }
 
-// A line of tokens. `window` has tokens [{shown, name}], z, gate, value, and `here`, the place of
-// the token that it is an example of, or -1; limits are those of z and value.
+// A line of tokens. `window` has tokens [{shown, name}], z, gate, value, and `here`, the index of
+// the example's token, or -1. `limits` has the limits of z and value.
 function tokenLine(window, limits, strips) {
   const line = el("div", { class: strips ? "line strips" : "line" });
   window.tokens.forEach((token, i) => {
@@ -77,10 +77,10 @@ function tokenLine(window, limits, strips) {
 const scale = (limit) =>
   el("span", { class: "scale" }, `−${short(limit)}`, el("i", { class: "ramp" }), `+${short(limit)}`);
 
-// What is shown, in words and colours.
+// The legend, in words and colours.
 function tokenLegend(limits, strips) {
   const parts = [
-    el("span", {}, el("b", {}, "Colour: z"), " = gate × value, what the neuron puts out ", scale(limits.z)),
+    el("span", {}, el("b", {}, "Colour: z"), " = gate × value, the neuron's output ", scale(limits.z)),
   ];
   if (strips) {
     parts.push(
