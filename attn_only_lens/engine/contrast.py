@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import BIAS, SELF, Logits, Residual, Tokens
 from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
@@ -207,11 +208,11 @@ def contrast(
 
     with ExitStack() as stack:
         stack.enter_context(edit_input(model, start))
-        stack.enter_context(steps.replaced())
+        tape_hooks = stack.enter_context(steps.replaced(tape.hooks))
         ends: list[Tensor] = []
         end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
         stack.enter_context(model.blocks[-1].register_forward_hook(end))
-        hooks = [*_head_hooks(model, runs), *tape.hooks]
+        hooks = [*_head_hooks(model, runs), *tape_hooks]
         logits = run(model, runs.pair.clean, runs.pair.mask, hooks)
     clean, corrupted = runs.logits.chunk(2)
     multiplier = metric_multiplier(metric, clean, corrupted)
@@ -366,12 +367,34 @@ class _Steps:
             yield
 
     @contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Replace norms and functions with their rules in a forward pass."""
-        # One prompt shows a norm's structure, so only the first row is moved to the CPU.
+    def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
+        """Replace norms and functions by their rules in a forward pass; yield hooks for this pass.
+
+        Some bridges have hook points inside norms, such as `hook_attn_out` of Gemma 2. The output of
+        these norms is replaced, so hooks there start a graph, which continues at that output.
+        """
+        points = {
+            point: module
+            for module in self.norms
+            for point in module.modules()
+            if isinstance(point, HookPoint)
+        }
+        inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
+        # The structure of a norm shows in any prompt: not all of them are moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
-        with self._attached({m: self._norm(norms[m], *both) for m, both in self.norms.items()}):
-            yield
+        norm_hooks = {
+            module: self._norm(norms[module], *both, continues=module in inside.values())
+            for module, both in self.norms.items()
+        }
+
+        def start(value: Tensor, hook: Any, then: Callable[..., Any]) -> Any:
+            return then(value.detach(), hook=hook)
+
+        with self._attached(norm_hooks):
+            yield [
+                (name, hook if inside[name] is None else partial(start, then=hook))
+                for name, hook in hooks
+            ]
 
     @contextmanager
     def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
@@ -403,8 +426,11 @@ class _Steps:
             stack.enter_context(self.functions)
             yield
 
-    def _norm(self, norm: Any, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
-        """Return a hook that returns a norm's mean output, with the gradient of the rule."""
+    def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
+        """Return a hook that returns a norm's mean output, with the gradient of the rule.
+
+        If the graph of a hook inside the norm `continues`, its nodes receive this gradient too.
+        """
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)
         scale = (linear * without_bias).sum(-1, keepdim=True) / square
@@ -416,6 +442,7 @@ class _Steps:
             return moved
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            return at_mean(input_stream(args, kwargs), y, back)
+            result = at_mean(input_stream(args, kwargs), y, back)
+            return result + (output - output.detach()) if continues else result
 
         return hook
