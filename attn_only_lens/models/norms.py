@@ -284,9 +284,10 @@ class _BlockTraffic(_Traffic):
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
     """Replace an output of zero, as inserted layers have, by noise that shows where it goes."""
     first = output[0] if isinstance(output, tuple | list) else output
+    if first.any():
+        return None
     noise = normal_numbers(first.shape, seed).to(first)
-    written = torch.where(first.any(), first, noise)  # a device waits for `if`
-    return written if first is output else type(output)([written, *output[1:]])
+    return noise if first is output else type(output)([noise, *output[1:]])
 
 
 def _fitted(

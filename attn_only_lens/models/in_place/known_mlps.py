@@ -185,8 +185,8 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
     """Run an MLP and return the name of its activation."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
-    q = _queries(shape).to(mlp.W_out.dtype)
-    u = normal_numbers(shape, 1).to(q) if points.pre_linear else torch.ones_like(q)
+    q = _queries(shape).to(mlp.W_out)
+    u = normal_numbers(shape, 1).to(mlp.W_out) if points.pre_linear else torch.ones_like(q)
     seen: dict[HookPoint, list[Tensor]] = {}
     with ExitStack() as stack:
         for point, value in ((points.pre, q), (points.pre_linear, u), (points.post, None)):
@@ -196,7 +196,7 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
 
             def hook(module: Any, args: Any, output: Tensor, value: Tensor | None = value) -> Any:
                 seen[module].append(output.clone())
-                return None if value is None else value.to(output.device, copy=True)
+                return None if value is None else value.clone()
 
             stack.callback(point.register_forward_hook(hook).remove)
         run_mlp(mlp, points, normal_numbers((_BATCH, _POS, d_model)).to(mlp.W_out))
