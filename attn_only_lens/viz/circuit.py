@@ -121,9 +121,13 @@ def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, 
     free = nodes[
         nodes["kind"].isin(list(HEAD_PLURALS)) & ~nodes["id"].isin(state.get("pinned", []))
     ]
+    rows = zip(free["layer"].astype(int), free["kind"], free["id"], strict=True)
+    members: dict[str, list[str]] = {}
+    for layer, kind, node in sorted(rows):
+        members.setdefault(f"L{layer} {HEAD_PLURALS[kind]}", []).append(node)
     groups = [
-        {"name": f"L{int(layer)} {HEAD_PLURALS[kind]}", "members": ids.tolist(), "folded": True}
-        for (layer, kind), ids in free.groupby(["layer", "kind"], observed=True)["id"]
+        {"name": name, "members": ids, "folded": True}
+        for name, ids in members.items()
         if len(ids) > 1
     ]
     return {**state, "groups": groups}
