@@ -588,15 +588,15 @@ def broken(**columns):
 
 
 REFUSED = {
-    "there twice, such as 'embed@0'": broken(nodes_id=(3, "embed@0")),
+    "occur twice, such as 'embed@0'": broken(nodes_id=(3, "embed@0")),
     "kind 'mlp'": broken(nodes_kind=(3, "mlp")),
     "position such as 7": broken(nodes_position=(3, 7)),
     "position such as -1": broken(nodes_position=(3, -1)),
     "layer such as 0.5": broken(nodes_layer=(9, 0.5)),
     "infinite attribution": broken(nodes_attribution=(3, np.inf)),
-    "'value' of nodes holds what is not a number": broken(nodes_value=(3, "much")),
+    "'value' of nodes has an entry that is not a number": broken(nodes_value=(3, "much")),
     "got 5 for a node's name": broken(nodes_name=(3, 5)),
-    "source that is no node, such as 'L9N9@0'": broken(edges_source=(3, "L9N9@0")),
+    "source that is not a node, such as 'L9N9@0'": broken(edges_source=(3, "L9N9@0")),
     "weight that is not finite": broken(edges_weight=(3, np.nan)),
     "edges of kind 'v'": broken(edges_kind=(3, "v")),
 }
@@ -618,8 +618,8 @@ def test_frames_that_do_not_fit_are_refused(reason):
         ({"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}}, "z of 'L1N4' has 6"),
         ({"meta": {**META, "value": float("nan")}}, "got nan as meta.value"),
         ({"meta": {"tokens": EVIL}}, "as meta.metric: Field required"),
-        ({"details": {"L7N7": viz.NodeDetails()}}, "'L7N7', which is no node's id or name"),
-        ({"details": {"L1N4": viz.NodeDetails([0.5] * 5)}}, "a finite number for each of 7"),
+        ({"details": {"L7N7": viz.NodeDetails()}}, "'L7N7', which is not a node's id or name"),
+        ({"details": {"L1N4": viz.NodeDetails([0.5] * 5)}}, "a finite value for each of 7"),
         ({"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}}, "values outside [0, 1]"),
         ({"details": {"L1N4": viz.NodeDetails(None, [("a", np.inf)])}}, "finite number"),
         (

@@ -200,7 +200,7 @@ EXTERNAL = re.compile(r"<(script|link|img)[^>]+(src|href)=|from \"https?:|import
         ([f"L0N{i}" for i in range(29)], TEXTS, {}, "got 29 heads; expected 1 to 24: filter"),
         (NAMES, TEXTS[:-1], {}, "got 10 tokens; expected 11"),
         (["L2H0"], TEXTS, {}, "the model has layers 0 to 1"),
-        (NAMES, TEXTS, {"prompt": 2}, "got prompt=2; the cache holds prompts 0 to 1"),
+        (NAMES, TEXTS, {"prompt": 2}, "got prompt=2; the cache has prompts 0 to 1"),
         (NAMES, TEXTS, {"prompt": -1}, "got prompt=-1"),
     ],
 )
