@@ -328,7 +328,8 @@ def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
     for layers in groups.values():
         x, y = (torch.stack(side, 1) for side in zip(*[sides[i] for i in layers], strict=True))
         derivative = partial(gate_derivative, host.neurons[layers[0]])
-        yield from zip(layers, slope(*y.chunk(2), *x.chunk(2), derivative).unbind(1), strict=True)
+        (y_1, y_0), (x_1, x_0) = y.chunk(2), x.chunk(2)
+        yield from zip(layers, slope(y_1, y_0, x_1, x_0, derivative).unbind(1), strict=True)
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
@@ -370,8 +371,8 @@ class _Steps:
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
         """Replace norms and functions by their rules in a forward pass; yield hooks for this pass.
 
-        Some bridges have hook points inside norms, such as `hook_attn_out` of Gemma 2. The output of
-        these norms is replaced, so hooks there start a graph, which continues at that output.
+        Some bridges have hook points inside norms, such as `hook_attn_out` of Gemma 2. The norm's
+        output is replaced, so a hook there starts a graph, which continues at that output.
         """
         points = {
             point: module

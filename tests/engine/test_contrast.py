@@ -293,3 +293,32 @@ def test_nothing_is_left_on_the_model_and_its_weights_have_no_gradients():
     assert all(parameter.grad is None for parameter in model.parameters())
     x = torch.ones(2, dtype=torch.float64)
     assert x.float().dtype == torch.float32  # no mode of torch is left
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in ("gemma2", "gemma3", "olmo2", "gpt2") if n in bridges.EVERY]
+)
+def test_what_a_sublayer_writes_after_its_own_norm_has_the_gradient_of_the_stream(name):
+    """The last MLP adds its output to the stream, in Gemma 2 after a norm that is replaced."""
+    model = bridges.exposed_copy(bridges.boot(name))
+    pair = pair_of(model)
+    runs = run_both(model, pair)
+    bound = bind(METRICS["logit_diff"], model, pair, runs.logits.chunk(2)[0])
+    names = ["blocks.1.hook_mlp_out", "blocks.1.hook_resid_post"]
+    multipliers = contrast(model, runs, bound, Tape(names)).gradients
+    written, after = (multipliers[name] for name in names)
+    assert after.abs().max() > 1e-3
+    assert (written - after).abs().max() < EXACT * after.abs().max()
+
+
+@pytest.mark.parametrize("name", NORMS_AFTER)
+def test_secants_are_repaired_on_bridges_with_norms_after_sublayers(name):
+    model = bridges.exposed_copy(bridges.boot(name))
+    prompts = (model, tokens(1), tokens(2), p.logit_diff(3, 7))
+    scores = p.attribution(*prompts, method="secant", budget=3, progress=False).frame
+    exact = scores[scores["exact"]]
+    patched = p.activation_patch(*prompts, positions="each", direction="denoise", progress=False)
+    key = ["name", "position"]
+    both = exact.merge(patched.frame, on=key, suffixes=("", "_patched"))
+    assert 16 < len(both) == len(exact)
+    assert (both["value"] - both["value_patched"]).abs().max() < 1e-9

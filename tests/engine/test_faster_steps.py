@@ -14,6 +14,7 @@ from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import recording
 from attn_only_lens.engine.recording import record_pair
+from attn_only_lens.engine.replay import Replay, base
 from attn_only_lens.engine.replay.faster import FusedActivations
 from attn_only_lens.engine.sites import resolve_sites
 
@@ -54,6 +55,20 @@ def require_exact(model):
     for name in SITES:
         for pos in range(FIRST, CLEAN.shape[1]):
             assert values[name, pos] == pytest.approx(by_hooks(model, name, pos), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_may_be_computed_in_turns(kind, monkeypatch):
+    """With a large vocabulary, blocks run with more variants than the logits fit in memory."""
+    model = model_of(kind)
+    require_exact(model)
+    calls = []
+    values = Replay.values
+    monkeypatch.setattr(base, "_LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(Replay, "values", lambda *some: calls.append(some) or values(*some))
+    require_exact(model)
+    last = len(model.blocks)
+    assert sum(variants[0].block == last for _, *variants in calls) > 2
 
 
 class Kernels(TorchDispatchMode):
