@@ -164,14 +164,19 @@ def recorded_pair(model):
 
 
 def test_both_runs_in_one_pass_are_those_of_two_passes(monkeypatch):
-    model = model_of("gpt2")
+    model, n_rows = model_of("gpt2"), []
+    count = of_a_library(lambda module, args, output: n_rows.append(len(args[0])))
+    model.blocks[0].register_forward_hook(count)
     together = recorded_pair(model)
+    assert n_rows == [2 * len(CLEAN)]
     monkeypatch.setattr(recording, "_FEW_TOKENS", 0)
     apart = recorded_pair(model)
+    assert n_rows[1:] == [len(CLEAN)] * 2
     for side in ("clean", "corrupted"):
         runs = getattr(together, side), getattr(apart, side)
-        assert bool(runs[0].key_values)
-        assert not runs[1].key_values
+        for layer in zip(*(run.key_values for run in runs), strict=True):
+            for tensors in zip(*layer, strict=True):
+                torch.testing.assert_close(*tensors, rtol=0, atol=1e-12)
         torch.testing.assert_close(runs[0].logits, runs[1].logits, rtol=0, atol=1e-12)
         for streams in zip(*(run.streams for run in runs), strict=True):
             torch.testing.assert_close(*streams, rtol=0, atol=1e-12)
@@ -191,4 +196,3 @@ def test_runs_are_recorded_apart_if_rows_round_differently():
     model.blocks[0].register_forward_hook(of_a_library(round_by_row))
     runs = recorded_pair(model)
     assert torch.equal(runs.clean.streams[-1][:, :FIRST], runs.corrupted.streams[-1][:, :FIRST])
-    assert not runs.clean.key_values  # recorded apart
