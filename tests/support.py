@@ -471,7 +471,16 @@ OF_NO_MODEL = {
     ),
     *("Faithfulness", "NodeGroups", "Stability"),
     *("PathExpansion", "TokenCircuit"),
-    *("Page", "Provenance", "Example", "NeuronStatistics", "PairedPrompts", "Evaluation"),
+    *(
+        "Page",
+        "Provenance",
+        "Example",
+        "NeuronStatistics",
+        "HeadStatistics",
+        "CorpusStatistics",
+        "PairedPrompts",
+        "Evaluation",
+    ),
     # Of the shipped models, which are of the kinds that there are.
     *("demo", "pretrained"),
 }
