@@ -42,7 +42,7 @@ from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these nodes cannot be grouped"
-_STEP = 0.05  # the similarity is raised in steps of this size
+_STEP = 0.05  # the step by which the similarity threshold is raised
 _LONGEST = 12  # the most characters of a token in a name
 
 
@@ -275,7 +275,7 @@ def _names(
     members: Sequence[Rows],
     peaks: Mapping[str, str],
 ) -> list[str]:
-    """Name groups after what their members promote, and the token of most of their peaks."""
+    """Name groups after what their members promote, and the token where most members peak."""
     if not members:
         return []
     sums = torch.stack([written[group].sum(0) for group in members])

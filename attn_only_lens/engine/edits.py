@@ -17,7 +17,8 @@ of z splits into three terms:
 For attention heads, the block runs again for many variants at once, with a hook that patches other
 heads at other positions in each variant. In models with grouped queries, heads share keys and
 values. To patch a key or value for one head only, the shared key or value is patched and the z of
-all other heads is restored. This equals a patch in a model where each head has its own copy.
+all other heads is restored. The result equals a patch in a model where each head has its own copy
+of keys and values.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,7 @@ from attn_only_lens.heads import host_of
 
 
 class Tape:
-    """Hooks that keep the tensors of one forward pass at which gradients are taken."""
+    """Hooks that keep the tensors of one forward pass, to take gradients with respect to them."""
 
     def __init__(
         self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})

@@ -11,7 +11,7 @@ _ROUNDED = 1.001  # a factor that covers the rounding of products and norms in a
 
 
 class LargestScores:
-    """The k largest scores so far, with the writer and the reader of each score.
+    """The k largest scores so far, each with its pair of writer and reader.
 
     Example:
         >>> largest = LargestScores(2)

@@ -424,7 +424,7 @@ def cancelling(std: float | None = None) -> Initialiser:
 def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
     """Make new units copies of randomly drawn old units; the copies share the old unit's output.
 
-    No old unit is copied twice before each is copied once. If outputs cannot be shared
+    Every old unit is copied once before any is copied a second time. If outputs cannot be shared
     (`expansion/initialise.py` has the list), new units are drawn as in `own`, with zero output
     weights.
 

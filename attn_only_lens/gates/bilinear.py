@@ -294,7 +294,7 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
             f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}, the largest "
             "|q| to cover"
         )
-    if act_fn == "relu":  # one fit, scaled exactly by a power of two
+    if act_fn == "relu":  # fit once and rescale by a power of two, without rounding
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
         gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
         w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)

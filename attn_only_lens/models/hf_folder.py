@@ -121,7 +121,7 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: dict[str, Any]) -> list[str]:
-    """Return a reason against a model that was trained for another task, such as classification."""
+    """Return the reason to refuse a model trained for another task, such as classification."""
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [

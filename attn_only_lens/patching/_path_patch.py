@@ -289,7 +289,8 @@ class _PathPatches:
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
         """Return the paths with the largest |mean estimate|, and the rows of each chunk of them."""
-        # Rows are blocks here. Without prompts, the keys differ from the keys of patch chunks.
+        # Here each row is a block. The keys have no prompts, so they cannot equal keys of patch
+        # chunks.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)

@@ -3,7 +3,7 @@
 The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
 HookedTransformer, the model is a TransformerBridge. TransformerLens converts the state dict, but
 silently ignores most fields of a HookedTransformerConfig. So `load_bridge` is only for the shipped
-model, whose logits are tested, and not for other folders.
+model, whose logits are tested, and not for other models.
 """
 
 from importlib.resources import as_file, files

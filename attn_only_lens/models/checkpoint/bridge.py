@@ -8,7 +8,7 @@ builds the model from its configuration, with arbitrary weights, and processes i
 
 `save` reads the files that it has written, and compares the loaded model with the original:
 modules, hook points, tensors, settings, and the logits on a few tokens, which must be bitwise
-equal. A bridge that differs is refused.
+equal. If the rebuilt bridge differs from the model, `save` refuses it.
 """
 
 import copy

@@ -142,7 +142,7 @@ class _ExposedMLP:
     def forward(self, x: Residual) -> Residual:
         """Return the output of the MLP, sent through hook_neuron_write if that is live."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # after undo(), for a class made by torch.nn.utils.parametrize
+        if heads is None:  # after undo(), if torch.nn.utils.parametrize made the class
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]
