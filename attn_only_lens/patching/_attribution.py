@@ -26,8 +26,8 @@ patch of z by its Δz (`edits.py`). As ε → 0, a patch scaled by ε changes th
 estimate of "gradient".
 
 The cost is counted in forward passes of 2 · n_pos · parameters flops (a backward pass that stops at
-activations costs one). "gradient" costs 3; "exact_gate" costs 3, plus 2 for queries of attention heads;
-"secant" costs 6; "integrated" costs 3 + 2 · steps. Some sites are then patched exactly
+activations costs one). "gradient" costs 3; "exact_gate" costs 3, plus 2 for queries of attention
+heads; "secant" costs 6; "integrated" costs 3 + 2 · steps. Some sites are then patched exactly
 (`repairs.py`). The agreement with patching is in `analyses/results/attribution_vs_patching.md`,
 `contrast_vs_patching.md` and `attribution_repairs.md`.
 """
