@@ -10,9 +10,10 @@ from bridges import boot
 from common import D_VOCAB, needs_hooked_transformer
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import HeadName, InputError, convert, expose_neuron_heads, neurons
+from attn_only_lens import HeadName, convert, expose_neuron_heads, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.engine.tokens import token_text
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.neurons import summary as so_far
 
