@@ -120,11 +120,11 @@ class Shape:
         """Bytes of `neuron_statistics` of all neurons, with k = 20 examples at both ends.
 
         An example has 3 integers, a flag, its score, and a window of 19 tokens with 2 numbers each;
-        a neuron has 1,412 integers for histograms.
+        a neuron has 1,416 integers for histograms and quadrants.
         """
         window, integer = 19, 8
         example = (3 + window) * integer + 1 + (1 + 2 * window) * NUMBER
-        return self.n_layers * self.d_mlp * (2 * 20 * example + 1412 * integer)
+        return self.n_layers * self.d_mlp * (2 * 20 * example + 1416 * integer)
 
 
 MODELS = {

@@ -21,6 +21,7 @@ from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.neurons.accumulate import no_counts, no_examples
+from attn_only_lens.neurons.summary import _NUMBERS, _WINDOWS
 from attn_only_lens.patching.prompt_chunks import _numbers_per_prompt
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
@@ -207,7 +208,9 @@ def test_what_fits_memory_is_counted_as_the_package_does():
             numbers = _numbers_per_prompt(model, pair, sites, part, traced, decomposed)
             assert numbers == 7 * counted
     # A neuron's examples at both ends, with windows of 12 + 1 + 6 tokens, and its histograms.
-    states = [no_examples(1, 20, 19, torch.zeros(()))] * 2 + [no_counts(1, torch.device("cpu"))]
+    kinds = _NUMBERS["neuron"], _WINDOWS["neuron"]
+    examples = no_examples(1, 20, 19, torch.zeros(()), *kinds)
+    states = [examples, examples, no_counts(1, torch.device("cpu"))]
     held = sum(tensor.nbytes for state in states for tensor in state.values())
     assert shape.statistics == cfg.n_layers * cfg.d_mlp * held
 

@@ -253,7 +253,7 @@ def test_no_prompt_is_held_against_itself(pair):
     ("last", "message"),
     [
         (lambda: tokens(batch=2) + 41, "UnsupportedCallError|InputError.*values from"),
-        (lambda: tokens(batch=1, pos=7), "1 prompt, of 7 tokens"),
+        (lambda: tokens(batch=1, pos=7), "1 prompt of 7 tokens"),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
         (lambda: (tokens(batch=3), lambda logits: logits.detach().sum()), "InputError"),
     ],
@@ -280,7 +280,7 @@ def test_an_error_of_the_first_batch_is_itself(pair):
     with pytest.raises(ComparisonError) as error:
         compare(*pair, iter([tokens(batch=1)]), p.loss(), **FEW)
     assert error.value.so_far is None
-    assert "1 prompt, of 11 tokens" in str(error.value)
+    assert "1 prompt of 11 tokens" in str(error.value)
 
 
 def test_every_stage_has_a_bar(pair, capsys):

@@ -171,7 +171,7 @@ def test_ablations(to, side, reference):
             return
         how["reference"] = others
     elif to == "resample" and side == "right":
-        with pytest.raises(InputError, match="at padding"):
+        with pytest.raises(InputError, match="from the padding"):
             sweep(model, side, **how)
         return
     source = cached(model, others, None if reference else mask)
@@ -234,7 +234,7 @@ def test_references_that_cannot_be_resampled_from():
     for reference, reason in (
         (
             tokens(9, batch=2),
-            r"got reference prompts \[2, 11\]; expected \[3, 11\], a row for each",
+            r"got reference prompts \[2, 11\]; expected \[3, 11\], one row for each",
         ),
         (tokens(9, batch=1), r"got reference prompts \[1, 11\]"),
         (tokens(9, batch=BATCH, pos=7), r"got reference prompts \[3, 7\]"),
@@ -358,7 +358,7 @@ def test_refused_before_anything_runs():
     for how, reason in (
         ({"part": "k"}, "got part='k'"),
         ({"direction": "sideways"}, "got direction='sideways'"),
-        ({"direction": "zero", "part": "q"}, "an ablation is of z"),
+        ({"direction": "zero", "part": "q"}, "expected part='z'"),
         ({"positions": [3, 3]}, "which are the same"),
         ({"sites": ["L0N37"]}, "neurons 0 to 36"),
         ({"batch_size": 0}, "got batch_size=0"),

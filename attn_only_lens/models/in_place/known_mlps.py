@@ -223,7 +223,7 @@ def _queries(shape: tuple[int, ...]) -> Tensor:
 
 def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping[str, Gate]) -> str:
     """Return the name of the activation that computed `post`; prefer the name in `cfg`."""
-    post, q = post.cpu(), q.double()
+    post, q, u = post.cpu(), q.cpu().double(), u.cpu()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
     errors = {name: activation_error(gate, post, q, u, b_in).item() for name, gate in gates.items()}
     best = min(errors, key=errors.__getitem__)
