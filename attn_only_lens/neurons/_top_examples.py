@@ -100,9 +100,9 @@ def top_examples(
     """
     options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
     options |= {"context": context, "batch_size": batch_size, "histograms": False}
-    found = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
-    assert found.neurons is not None
-    return found.neurons.frame()
+    statistics = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
+    assert statistics.neurons is not None
+    return statistics.neurons.frame()
 
 
 def neuron_statistics(
@@ -139,9 +139,9 @@ def neuron_statistics(
     """
     options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
     options |= {"context": context, "batch_size": batch_size}
-    found = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
-    assert found.neurons is not None
-    return found.neurons
+    statistics = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
+    assert statistics.neurons is not None
+    return statistics.neurons
 
 
 def head_statistics(
@@ -161,7 +161,7 @@ def head_statistics(
 ) -> HeadStatistics:
     """Return where attention heads look, and the places of a corpus where they write most.
 
-    Arguments and errors are those of `top_examples`, except:
+    Arguments and errors are the same as for `top_examples`, except:
 
     Args:
         names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.
@@ -183,9 +183,9 @@ def head_statistics(
     by = "z" if metric is None else "attribution"
     options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
     options |= {"context": context, "batch_size": batch_size}
-    found = _look_up(model, names, texts, metric, options, ("attention",), resume, progress)
-    assert found.heads is not None
-    return found.heads
+    statistics = _look_up(model, names, texts, metric, options, ("attention",), resume, progress)
+    assert statistics.heads is not None
+    return statistics.heads
 
 
 def corpus_statistics(
@@ -206,7 +206,7 @@ def corpus_statistics(
 ) -> CorpusStatistics:
     """Return the statistics of neurons and of attention heads from one pass.
 
-    Arguments and errors are those of `neuron_statistics` and `head_statistics`; None for all
+    Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; None for all
     neurons and heads. `by` is for neurons: heads are ranked by attribution if neurons are.
 
     Example:
