@@ -51,39 +51,48 @@ def no_examples(
     return state
 
 
+def rows_with_new(
+    state: State, end: str, score: Float[Tensor, "neuron token"]
+) -> Int[Tensor, "row"]:
+    """Return the neurons of which a batch has an entry to add, given the scores in the batch."""
+    largest = score.amin(1).neg() if end == "smallest" else score.amax(1)
+    return (largest > _least(state, end)[:, -1]).nonzero()[:, 0]
+
+
+def _least(state: State, end: str) -> Float[Tensor, "neuron k"]:
+    score = state["score"].neg() if end == "smallest" else state["score"]
+    return torch.where(state["found"], score, -torch.inf)
+
+
 def add_examples(
     state: State,
     end: str,
-    numbers: dict[str, Float[Tensor, "neuron place"]],
+    rows: Int[Tensor, "row"],
+    numbers: dict[str, Float[Tensor, "row token"]],
     windows: dict[str, Tensor],
     batch: Batch,
     before: int,
 ) -> None:
-    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron.
+    """Add the entries of a batch to the largest of each neuron.
 
     Args:
-        state: what was found so far.
+        state: the largest entries so far.
         end: one of `ENDS`; the largest entries for any other name.
-        numbers: numbers of each token; entries are ranked by the one named "score", and a score of
-            -∞ is no entry.
-        windows: numbers of the tokens in a window: [neuron, place], or, if they depend on the
-            entry, [neuron, place, pos].
+        rows: the neurons to which entries are added.
+        numbers: values of each counted token; entries are ranked by "score", and a score of -∞ is
+            no entry.
+        windows: values of the tokens in a window, padding included: [neuron, batch * pos], or, if
+            they depend on the entry, [neuron, batch * pos, pos].
         batch: the tokens.
         before: the number of tokens in a window before the entry.
     """
-    counted = batch.counted
-    sign = -1.0 if end == "smallest" else 1.0
-    ranked = numbers["score"][:, counted] * sign
-    least = torch.where(state["found"], state["score"] * sign, -torch.inf)
-    rows = (ranked.amax(dim=1) > least[:, -1]).nonzero()[:, 0]
-    if not len(rows):
-        return
-    chosen = _first_of_largest(ranked[rows], state["score"].shape[1])
-    places = counted[chosen]
-    new = _windows(windows, batch, rows, places, before, state["tokens"].shape[-1])
-    new |= {name: x[rows].gather(1, places) for name, x in numbers.items()}
+    least = _least(state, end)[rows]
+    ranked = numbers["score"].neg() if end == "smallest" else numbers["score"]
+    chosen = _first_of_largest(ranked, least.shape[1])
+    new = _windows(windows, batch, rows, batch.counted[chosen], before, state["tokens"].shape[-1])
+    new |= {name: x.gather(1, chosen) for name, x in numbers.items()}
     new["found"] = new["score"].isfinite()
-    both = torch.cat([least[rows], ranked[rows].gather(1, chosen)], dim=1)
+    both = torch.cat([least, ranked.gather(1, chosen)], dim=1)
     # The sort is stable, so that among equal entries, those from earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
     for name, kept in state.items():
@@ -95,20 +104,27 @@ def add_examples(
 
 
 def quadrants(
-    q: Float[Tensor, "neuron place"], value: Float[Tensor, "neuron place"]
-) -> Int[Tensor, "neuron place"]:
+    q: Float[Tensor, "neuron token"], value: Float[Tensor, "neuron token"]
+) -> Int[Tensor, "neuron token"]:
     """Return the quadrant of each token, by q = x W_gate and the value of a head, q · x W_in."""
     negative = q < 0
     return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
 
 
-def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:
+def _first_of_largest(x: Float[Tensor, "row token"], k: int) -> Int[Tensor, "row k"]:
     """Return the sorted indices of each row's k largest entries; among equals, the first."""
     k = min(k, x.shape[1])
-    least = x.topk(k, dim=1).values[:, -1:]
-    larger, equal = x > least, x == least
-    wanted = larger | (equal & (equal.cumsum(1) <= k - larger.sum(1, keepdim=True)))
-    return wanted.nonzero()[:, 1].view(-1, k)
+    largest = x.topk(min(k + 1, x.shape[1]), dim=1)
+    indices = largest.indices[:, :k].sort(dim=1).values
+    least = largest.values[:, k - 1]
+    # `topk` may return any of several equal entries.
+    rows = ((largest.values[:, -1] == least) & least.isfinite()).nonzero()[:, 0]
+    if len(rows) and largest.values.shape[1] > k:
+        some, bound = x[rows], least[rows, None]
+        larger, equal = some > bound, some == bound
+        wanted = larger | (equal & (equal.cumsum(1) <= k - larger.sum(1, keepdim=True)))
+        indices[rows] = wanted.nonzero()[:, 1].view(-1, k)
+    return indices
 
 
 def _windows(
@@ -165,34 +181,36 @@ def add_counts(
     gate: Float[Tensor, "neuron token"],
     value: Float[Tensor, "neuron token"],
 ) -> None:
-    """Count the tokens of a batch in the bins of each neuron's z, gate and value.
+    """Count the tokens of a batch, in place, in the bins of each neuron's z, gate and value.
 
     There are joint counts, too: of the gate by row and the value by column, in `JOINT` bins on each
     side of 0. How often z is exactly 0 is counted separately, because its bin has other values too.
     """
     bins = {}
-    state["zeros"] += (z == 0).sum(dim=1)
+    state["zeros"] += (z.shape[1] - z.count_nonzero(dim=1)).long()
     for name, x in (("z", z), ("gate", gate), ("value", value)):
         size = float32_if_half(x).abs()
         mantissa, exponent = torch.frexp(size.amax(dim=1))
         held = state[f"{name}.exponent"]
         now = torch.maximum(held, exponent - (mantissa == 0.5).long())
         now = torch.where(mantissa == 0, held, now)
-        state[f"{name}.counts"] = _halved(state[f"{name}.counts"], now - held)
+        counts = state[f"{name}.counts"]
+        counts.copy_(_halved(counts, now - held))
         if name != "z":
             wide = state["joint"].unflatten(1, (2, JOINT)).unflatten(3, (2, JOINT))
             wide = wide.movedim(2, -1) if name == "gate" else wide
             wide = _halved(wide, now - held)
             wide = wide.movedim(-1, 2) if name == "gate" else wide
-            state["joint"] = wide.flatten(3).flatten(1, 2)
-        state[f"{name}.exponent"] = now
+            state["joint"].copy_(wide.flatten(3).flatten(1, 2))
+        held.copy_(now)
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
-        # In place, and of 32 bits: this takes most of the time of a pass over a corpus.
-        bins[name] = size.mul_(scale).ceil_().int().sub_(1).clamp_(min=0, max=BINS - 1)
-        side = (x < 0).logical_not().int()  # 0 is on the side of what is positive
-        _count(state[f"{name}.counts"], side * BINS + bins[name])
-        bins[name] = side * JOINT + bins[name] // (BINS // JOINT)
-    _count(state["joint"], bins["gate"] * 2 * JOINT + bins["value"])
+        # In place, and in few bits, because this takes much of the time of a pass over a corpus.
+        bins[name] = size.mul_(scale).ceil_().sub_(1).clamp_(min=0, max=BINS - 1).to(torch.uint8)
+        bins[name].add_(x >= 0, alpha=BINS)  # 0 is on the positive side
+        add_histogram(counts, bins[name].int())
+    per_joint = (BINS // JOINT).bit_length() - 1
+    rows, columns = (bins[name].bitwise_right_shift(per_joint) for name in ("gate", "value"))
+    add_histogram(state["joint"], rows.int().mul_(2 * JOINT).add_(columns))
 
 
 def _halved(
@@ -205,7 +223,8 @@ def _halved(
     return torch.zeros_like(counts).scatter_add_(-1, into, counts)
 
 
-def _count(counts: Int[Tensor, "neuron *bin"], bins: Int[Tensor, "neuron token"]) -> None:
+def add_histogram(counts: Int[Tensor, "neuron *bin"], bins: Int[Tensor, "neuron token"]) -> None:
+    """Count the tokens of each neuron in each bin; `bins` are 32-bit integers and are changed."""
     n, size = len(counts), counts[0].numel()
-    places = bins + torch.arange(n, dtype=bins.dtype, device=bins.device)[:, None] * size
-    counts += torch.bincount(places.flatten(), minlength=n * size).view_as(counts)
+    bins += torch.arange(n, dtype=bins.dtype, device=bins.device)[:, None] * size
+    counts += torch.bincount(bins.flatten(), minlength=n * size).view_as(counts)

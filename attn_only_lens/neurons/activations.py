@@ -179,7 +179,8 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
         of_heads["q"] = seen["q"].squeeze(-1)
     if "attribution" in seen:
         of_heads["attribution"] = seen["attribution"]
-    index, per_neuron = sites.index.to(seen["z"].device), heads.heads_per_neuron
+    index, per_neuron = sites.index, heads.heads_per_neuron
+    whole = torch.equal(index, torch.arange(heads.n_neurons, device=index.device))
     values = {}
     for name, x in of_heads.items():
         if name in ("z", "gate"):
@@ -187,5 +188,6 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
         elif per_neuron > 1:  # one value for all heads of a neuron; an attribution is their sum
             x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
-        values[name] = float32_if_half(x.flatten(0, 1)[:, index].T.contiguous())
+        x = x.flatten(0, 1) if whole else x.flatten(0, 1)[:, index.to(x.device)]
+        values[name] = float32_if_half(x.T.contiguous())
     return values
