@@ -99,7 +99,7 @@ def evaluate(
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
     names = sorted(map(str, positions or {}))
     if names != roles:
-        expected = f"the circuit has the roles {roles}: pass only these roles of task.roles"
+        expected = f"the circuit has the roles {roles}: pass only these roles from task.roles"
         if not roles:
             expected = "the circuit has no roles: leave positions out"
         reasons.append(f"got positions for the roles {names}; {expected}")
@@ -107,7 +107,7 @@ def evaluate(
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
-            "tokens, as in the prompts used to find the circuit, because its sites have positions"
+            "tokens, as in the prompts used to find the circuit: its sites are at fixed positions"
         )
     if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in the circuit twice; expected one row for each site")

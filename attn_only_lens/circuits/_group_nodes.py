@@ -1,7 +1,7 @@
-"""Group nodes of an attribution graph that act alike (into "supernodes").
+"""Group nodes of an attribution graph that act alike into "supernodes".
 
 Only nodes of the same kind at the same position can form a group. The similarity of two nodes is
-the mean of
+the mean of three values:
 
     cos(edges out), cos(edges in)    edges by neighbour and kind; a missing edge is 0
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the

@@ -1,19 +1,19 @@
 r"""Learn a circuit of a given size that is also faithful on held-out prompts.
 
 Every candidate site has a score θ. The circuit C is the k sites with the highest scores. Scores are
-trained by gradient descent on
+trained by gradient descent on this loss (in the notation of `ablation.py`):
 
-    loss = mean over prompts of |m(C) - m(M)| / max(|m(M) - m(∅)|, half of its mean)
+    loss = mean over prompts of |m(C) - m(M)| / max(r, mean(r) / 2)        r = |m(M) - m(∅)|
 
-in the notation of `ablation.py`. This loss is a mean of absolute errors, because signed errors of
-different prompts would cancel. The forward pass ablates all sites outside the circuit. The gradient
-of θ is the site's first-order contribution to the loss, also for sites outside the circuit. This is
-a straight-through estimator (Bengio et al., "Estimating or Propagating Gradients Through Stochastic
-Neurons", 2013). Gradient steps use momentum. Each step is divided by the geometric mean of the
-typical size of the site's gradient and the typical size of all gradients. (If steps were divided by
-the site's gradient size alone, as in Adam, the scores of all useful sites would rise equally fast.)
-The size k decreases from the number of candidates to `n_sites` in the first 40 % of the steps. The
-circuit with the smallest error on validation prompts is returned.
+The loss is a mean of absolute errors, because signed errors of different prompts would cancel. The
+forward pass ablates all sites outside the circuit. The gradient of θ is the site's first-order
+contribution to the loss, also for sites outside the circuit. This is a straight-through estimator
+(Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Gradient
+steps use momentum. Each step is divided by the geometric mean of the typical size of the site's
+gradient and the typical size of all gradients. With division by the site's gradient size alone, as
+in Adam, the scores of all useful sites would rise equally fast. The size k decreases from the
+number of candidates to `n_sites` in the first 40 % of the steps. Circuits are chosen by running
+means of θ, and the circuit with the smallest error on validation prompts is returned.
 """
 
 import math

@@ -7,14 +7,13 @@ a neuron-head with its gate held fixed. So the stream is
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
 The sum runs over all paths embedding → s → … → t → logits. The terms add up to the run's logits. A
-path describes the flow under this run's patterns, not how another prompt would change the patterns.
+path shows what flows under this run's patterns, not how another prompt would change the patterns.
 
 A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hops.
 Paths from b_V, b_in and a norm's bias have one hop, through the head that reads the bias. A single
 pass computes the streams of paths with 0, 1, 2, … hops. The effect of the path embedding → s → t →
 logits is the dot product of z_s W_O[s] and F_tᵀ c. In this product, z_s excludes all input from
-other heads, and c is the gradient of a metric at the final stream. The largest products are found
-block by block.
+other heads, and c is the gradient of a metric at the final stream.
 """
 
 from bisect import bisect_right

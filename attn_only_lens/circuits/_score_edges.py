@@ -84,7 +84,7 @@ def score_edges(
     mask: Tensor | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Score every edge between some nodes, the embedding and the logits.
+    """Score every edge between the given nodes, the embedding and the logits.
 
     An edge connects a writer to one input of a later reader, and covers all positions.
 
@@ -210,7 +210,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The decomposed run of same-length prompts, which contain a `share` of all tokens."""
+    """The decomposed run of same-length prompts; `share` is their fraction of all tokens."""
 
     run: Decomposition
     readers: Readers

@@ -62,8 +62,7 @@ def score_sources(
 ) -> pd.DataFrame:
     """Split an attention score, or a neuron's pre-activation, into the shares of all writers.
 
-    Norm scales are held at their values in the run. Then the shares add up to the score, up to
-    rounding errors.
+    With norm scales held at their values in the run, the shares add up to the score.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
@@ -221,7 +220,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's part of the query or key; the own bias has a last coordinate of 1."""
+    """Return each writer's query or key, with an added coordinate: 1 for the head's own bias."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(

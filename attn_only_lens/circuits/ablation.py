@@ -19,9 +19,8 @@ at a site when all sites outside C are ablated. Then the site adds g · (z - abl
 m(∅)) to f(C), to first order.
 
 `faithfulness` evaluates circuits C_k, the highest-ranked sites that make up a share k of all sites.
-It also computes two areas from the Mechanistic Interpretability Benchmark (MIB, Mueller et al.,
-2025) by the trapezoidal rule. MIB counts edges instead of sites, and ranks by signed scores for CPR
-and by |scores| for CMD.
+MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), defines two areas, computed
+here by the trapezoidal rule (MIB counts edges, and ranks by |scores| only for CMD):
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -216,9 +215,8 @@ class AblatedModel:
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`, `positions` contains the position of each role, and
-        `some` contains the indices of the prompts to use. `on_done` is called with the number of
-        newly finished circuits.
+        `sites` are rows of `Sweep.frame`, `positions` are the positions of roles, and `some` are
+        the prompts to use. `on_done` is called with the number of newly finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -267,7 +265,7 @@ class AblatedModel:
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
-        # The metric's range between the runs may differ in sign from the range by ablation.
+        # The metric's range between the two runs may differ in sign from `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # Adding a useful site raises the score, and removing a useful site lowers the score.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
@@ -414,9 +412,8 @@ def _reasons_against_sites(
 class _AblatedPoint:
     """The sites at one hook point, and the ablated value of every z at the hook point.
 
-    A place is the index of a position or role; it is 0 for sites at all positions. `place_of`
-    contains the place of each token, or -1 for tokens without a place. Without roles, `place_of`
-    has one row for all prompts.
+    A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
+    tokens to places, or to -1 for no place. Without roles, `place_of` has a single row.
     """
 
     name: str
@@ -501,7 +498,7 @@ def ablated_model(
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks if memory is short.
 
-    Mean ablation and custom metrics need all prompts, so these are never run in chunks.
+    Mean ablation and custom metrics need all prompts at once, and do not use chunks.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)

@@ -3,14 +3,14 @@
 A target t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
 gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the edges into t.
 
-In one run, with patterns and norm scales held fixed (`linear_run.py`), A_t consists of values only:
+In one run, with patterns and norm scales held fixed (`linear_run.py`), only value edges sum to A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
 In the difference between two runs (`linear_pair.py`), Δz_t replaces z_t, and c_t is the multiplier
-of Δz_t. Then A_t has parts from patterns and from values, and biases cancel:
+of Δz_t. Then edges of all kinds sum to A_t, and biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric

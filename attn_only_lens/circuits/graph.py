@@ -218,7 +218,7 @@ def select_largest(
     """
     reasons = []
     if (top is None) == (mass is None):
-        reasons.append(f"got top={top}, mass={mass}; expected one of the two")
+        reasons.append(f"got top={top}, mass={mass}; expected exactly one of the two")
     elif top is not None and not is_count(top, 1):
         reasons.append(f"got top={top!r}; expected 1 or more")
     elif mass is not None and (not is_number(as_plain(mass), 0, 1) or mass == 0):

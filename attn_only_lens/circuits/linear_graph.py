@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places in some prompts; a token with several roles has only the first one."""
+        """Return the places in some prompts; a token with several roles has only its first role."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()

@@ -229,8 +229,8 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     reasons = []
     if not isinstance(provenance, Provenance):
         reasons.append(
-            f"got provenance of type {type(provenance).__name__}; expected the result of `grow` as "
-            "grown=, or a model with provenance=grown.provenance"
+            f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
+            "a model and provenance=grown.provenance"
         )
     for name in ("batch_size", "n_resamples", "n_nodes", "n_patched", "seed"):
         value, least = settings[name], int(name == "batch_size")

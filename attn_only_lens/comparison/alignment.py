@@ -2,8 +2,8 @@
 
 Components are the heads and neurons of source layers, so that all kinds of models can be compared.
 The provenance contains the new index of each original component. All other components of the grown
-model are new. A provenance that does not fit both models is refused, because one wrong index would
-shift all later components by one.
+model are new. A provenance that does not fit both models is refused, because its indices would pair
+the wrong components.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,11 +2,11 @@
 
 The computation takes two forward passes and a backward pass, as in
 `patching.attribution(part="z", direction="noise")`. Let g be the gradient of the metric at a head's
-output z in the clean run, and let z* be the head's output in the corrupted run. The estimate
+output z in the clean run, and let z* be the head's output in the corrupted run. The effect
 
     effect = g · (z - z*)
 
-of the decrease of the metric when z* replaces z has the metric's unit. The effect is positive for a
+is, to first order, the decrease of the metric when z* replaces z. The effect is positive for a
 component that increases the metric. Each prompt has its own effect: the metric is a mean over B
 prompts, so the gradient of the batch is multiplied by B.
 
@@ -40,7 +40,7 @@ MODELS = ("the original", "the grown model", "the null")
 
 
 def stage_bar(text: str, total: int | None, unit: str, shown: bool) -> "tqdm[Any]":
-    """Return a progress bar that is shown immediately; the first step may take minutes."""
+    """Return a progress bar that is shown at once, because the first step may take minutes."""
     return tqdm(desc=text, total=total, unit=unit, disable=not shown)
 
 

@@ -87,7 +87,7 @@ def batches(
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Split prompts into batches of similar size, with one length if `corrupted` is None."""
+    """Split prompts into batches of similar size; without `corrupted`, each has one length."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:

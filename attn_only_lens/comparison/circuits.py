@@ -182,7 +182,7 @@ def _rank_correlation(
 def largest(
     scores: Float[np.ndarray, "resample row"], size: int
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the rows with the largest |score|, without NaN; the first of ties wins."""
+    """Return a mask of the rows with the largest |score|, without NaN; ties go to earlier rows."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
     scored = sizes >= 0
     n_rows = sizes.shape[1]
@@ -339,7 +339,7 @@ class _Circuits:
     """The circuits of several models. Edges use the grown model's component names."""
 
     components: Sequence[_ComponentRows]
-    sizes: Sequence[int]  # number of nodes in each circuit
+    sizes: Sequence[int]  # the number of nodes in each circuit
     scores: Sequence[Float[np.ndarray, "node batch"]]
     edges: pd.DataFrame  # `source`, `target`, `kind`
     ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component

@@ -9,16 +9,16 @@ keys are its own token and the bias token.
 
 **Outputs** are compared through Gram matrices. A head with output z writes z W, where W = W_O[h]; a
 neuron is a head with d_head = 1. Let J map the original's stream coordinates to the grown model's
-coordinates, and let the projection C remove the mean (C = 1 if no LayerNorm reads the stream). Then
+coordinates, and let the projection C remove the mean (if LayerNorms read the stream). Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-So three d_head × d_head matrices per head, or three values per neuron, are enough to compute
+So three d_head × d_head matrices per head, or three values per neuron, give these sums over tokens:
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
-The sums run over tokens. **Standard errors** are over prompts: if x_i is a mean over the tokens of
-prompt i, the mean is Σ x_i / n, with a standard error of √((Σ x_i² - n mean²) / ((n - 1) n)).
+**Standard errors** are over prompts: if x_i is a mean over the tokens of prompt i, the mean is
+Σ x_i / n, and the standard error is √((Σ x_i² - n mean²) / ((n - 1) n)).
 
 **Silent neurons** have outputs that never exceed the rounding error of their layer's output:
 
@@ -216,7 +216,7 @@ class _SharedStatistics:
         return numbers[:10], np.concatenate([numbers[10:], np.concatenate(roundings).T])
 
     def frame(self, n_prompts: int, n_tokens: int) -> pd.DataFrame:
-        """Return a frame of names, differences and silence, with one row per component."""
+        """Return a frame with one row per component: names, differences and a flag `silent`."""
         js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
         with np.errstate(divide="ignore", invalid="ignore"):  # an output may be zero

@@ -38,8 +38,8 @@ def from_templates(
 ) -> PairedPrompts:
     """Return pairs of prompts that fill one template with two rows of words.
 
-    The right answer belongs to the row of the clean prompt, and the wrong answer belongs to the row
-    of the corrupted prompt. The roles are the template's fields, and "end", the last token.
+    The row of the clean prompt has the right answer, and the row of the corrupted prompt has the
+    wrong answer. The roles are the template's fields, and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.

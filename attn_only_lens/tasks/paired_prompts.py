@@ -130,7 +130,7 @@ def collect(
 ) -> PairedPrompts:
     """Return the first n pairs that fit a tokenizer; raise an error if there are `reasons`."""
     reasons = [*reasons, *positive_reasons(n=n), *_tokenizer_reasons(tokenizer)]
-    reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
+    reasons += [f"got seed={seed!r}; expected a whole number, 0 or more"] * (not is_count(seed))
     InputError.raise_if(reasons, PROBLEM)
     rows, dropped, drawn = dict[str, _Row](), Counter[str](), 0
     for pair in islice(pairs, _MOST_DRAWN):

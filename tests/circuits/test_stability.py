@@ -169,7 +169,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     assert matrix.loc["relative"].tolist() == pytest.approx(expected)
     lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
     with pytest.raises(
-        InputError, match=r"the circuit has the roles .*: pass only these roles of task.roles"
+        InputError, match=r"the circuit has the roles .*: pass only these roles from task.roles"
     ):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
     with pytest.raises(InputError) as error:  # all at once

@@ -136,8 +136,7 @@ def top_compositions(
     """Return the pairs with the largest composition scores, by default among all pairs.
 
     Scores are computed block by block, and only the k largest are kept. Let b be the larger of
-    `block` and the largest rank of a head. In float32, the memory in addition to the model is at
-    most
+    `block` and the largest rank of a head. In float32, the additional memory is at most
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 

@@ -8,9 +8,9 @@
 
 The definitions are from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 The QK circuit of a neuron-head shows which tokens open its gate. The OV circuit shows which logits
-each token then raises (in a gated MLP, through W_in). The circuits omit norm scales (gains are
-folded in), biases, positions (rotary: distance 0), 1/√d_head, and everything that earlier heads
-add. W_U C is W_U minus its mean over the vocabulary.
+the neuron-head raises for each token. The circuits omit norm scales (gains are folded in), biases,
+positions (rotary: distance 0), 1/√d_head, and everything that earlier heads add. W_U C is W_U minus
+its mean over the vocabulary.
 
 A head copies if its OV circuit M raises the logit of the token that it reads:
 
