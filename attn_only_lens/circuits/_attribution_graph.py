@@ -1,13 +1,13 @@
 """Build the attribution graph of one run, or of the difference between two runs.
 
-The heads and neurons with the largest attributions become nodes; `linear_graph.py` computes their
-edges. Edges from all other heads are summed into one edge from "rest", so the sums of edges hold
-for any choice of nodes.
+The heads and neurons with the largest attributions become nodes; `linear_graph.py` computes the
+edges. Edges from all other heads are merged into one edge from a node "rest", so the edges into a
+target have the same sum for any choice of nodes.
 
-Neurons and queries read the stream only at their own position. Keys and values read it at every
-position. So a target has, for each kind, at most one edge from each earlier node at the positions
-that it reads. This upper bound is counted before edges are computed; graphs beyond a limit are
-refused.
+Neurons and queries read the stream only at their own position. Keys and values read the stream at
+every position. So for each edge kind, a target has at most one edge from each earlier node at the
+positions that the target reads. If this upper bound exceeds `max_edges`, the graph is refused
+before any edge is computed.
 """
 
 from bisect import bisect_left
@@ -44,7 +44,7 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
-_BYTES = 40  # for each edge: its source, target, kind, weight, and weight in one prompt
+_BYTES = 40  # bytes per edge: source, target, kind, weight, and weight in one prompt
 _PROBLEM = "no attribution graph can be made"
 
 
@@ -64,16 +64,17 @@ def attribution_graph(
     max_edges: int = 10_000_000,
     mask: Tensor | None = None,
 ) -> CircuitGraph:
-    """Return a graph of how heads and neurons contribute to a metric, directly and through others.
+    """Return a graph of how heads and neurons contribute to a metric and to each other.
 
     With `corrupted`, the graph explains the difference between the two runs exactly. The edges into
     a node add up to its attribution, and the edges into the metric add up to the metric's change.
-    Slopes are secants between the two runs (`engine/secants.py`). The change of a product is
-    divided between its factors by a convention, and an attribution is not the effect of a patch.
+    Slopes of nonlinear functions are secants between the two runs (`engine/secants.py`). The change
+    of a product is split between its factors by convention. An attribution is not the effect of a
+    patch.
 
-    Without `corrupted`, the graph explains one run, with patterns and norm scales held fixed. Edges
-    of kind "value" add up exactly. Edges of kinds "q", "k" and "gate" say how patterns would
-    change, to first order.
+    Without `corrupted`, the graph explains one run, with patterns and norm scales held fixed. The
+    edges of kind "value" into a node add up to its attribution. Edges of kinds "q", "k" and "gate"
+    are first-order estimates of the effect of a source through the target's pattern.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -238,7 +239,7 @@ def _require_affordable(
     max_edges: int,
     n_pos: int,
 ) -> None:
-    """Refuse too many edges; the message says their memory and the largest allowed top."""
+    """Refuse a graph with too many edges, and suggest the largest allowed `top`."""
     n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return

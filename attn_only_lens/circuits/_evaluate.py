@@ -1,4 +1,4 @@
-"""Evaluate circuits on prompts on which they were not found."""
+"""Evaluate circuits on prompts that were not used to find them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _NO_TRANSFER = "these circuits cannot be evaluated on these tasks"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The faithfulness of a circuit on some prompts. Made by `evaluate`.
+    """The faithfulness of a circuit on a set of prompts. Made by `evaluate`.
 
     Attributes:
         faithfulness: the faithfulness of the circuit.
@@ -59,7 +59,7 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on other prompts, with the ablation with which it was found.
+    """Evaluate a circuit on other prompts, with the ablation method stored in the circuit.
 
     Args:
         model: the circuit's model.
@@ -99,16 +99,15 @@ def evaluate(
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
     names = sorted(map(str, positions or {}))
     if names != roles:
-        expected = f"its sites are at the roles {roles}: pass only these roles of task.roles"
+        expected = f"the circuit has the roles {roles}: pass only these roles from task.roles"
         if not roles:
-            expected = "its sites have no roles: leave positions out"
-        reasons.append(f"got positions of the roles {names}; {expected}")
+            expected = "the circuit has no roles: leave positions out"
+        reasons.append(f"got positions for the roles {names}; {expected}")
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
-            f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos}, "
-            "the length of the prompts on which the circuit was found, because its sites have "
-            "positions"
+            f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
+            "tokens, as in the prompts used to find the circuit: its sites are at fixed positions"
         )
     if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in the circuit twice; expected one row for each site")
@@ -155,7 +154,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         `viz.transfer_heatmap` draws it.
 
     Raises:
-        InputError: a task lacks a role of a circuit; see `evaluate`.
+        InputError: a task lacks one of a circuit's roles, or `evaluate` refuses an argument.
 
     Example:
         >>> import torch
@@ -168,7 +167,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         True
     """
     reasons = [
-        f"{name}: got a {type(value).__name__}; expected a dict with one or more: {{'a name': …}}"
+        f"{name}: got a {type(value).__name__}; expected a non-empty dict: {{'a name': …}}"
         for name, value in (("circuits", circuits), ("tasks", tasks))
         if not isinstance(value, Mapping) or not value
     ]

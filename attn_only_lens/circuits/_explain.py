@@ -1,8 +1,8 @@
 """Explain in one call why a metric differs between two prompts.
 
-Attribution by secants ranks all sites. A search finds a small circuit. An attribution graph of the
-difference shows how the circuit's sites affect each other. Patches measure the effect of each of
-the strongest sites alone.
+Secant attribution ranks all sites. A search finds a small circuit. An attribution graph of the
+difference shows how the circuit's sites affect each other. The strongest sites are also patched one
+by one, which gives their exact effects.
 """
 
 from collections.abc import Sequence
@@ -37,14 +37,14 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
-_LONGEST = 9  # the most characters of a token in a label
+_LONGEST = 9  # the maximum length of a token in a label
 _FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
 _COLUMNS = ("id", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """Why a metric differs between two prompts. Made by `explain`.
+    """An explanation of why a metric differs between two prompts. Made by `explain`.
 
     Attributes:
         attribution: every site's part of the difference, split into pattern and value.
@@ -69,7 +69,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """A sentence that says how small the circuit is, and how much it keeps."""
+        """A sentence with the circuit's size and the share of the difference that it keeps."""
         kept, n = self.circuit.faithfulness, len(self.circuit)
         return f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.0%} of the difference"
 
@@ -80,12 +80,12 @@ class Explanation:
         return list(heads.loc[heads["kind"] == "neuron", "name"].unique())
 
     def table(self) -> pd.DataFrame:
-        """Return a frame with one row per site of the circuit, the strongest first.
+        """Return a frame with one row per site of the circuit, sorted by decreasing |share|.
 
-        The columns are `id`; `does`; `share` (the site's share of the difference, the sum of
-        `by_pattern` and `by_value`); and `denoise` and `noise`. These two are the exact effects of
-        patching the site alone in the corrupted run, and in the clean run, as shares of the
-        difference; they are missing for sites that were not patched.
+        The site's `share` of the difference is the sum of `by_pattern` and `by_value`. Columns
+        `denoise` and `noise` are the exact effects of patching only this site in the corrupted run
+        and in the clean run, as shares of the difference. For sites that were not patched,
+        `denoise` and `noise` are missing.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -98,7 +98,7 @@ class Explanation:
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
-        """Write the graph as an interactive page, and return its path; see `view`."""
+        """Write the graph as an interactive page, and return the page's path; see `view`."""
         viz = import_module("attn_only_lens.viz")
         result: Path = viz.write_html(self.view(examples), path)
         return result
@@ -137,7 +137,7 @@ class Explanation:
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write the table, the graph, the attribution and the page to a folder, all or nothing."""
+        """Write the table, the graph, the attribution and the page to a folder, atomically."""
         with atomic_folder(folder, _FILES, "graph.json") as new:
             write_text(new / "explanation.csv", self.table().to_csv(index=False))
             to_json(self.graph, new / "graph.json")

@@ -1,15 +1,15 @@
-"""Group nodes of an attribution graph that act alike (into "supernodes").
+"""Group nodes of an attribution graph that act alike into "supernodes".
 
-Only nodes of the same kind at the same position form a group. The similarity of two nodes is the
-mean of
+Only nodes of the same kind at the same position can form a group. The similarity of two nodes is
+the mean of three values:
 
     cos(edges out), cos(edges in)    edges by neighbour and kind; a missing edge is 0
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
                                      stream; read: the direction of the gate, only for neurons
 
-Groups are clusters by average linkage. To test a group, its outputs are replaced by one number t
-for each prompt: the z of all members are set to corrupted + t · (clean - corrupted). Here t is the
-least-squares fit to what the members write if all nodes outside the graph are ablated.
+Groups are found by average-linkage clustering. To test a group, the z of each member is set to
+corrupted z + t · (clean z - corrupted z), with one number t for each group and prompt. This t is
+the least-squares fit to what the members write when all nodes outside the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these nodes cannot be grouped"
 _STEP = 0.05  # the step by which the similarity threshold is raised
-_LONGEST = 12  # the most characters of a token in a name
+_LONGEST = 12  # the maximum length of a token in a group's name
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,9 +98,9 @@ def group_nodes(
     examples: pd.DataFrame | None = None,
     mask: Tensor | None = None,
 ) -> NodeGroups:
-    """Group the nodes of a graph that read, write and act alike, and patch each group.
+    """Group graph nodes with similar weights and similar edges, and patch each group.
 
-    Groups are named after the tokens that their members together promote most.
+    Each group is named after the tokens that its members together promote most.
 
     Args:
         graph: an attribution graph of the difference between the two prompts, from
@@ -155,13 +155,13 @@ def group_nodes(
     heads = graph.heads.reset_index(drop=True)
     rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
     unknown = heads["id"][rows < 0]
-    InputError.raise_if([f"got the node {x}; the model has none" for x in unknown[:5]], _PROBLEM)
+    InputError.raise_if([f"got {x}; the model has no such node" for x in unknown[:5]], _PROBLEM)
     prompts = model, clean, corrupted, metric
     grouped = _GroupedModel(*prompts, sites, ablation="resample", mask=mask, positions=positions)
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
-    # The last value allows no group.
+    # With the last value, no group is formed.
     for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):
         members = _clusters(heads, distance, least)
         changed = grouped.as_one(rows, [rows[group] for group in members])
@@ -197,7 +197,7 @@ def group_nodes(
 def _require_same_prompts(
     graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
 ) -> None:
-    """Refuse prompts, roles or a metric that differ from the graph's."""
+    """Raise an error if the prompts, the roles or the metric differ from the graph's."""
     reasons = []
     by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
     if by_role != isinstance(positions, Mapping):
@@ -216,7 +216,7 @@ def _require_same_prompts(
 
 
 def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
-    """Return the cosines between all rows; the cosine with a zero vector is 0."""
+    """Return the cosine similarity of each pair of rows; it is 0 if one row is zero."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
     return np.asarray(units @ units.T)
@@ -225,7 +225,7 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return max(cos(write), cos(read)) for each pair; only neurons have a read direction."""
+    """Return max(cos(write), cos(read)) for each pair of nodes; for heads, cos(read) is 0."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
@@ -242,7 +242,7 @@ def _similar_weights(
 def _distances(
     graph: CircuitGraph, heads: pd.DataFrame, weights: Float[np.ndarray, "node node"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return 1 - the mean of the three similarities."""
+    """Return 1 minus the mean of the three similarities, for each pair of nodes."""
     similar = [weights]
     for end, opposite in (("source", "target"), ("target", "source")):
         edges = graph.edges[graph.edges[end].isin(heads["id"])]
@@ -254,7 +254,7 @@ def _distances(
 def _clusters(
     heads: pd.DataFrame, distance: Float[np.ndarray, "node node"], similarity: float
 ) -> list[Rows]:
-    """Return the member rows of each group."""
+    """Return the row indices of the members of each group."""
     groups = list[Rows]()
     for some in heads.groupby(["kind", "position"], observed=True).indices.values():
         rows = np.asarray(some, dtype=np.int64)
@@ -275,7 +275,7 @@ def _names(
     members: Sequence[Rows],
     peaks: Mapping[str, str],
 ) -> list[str]:
-    """Name groups after what their members promote, and the token where most members peak."""
+    """Name each group after its promoted tokens, and the token where most of its neurons peak."""
     if not members:
         return []
     sums = torch.stack([written[group].sum(0) for group in members])
@@ -292,7 +292,7 @@ def _names(
 
 
 def peak_tokens(examples: pd.DataFrame | None) -> dict[str, str]:
-    """Return, by neuron name, the token at which the neuron's |output| is largest."""
+    """Return a dict from neuron names to the token at which the neuron's |output| is largest."""
     if examples is None:
         return {}
     first = examples[examples["rank"] == 1]
@@ -319,21 +319,21 @@ class _GroupedModel(AblatedModel):
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
-        """Return how z differs from the corrupted run when only the kept sites are not ablated."""
+        """Return z minus its value in the corrupted run, with all sites except `kept` ablated."""
         z = dict[str, Tensor]()
         self._run(self._hooks(self._kept([kept]), z))
         first = self._first
         return {x.name: z[x.name] - x.replacement[:, first:].to(z[x.name]) for x in self._points}
 
     def _place(self, row: int) -> tuple[str, slice, Tensor]:
-        """Return a site's hook point, its heads, and its positions: [batch or 1, pos]."""
+        """Return a site's hook point, its heads, and a mask of its positions [batch or 1, pos]."""
         (point,) = [x for x in self._points if row in x.rows]
         ((index, place),) = np.stack([point.index, point.place], 1)[point.rows == row]
         heads = slice(index * point.width, (index + 1) * point.width)
         return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
-        """Return the change of what a site adds to the stream in each prompt."""
+        """Return the change in a site's write to the residual stream, for each prompt."""
         name, heads, here = self._place(row)
         change = changes[name][:, :, heads]
         z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
@@ -341,11 +341,11 @@ class _GroupedModel(AblatedModel):
         return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
-        """Return what sites add to the stream in the clean run, minus the corrupted run."""
+        """Return the writes of sites in the clean run minus their writes in the corrupted run."""
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return the faithfulness of a circuit if each group is replaced by one number."""
+        """Return a circuit's faithfulness when each group is replaced by one number per prompt."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:

@@ -1,19 +1,19 @@
 r"""Learn a circuit of a given size that is also faithful on held-out prompts.
 
 Every candidate site has a score θ. The circuit C is the k sites with the highest scores. Scores are
-trained by gradient descent on
+trained by gradient descent on this loss (in the notation of `ablation.py`):
 
-    loss = mean over prompts of |m(C) - m(M)| / max(|m(M) - m(∅)|, half of its mean)
+    loss = mean over prompts of |m(C) - m(M)| / max(r, mean(r) / 2)        r = |m(M) - m(∅)|
 
-in the notation of `ablation.py`. In the error of the mean metric, errors of single prompts would
-cancel. The forward pass runs the circuit. The gradient of θ is what the site adds to the loss, to
-first order, whether or not it is in the circuit (a straight-through estimator: Bengio et al.,
-"Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Steps have momentum, and
-are divided by the geometric mean of two running averages: the size of the site's gradient, and the
-size of all gradients. (Divided only by the first, as in Adam, the scores of all useful sites would
-rise equally fast.) k decreases from all candidates to `n_sites` in the first 40 % of the steps.
-After that, circuits are chosen by running means of θ. The circuit with the smallest error on
-validation prompts is returned.
+The loss is a mean of absolute errors, because signed errors of different prompts would cancel. The
+forward pass ablates all sites outside the circuit. The gradient of θ is the site's first-order
+contribution to the loss, also for sites outside the circuit. This is a straight-through estimator
+(Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Gradient
+steps use momentum. Each step is divided by the geometric mean of the typical size of the site's
+gradient and the typical size of all gradients. With division by the site's gradient size alone, as
+in Adam, the scores of all useful sites would rise equally fast. The size k decreases from the
+number of candidates to `n_sites` in the first 40 % of the steps. Circuits are chosen by running
+means of θ, and the circuit with the smallest error on validation prompts is returned.
 """
 
 import math
@@ -42,11 +42,11 @@ from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 
-_SHRINKING = 0.4  # the share of steps in which circuits get smaller
+_SHRINKING = 0.4  # the fraction of steps in which the circuit shrinks
 _RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
-_CHECKS = 16  # how often the circuit is evaluated on validation prompts
-_VALIDATION = 0.2  # the share of prompts for validation
+_CHECKS = 16  # the number of evaluations on validation prompts
+_VALIDATION = 0.2  # the fraction of prompts used for validation
 
 
 @warned_once()
@@ -69,9 +69,9 @@ def learn_mask(
     mask: Tensor | None = None,
     progress: bool | str = False,
 ) -> Circuit:
-    """Learn a circuit of a given size that keeps the metric of every prompt, also on new prompts.
+    """Learn a circuit of a given size that preserves the metric on every prompt and generalizes.
 
-    In contrast, `discover` finds a small circuit that keeps the mean of the metric over its
+    In contrast, `discover` finds a small circuit that preserves the metric's mean over the given
     prompts. Each step costs three passes.
 
     Args:
@@ -135,7 +135,7 @@ def learn_mask(
     frame, effects = ranking.frame, ranking.effect.to_numpy()
     most = len(frame) if n_candidates is None else min(n_candidates, len(frame))
     if n_sites > most:
-        reason = f"got n_sites={n_sites} of {most} candidates; expected fewer"
+        reason = f"got n_sites={n_sites}; expected at most {most}, the number of candidates"
         raise InputError([reason], "no mask can be learned")
     candidates = np.argsort(-abs(effects), kind="stable")[: n_candidates or 5 * n_sites]
     ablate = partial(AblatedModel, *(*prompts, frame), **options, ablation=ablation)
@@ -162,7 +162,7 @@ def learn_mask(
 
 
 def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:
-    """Return training and validation prompts in random order; no label is in both."""
+    """Return the indices of training and validation prompts, which have no label in common."""
     generator = np.random.default_rng(seed)
     names = list(dict.fromkeys(labels))
     chosen = generator.permutation(len(names))[: max(1, round(_VALIDATION * len(names)))]
@@ -191,7 +191,7 @@ class _Training:
         self.tried: list[dict[str, Any]] = []
 
     def step(self, done: float) -> None:
-        """Train on the next batch; `done` is the share of all steps that are done."""
+        """Train on the next batch; `done` is the fraction of steps already done."""
         ablated = self._batches[self._n_steps % len(self._batches)]
         self._n_steps += 1
         ratio = self._n_sites / len(self._candidates)
@@ -208,7 +208,7 @@ class _Training:
         slope = torch.from_numpy(slopes[self._candidates])
         self._slope += (1 - _MOMENTUM) * (slope - self._slope)
         self._square += (1 - _MEMORY) * (slope**2 - self._square)
-        # Both running means begin at 0. As in Adam, these factors remove their bias.
+        # Both running means begin at 0, so they are divided by 1 - decay^n, as in Adam.
         sizes = (self._square / (1 - _MEMORY**self._n_steps)).sqrt()
         divisor = (sizes * (sizes**2).mean().sqrt()).sqrt()
         rate = _RATE + (_LAST_RATE - _RATE) * done
@@ -226,7 +226,7 @@ class _Training:
         row = {"step": "training", "n_sites": len(circuit)}
         row |= {"faithfulness": float(ablated.faithfulness([circuit])[0])}
         self.tried.append(row | {"error": float((errors / spans).mean())})
-        # Errors are relative to the mean range, so a prompt with a small range has no large weight.
+        # Dividing by the mean range avoids large weights for prompts with a small range.
         error = errors.mean() / spans.mean()
         if self._size == self._n_sites and error < self._best:
             self.circuit, self._best = circuit, float(error)

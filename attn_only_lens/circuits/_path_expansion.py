@@ -6,14 +6,14 @@ a neuron-head with its gate held fixed. So the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-over all paths embedding → s → … → t → logits. The terms add up to the logits of the run. A path
-says what flows with this run's patterns, not how another prompt would change them.
+The sum runs over all paths embedding → s → … → t → logits. The terms add up to the run's logits. A
+path shows what flows under this run's patterns, not how another prompt would change the patterns.
 
-A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hop.
-Paths from b_V, b_in and a norm's bias have one hop, through the head that reads the bias. One pass
-computes the streams of 0, 1, 2, … hops together. The effect of embedding → s → t → logits is the
-product of z_s W_O[s] and F_tᵀ c. Here z_s is computed only from the embedding, and c is the
-gradient of a metric at the stream that is unembedded. The largest products are searched in blocks.
+A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hops.
+Paths from b_V, b_in and a norm's bias have one hop, through the head that reads the bias. A single
+pass computes the streams of paths with 0, 1, 2, … hops. The effect of the path embedding → s → t →
+logits is the dot product of z_s W_O[s] and F_tᵀ c. In this product, z_s excludes all input from
+other heads, and c is the gradient of a metric at the final stream.
 """
 
 from bisect import bisect_right
@@ -70,7 +70,7 @@ class PathExpansion:
 
     @full_precision()
     def effects(self, metric: AnyMetric) -> pd.DataFrame:
-        """Return the effect on a metric of all paths of each length.
+        """Return, for each path length, the total effect on a metric.
 
         Args:
             metric: a function of the logits of one run; if it is not linear, effects are
@@ -82,7 +82,7 @@ class PathExpansion:
             cap, the effects add up to this value.
 
         Raises:
-            InputError: a metric that compares two runs or has no gradient.
+            InputError: the metric compares two runs or has no gradient.
         """
         with float32_weights(self._linear.model):
             gradient, value = self._gradient(metric)
@@ -111,7 +111,7 @@ class PathExpansion:
             value.
 
         Raises:
-            InputError: as in `effects`; k or block not positive.
+            InputError: k or block is not positive, or `effects` refuses the metric.
         """
         InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
         with torch.no_grad(), float32_weights(self._linear.model):
@@ -149,7 +149,7 @@ def path_expansion(
     The expansion is exact if patterns and norm scales are held at their values in the run. A
     neuron-head is linear in its value if its gate is held fixed.
 
-    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+    The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
@@ -205,13 +205,13 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final stream by hops, and each sublayer's outputs in one-hop paths."""
+    """Return the final stream for each number of hops, and the outputs in one-hop paths."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
     for index, sublayer in enumerate(linear.sublayers):
         read = history[linear.n_before(index) - index - 1].to(sublayer.constant.device)
-        # A head adds one hop to a path; the longest paths share an entry.
+        # A head adds one hop to a path; all longer paths share the last entry.
         z = sublayer.z(torch.cat([read[:hops], read[hops:].sum(0, keepdim=True)]))
         z[0] += sublayer.constant
         first.append(z[0])
@@ -221,7 +221,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The largest effects of single paths; `first` has the heads' outputs in one-hop paths."""
+    """The paths with the largest effects; `first` has the heads' outputs in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -230,11 +230,11 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the number of the first head of a sublayer at a position; 0 means no head."""
+        """Return the index of a sublayer's first head at a position; index 0 means no head."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:
-        """Add the paths whose last head writes at position `end`, given the gradient there."""
+        """Add paths whose last head writes at position `end`; `stream` is the gradient at `end`."""
         for index, last in enumerate(self._linear.sublayers):
             gradient = last.output_gradients(stream, slice(end, end + 1))[:, 0]
             alone = (gradient * self._first[index][:, end]).sum((0, 2))
@@ -263,7 +263,7 @@ class _RankedPaths:
             yield index, sublayer.write_vectors(z, slice(None), position)
 
     def frame(self) -> pd.DataFrame:
-        """Return the paths, the largest first."""
+        """Return a frame of the paths, sorted by decreasing |effect|."""
         pairs = self._largest.pairs.tolist()
         columns = {
             "hops": [2 if second else 1 for second, _ in pairs],

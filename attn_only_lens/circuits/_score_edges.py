@@ -1,23 +1,23 @@
-r"""Score edges by two factors, with one forward pass for each node instead of one for each edge.
+r"""Score edges by two factors, with one forward pass per node instead of one per edge.
 
-A cut of the edge from a writer w to a reader R changes what R writes. This change affects
-everything after R. The change of R's write has a closed form for all writers at once. One forward
-pass for each node estimates the effect of this change on the logits:
+Cutting the edge from a writer w to a reader R changes what R writes. This change affects all layers
+after R. The change of R's write is computed in closed form for all writers at once. The effect of
+R's write on the logits is estimated with one forward pass per node:
 
     L(w → R)  = Σ_ref mean ‖change of R's write, if R reads ref instead of w's write‖
     N(R)      = Σ_ref mean max |change of the logits, if R's z is replaced by ref|
     score     = L(w → R) · N(R) / max ‖R's write‖
     exact     = Σ_ref mean max |change of the logits, if R reads ref instead of w's write|
 
-The references ref are 0 and the mean of z ("zero", "mean"). Means, and the maximum of norms, are
+The reference "ref" is 0 ("zero") or the mean of z ("mean"). All means and the maximum norm are
 over all tokens of all prompts. A writer is replaced in only one input of the reader: the queries,
 keys or values of an attention head ("q", "k", "value"), or the whole input of a neuron-head or of
-the unembedding ("in"). Norm scales are held fixed. For edges into the logits ("output"), L, score
-and exact are equal.
+the unembedding ("in"). Norm scales are held fixed. For edges into the logits ("output"), the values
+of L, score and exact are equal.
 
-The cost is 1 forward pass for the writes, and 2 forward passes for each node and each exact cut. In
-addition, each layer with readers runs an attention block with a row for each writer, for each kind
-and reference. Prompts of the same length run together.
+One forward pass computes the writes. Each node, and each exact cut, needs one more forward pass per
+reference. In addition, each layer with readers runs its attention block on a batch of all writers,
+once for each kind and reference. Prompts of the same length form one batch.
 """
 
 from collections import defaultdict
@@ -62,7 +62,7 @@ from attn_only_lens.precision import full_precision
 
 _REFERENCES = ("zero", "mean")
 _KINDS: dict[HeadKind, tuple[str, ...]] = {"attention": ("q", "k", "value"), "neuron": ("in",)}
-_NUMBERS = 2**24  # how many numbers are in memory at once: 128 MiB in float64
+_NUMBERS = 2**24  # the maximum number of values in memory at once: 128 MiB in float64
 _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"
@@ -84,9 +84,9 @@ def score_edges(
     mask: Tensor | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Score every edge between some nodes, the embedding and the logits.
+    """Score every edge between the given nodes, the embedding and the logits.
 
-    An edge connects a writer to one input of a later reader, at all positions together.
+    An edge connects a writer to one input of a later reader, and covers all positions.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
@@ -129,7 +129,7 @@ def score_edges(
     reasons = reasons_not_to_run(model)
     listed = list(to) if isinstance(to, list | tuple) else []
     if sorted(listed, key=str) not in (["mean", "zero"], ["mean"], ["zero"]):
-        reasons.append(f"got to={to!r}; expected one or both of {list(_REFERENCES)}, each once")
+        reasons.append(f"got to={to!r}; expected one or both of {list(_REFERENCES)}")
     if not is_count(exact):
         reasons.append(f"got exact={exact!r}; expected a number of edges, 0 or more")
     reasons += positive_reasons(top=top)
@@ -172,7 +172,7 @@ def _by_length(pair: PromptPair) -> list[Tokens]:
 
 
 def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return all heads of a small model, or the heads with the largest Σ |gradient · z|."""
+    """Return the `top` heads with the largest Σ |gradient · z|, or all heads of a small model."""
     layers = resolve_sites(model, all_heads())
     names = [name for layer in layers for name in layer.names]
     if len(names) <= top:
@@ -210,7 +210,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The decomposed run of same-length prompts; `share` is their share of all tokens."""
+    """The decomposed run of same-length prompts; `share` is their fraction of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -222,7 +222,7 @@ class _Batch:
 
 
 class _Scoring:
-    """Computes both factors, and exact cuts, over all prompts."""
+    """Compute the two factors of each score, and exact cuts, over all prompts."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _Scoring:
         return product(self._batches, self._references, self._chosen.values())
 
     def sizes(self) -> dict[str, float]:
-        """Return the largest norm of what each node writes."""
+        """Return the largest norm of each node's write over all tokens."""
         sizes: dict[str, float] = {}
         for sites in self._chosen.values():
             written = [batch.writes(sites).written(sites) for batch in self._batches]
@@ -271,7 +271,7 @@ class _Scoring:
 
     @torch.no_grad()
     def local(self) -> Iterator[tuple[_Edge, float]]:
-        """Yield the terms of L for every edge."""
+        """Yield the terms of the factor L for every edge."""
         for batch, reference, sites in self._cases():
             writes = batch.writes(sites)
             for kind in _KINDS[sites.kind]:
@@ -284,7 +284,7 @@ class _Scoring:
 
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
-        """Yield the terms of N for every node."""
+        """Yield the terms of the factor N for every node."""
         for batch, reference, sites in self._cases():
             z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
@@ -294,7 +294,7 @@ class _Scoring:
 
     @torch.no_grad()
     def exact(self, edges: Sequence[_Edge]) -> Iterator[tuple[_Edge, float]]:
-        """Yield, for each exact cut, the terms of the change of the logits."""
+        """Yield the terms of the logit change for each exact cut."""
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
@@ -310,7 +310,7 @@ class _Scoring:
         yield from self._into_logits(into["output", "in"])
 
     def _replaced(self, sublayer: SublayerWrites, reference: str) -> SublayerWrites:
-        """Return a sublayer with the reference in place of every z."""
+        """Return a sublayer in which every z is replaced by the reference."""
         z = torch.zeros_like(sublayer.z)
         if reference == "mean":
             z = z + self._means[sublayer.layer, sublayer.kind]
@@ -323,7 +323,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return writers, and the change of the stream when each writer is replaced."""
+        """Return the writers, and the change of the stream when each one is replaced alone."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -346,7 +346,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield writers, and the z of a layer's nodes when each writer is replaced."""
+        """Yield the writers, and the z of a layer's nodes when each writer is replaced alone."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -363,7 +363,7 @@ class _Scoring:
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
-        """Yield the change of the logits when each writer is replaced in the final stream."""
+        """Yield the logit change when each writer is replaced alone in the final stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
             for reference in self._references:
@@ -381,7 +381,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return the change of the logits in each variant, in which one node has another z."""
+        """Return the logit change of each variant; a variant replaces the z of one node."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -407,7 +407,7 @@ class _Scoring:
 
 
 def _largest_change(decomposed: Decomposition) -> BoundMetric:
-    """Return the metric: the largest |change of a logit|, averaged over each prompt's tokens."""
+    """Return a metric: the largest |logit change| at a token, averaged over the prompt's tokens."""
     recorded = decomposed.recording.logits
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:
@@ -429,7 +429,7 @@ def _sizes(
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
-    """Return the norm of the change of each node's write, averaged over tokens."""
+    """Return the norm of the change in each node's write, averaged over tokens."""
     index = sites.index.to(dz.device)
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])

@@ -1,4 +1,4 @@
-"""Split an attention score, or a pre-activation, into an exact sum over writers.
+"""Split an attention score, or a neuron's pre-activation, into an exact sum over writers.
 
 The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm
 scales held at their values in the run, a score is linear in the stream at both positions:
@@ -6,15 +6,15 @@ scales held at their values in the run, a score is linear in the stream at both 
     score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'
 
-B is the head's bilinear form at these two positions. It contains 1/√d_head, rotations, and norms of
-queries and keys with held scales. The model's own code computes it, as the second derivative of the
-score at queries and keys of 0 (or of the pattern's logarithm, if the score hook holds the pattern).
-Other terms of a score (ALiBi, the bias of a query norm) belong to the head's own biases. The score
-is the value before the softmax and before any soft cap. For a neuron,
+B is the head's bilinear form at these two positions. B includes 1/√d_head, rotary embeddings, and
+query and key norms with scales held fixed. B is computed with the model's own code: it is the mixed
+second derivative of the score at q = k = 0 (or of the pattern's logarithm, if the score hook holds
+the pattern). Other terms of a score (ALiBi, the bias of a query norm) count as the head's own
+biases. The score is the value before the softmax and before any soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
-The terms of a score are from Elhage et al. 2021, "A Mathematical Framework for Transformer
+This split of a score is from Elhage et al. 2021, "A Mathematical Framework for Transformer
 Circuits".
 """
 
@@ -44,7 +44,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _MOST_PAIRS = 4_000_000
-_BLOCK = 2**22  # how many pairs are computed at once
+_BLOCK = 2**22  # the number of pairs computed at once
 _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over earlier writes"
 
@@ -62,7 +62,7 @@ def score_sources(
 ) -> pd.DataFrame:
     """Split an attention score, or a neuron's pre-activation, into the shares of all writers.
 
-    With the norm scales of this run, the shares add up to the score, up to rounding errors.
+    With norm scales held at their values in the run, the shares add up to the score.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
@@ -108,7 +108,7 @@ def score_sources(
     head = name if isinstance(name, HeadName) else HeadName.parse(name)
     head.require_in(model)
     if head.member is not None:
-        raise UnknownHeadError(f"got {head}, one head of a neuron; expected the neuron")
+        raise UnknownHeadError(f"got {head}, one head of a neuron; expected the whole neuron")
     pair = single_prompts(model, prompt)
     n_prompts, n_pos = pair.clean.shape
     if n_prompts > 1:
@@ -131,7 +131,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return what a head reads through W from each writer; the last writer is its own bias."""
+    """Return what a head reads through W from each writer; the last is the head's own bias."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -176,7 +176,7 @@ def _of_attention(
         host.hook_name(head.layer, "attention", point)
         for point in ("q", "k", "attn_scores", "pattern")
     )
-    # The hook points of the scales of query and key norms.
+    # the hook points of query-norm and key-norm scales
     points = [m for m in host.attention(head.layer).modules() if isinstance(m, HookPoint)]
     scales = sorted({str(m.name) for m in points if str(m.name).endswith("hook_scale")})
     parts = decompose(model, tokens, None, names=(*names, *scales))
@@ -188,7 +188,7 @@ def _of_attention(
     hidden = torch.equal(scores, pattern)
     scores = pattern.log() if hidden else scores
     if scores[key] <= torch.finfo(scores.dtype).min / 2:
-        reason = f"position {query} does not attend to position {key}: its score is masked"
+        reason = f"position {query} does not attend to position {key}: the score is masked"
         raise InputError([reason], _PROBLEM)
     q_names, q = _side(model, parts, head, "Q", query, parts.recording.hooked[q_name])
 
@@ -202,7 +202,7 @@ def _of_attention(
     score = left.sum(0) @ k.sum(0)
     size = (left.abs().sum(0) * k.abs().sum(0)).sum()
     totals, keys = [score], [key]
-    if hidden:  # the constant cancels in a difference of two keys
+    if hidden:  # the constant cancels in the difference between the scores of two keys
         keys.append(
             int(pattern.index_fill(0, torch.tensor(key, device=pattern.device), 0).argmax())
         )
@@ -220,7 +220,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's query or key; the last coordinate is 1 for the own bias."""
+    """Return each writer's query or key, with an added coordinate: 1 for the head's own bias."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(
@@ -246,7 +246,7 @@ def _bilinear_form(
     *,
     hidden: bool,
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the score as a function of one query and one key, both with a 1 appended."""
+    """Return the score as a bilinear form of one query and one key, each with a 1 appended."""
     recorded, n_heads = parts.recording.hooked, host_of(model).n_heads[head.layer]
     leaves = [torch.zeros_like(recorded[name]).requires_grad_() for name in names[:2]]
     scores: list[Tensor] = []
@@ -275,7 +275,7 @@ def _bilinear_form(
     if not alone > 0:
         reason = (
             f"position {query} attends only to position {key}, and {names[2]} of this model "
-            "holds the pattern and not the scores: the score is unknown"
+            "holds the pattern instead of the scores, so the score is unknown"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
     form = _taylor(scores[0].log(), leaves, places) / alone
@@ -286,7 +286,7 @@ def _bilinear_form(
 def _taylor(
     score: Tensor, leaves: list[Tensor], places: list[tuple[int, int, int]]
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the value, the first derivatives and the mixed second derivatives at 0."""
+    """Return the score's value, first derivatives and mixed second derivatives at q = k = 0."""
     by_q, by_k = torch.autograd.grad(score, leaves, create_graph=True)
     by_q, by_k = by_q[places[0]], by_k[places[1]]
     n, m = len(by_q), len(by_k)
@@ -301,7 +301,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Compare sums with the run's scores, with or without a soft cap; for two, the differences."""
+    """Raise an error if sums differ from the run's scores; for two keys, compare differences."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:
@@ -320,7 +320,7 @@ def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
 
 
 def _tolerance(x: Tensor) -> float:
-    # Many bridged norms compute in float32, whatever the model's dtype is.
+    # Many bridged norms compute in float32, regardless of the model's dtype.
     return max(LOGIT_TOLERANCE[x.dtype], LOGIT_TOLERANCE[torch.float32])
 
 
@@ -331,7 +331,7 @@ def _largest(
     score: float,
     top: int | None,
 ) -> pd.DataFrame:
-    """Return the largest products as a frame; each end has two columns, names and a position."""
+    """Return a frame of the largest products; each end has a name column and a position column."""
     n, m = len(left), len(right)
     if top is None and n * m > _MOST_PAIRS:
         raise InputError(

@@ -1,9 +1,9 @@
 r"""Search for a small circuit that is nearly as faithful as the whole model.
 
-With f the faithfulness (`ablation.py`), a circuit C suffices if |1 - f(C)| ≤ 1 - wanted.
+A circuit C with faithfulness f(C) (`ablation.py`) is sufficient if |1 - f(C)| ≤ 1 - wanted.
 Faithfulness is not monotone in circuit size, because sites can cancel. So bisection along a ranking
-does not find the smallest prefix. The search has three steps. Each starts from the best circuit so
-far:
+may miss the shortest sufficient prefix. The search has three steps. Each step starts from the best
+circuit so far:
 
     prefixes   The k highest ranked sites, by |effect| and by signed effect, are tried for k on a
                grid with ratio √√2. The grid is refined where f starts to suffice or crosses 1.
@@ -13,8 +13,8 @@ far:
     pruning    Each chunk of sites is left out in turn, exactly; then as many chunks as possible are
                removed together. If none can be removed, chunks are halved, down to single sites.
 
-At the end, the faithfulness of every shorter prefix of both orders is computed. So in a circuit
-with up to 1,000 sites, no single site can be left out, and no shorter prefix suffices. A smaller
+At the end, every shorter prefix of both rankings is evaluated. So if the result has at most 1,000
+sites, no single site can be left out, and no shorter prefix of a ranking is sufficient. A smaller
 circuit may still exist.
 """
 
@@ -59,10 +59,10 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # how many sizes the grid has from k to 2k
-_BETWEEN = 16  # how many sizes the finer grid has
+_PER_DOUBLING = 4  # the number of grid sizes from k to 2k
+_BETWEEN = 16  # the number of sizes in the finer grid
 _IDLE_ROUNDS = 2
-_AROUND = 4  # the largest ratio expected between circuit sizes for different prompts
+_AROUND = 4  # the largest expected ratio of circuit sizes between sets of prompts
 _LARGE = 1000  # circuits with more sites are not pruned site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
@@ -115,19 +115,19 @@ class Circuit:
         return len(self.frame)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the sites; if prompts were resampled, all sites that were in any circuit."""
+        """Return the circuit's sites, or, if prompts were resampled, the sites of all resamples."""
         if self.stability is None:
             return self.frame.copy()
         sites = self.stability.sites
         return sites.assign(in_circuit=self.contains(sites))
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return which rows of a frame of sites (`name`, `position`) are in this circuit."""
+        """Return whether each row of a frame of sites (`name`, `position`) is in this circuit."""
         inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
         return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
     def core(self) -> "Circuit":
-        """Return the sites that at least 90 % of the resampled circuits include, as a circuit.
+        """Return a circuit of all sites that are in at least 90 % of the resampled circuits.
 
         Raises:
             InputError: the prompts were not resampled.
@@ -167,7 +167,7 @@ def discover(
     prompts_at_once: int | None = None,
     progress: bool | str = False,
 ) -> Circuit:
-    """Find a small circuit whose faithfulness is within 1 - `faithfulness` of 1.
+    """Find a small circuit whose faithfulness differs from 1 by at most 1 - `faithfulness`.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -201,7 +201,7 @@ def discover(
         progress: show a progress bar over the circuits that are run; a text is its label.
 
     Returns:
-        The circuit. Its `tried` lists all circuits that were evaluated.
+        The circuit. The circuit's `tried` lists all circuits that were evaluated.
 
     Raises:
         InputError: with every reason: invalid settings, prompts, metric, sites or positions;
@@ -244,7 +244,7 @@ def search_circuit(
     if order is not None:
         reasons += option_reasons("order", order, ORDERS)
     if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
-        reasons.append(f"got faithfulness={faithfulness!r}; expected more than 0, up to 1")
+        reasons.append(f"got faithfulness={faithfulness!r}; expected a number above 0, up to 1")
     reasons += reasons_against_draws(n_random, seed) + resamples_reasons(resamples)
     if prompts_at_once is not None:
         reasons += positive_reasons(prompts_at_once=prompts_at_once)
@@ -290,7 +290,7 @@ def search_circuit(
             in_none = (0.0, *inclusion_interval(0, len(stability.resamples)), "noise")
             with_shares = with_shares.fillna(dict(zip(INCLUSION, in_none, strict=True)))
             circuit = replace(circuit, frame=with_shares, stability=stability)
-        bar.total = bar.n  # the total was not known before
+        bar.total = bar.n  # the total is unknown until the search ends
         bar.refresh()
     return circuit, ablated
 
@@ -298,7 +298,7 @@ def search_circuit(
 def rank_sites(
     prompts: tuple[Any, ...], method: str, budget: Budget, options: Mapping[str, Any]
 ) -> Sweep:
-    """Return the effects of removing sites from the clean run, estimated or exact."""
+    """Return the estimated or exact effect of removing each site from the clean run."""
     settings: dict[str, Any] = {**options, "direction": "noise", "progress": False}
     if method == MEASURED:
         return activation_patch(*prompts, **settings)
@@ -315,9 +315,9 @@ def circuit_of(
     draws: tuple[int, int] = (3, 0),
     **settings: Any,
 ) -> Circuit:
-    """Evaluate some sites, and return them as a circuit, the largest |effect| first.
+    """Evaluate a set of sites, and return a circuit sorted by decreasing |effect|.
 
-    `draws` has the number of random circuits and their seed; `settings` are fields of the circuit.
+    `draws` is the number of random circuits and their seed; `settings` are fields of the circuit.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[_SITE].assign(effect=effects).iloc[rows]
@@ -344,7 +344,7 @@ def _smallest(
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Return the smallest circuit in a search by these effects, and the circuits tried."""
+    """Search with these effects; return the smallest circuit and a list of evaluated circuits."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
@@ -355,8 +355,8 @@ def _smallest(
 class _Search:
     """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 
-    `near` is the size of a circuit for other prompts. The search then begins with sizes around
-    `near`, and does not try all shorter prefixes at the end.
+    `near` is the size of a circuit for other prompts. With `near`, the search begins with similar
+    sizes, and does not try all shorter prefixes at the end.
     """
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
@@ -364,7 +364,7 @@ class _Search:
         self.tried: list[dict[str, Any]] = []
 
     def smallest(self, orders: Mapping[_Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
-        """Return the smallest circuit found; without pruning, the shortest prefix."""
+        """Return the smallest circuit, or, without pruning, the shortest sufficient prefix."""
         circuit = min(self.prefixes(orders), key=len)
         if not prune:
             return circuit
@@ -393,10 +393,10 @@ class _Search:
         return [prefixes[step] for step in orders]
 
     def _search(self, order: Rows, longest: int | None) -> _Questions:
-        """Ask for the faithfulness of prefixes, and return the shortest size that suffices."""
+        """Yield prefixes to be evaluated, and return the smallest sufficient size."""
         longest = len(order) if longest is None else min(longest, len(order))
-        # Sizes do not depend on the number of sites. If a model grows by sites without effects,
-        # these are ranked last, so the grown model has the same prefix.
+        # Grid sizes do not depend on the number of sites. Sites without effects are ranked last,
+        # so a model that grows by such sites keeps the same prefix.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -407,9 +407,9 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Return the smallest of increasing sizes at which a prefix suffices, if any.
+        """Refine a grid of sizes, and return the smallest sufficient size, or None.
 
-        `short` is a smaller size that does not suffice, and f its faithfulness.
+        `short` is a smaller, insufficient size, and `f` is the faithfulness of that prefix.
         """
         measured = yield [order[:size] for size in sizes]
         for size, g in zip(sizes.tolist(), measured.tolist(), strict=True):
@@ -438,7 +438,7 @@ class _Search:
         return best
 
     def prune(self, circuit: Rows) -> Rows:
-        """Remove chunks of sites, down to single sites, while the rest suffices."""
+        """Remove chunks of sites, down to single sites, while the circuit remains sufficient."""
         n_chunks = 16
         while True:
             finest = min(len(circuit), _LARGE)
@@ -452,11 +452,11 @@ class _Search:
                 n_chunks *= 2
 
     def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
-        """Return the circuit without as many chunks as can be left out together."""
+        """Remove as many chunks as possible at once, and return the remaining circuit."""
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # Start with the chunk that changes f least, or with the chunk whose removal raises f most.
+        # Two orders of removal: by the smallest change of f, and by the largest f that results.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),
@@ -470,7 +470,7 @@ class _Search:
         return self._smallest_sufficient("pruning", circuit, rests)
 
     def shorter_prefix(self, orders: Iterable[Rows], circuit: Rows) -> Rows:
-        """Return the shortest sufficient prefix, or the circuit if it is shorter or very large."""
+        """Return the shortest sufficient prefix, or the circuit if no prefix is shorter."""
         sizes = range(1, len(circuit) if len(circuit) <= _LARGE else 1)
         prefixes = [order[:size] for order in orders for size in sizes]
         return self._smallest_sufficient("prefix", circuit, prefixes)

@@ -1,7 +1,7 @@
-r"""Ablate all sites outside a circuit, and compute the faithfulness of circuits of each size.
+r"""Ablate all sites outside a circuit, and compute faithfulness as a function of circuit size.
 
 Sites are attention heads and neuron-heads at positions (the rows of a `Sweep`), or at roles (one
-token in each prompt). Sites in the circuit compute as usual. All other sites are ablated: z becomes
+token in each prompt). Sites in the circuit are unchanged. All other sites are ablated: z becomes
 
     "zero"             0
     "mean"             its mean over all real tokens of the clean prompts
@@ -9,17 +9,18 @@ token in each prompt). Sites in the circuit compute as usual. All other sites ar
     "resample"         its value in the corrupted run, at the same position
 
 Heads and positions that are not sites, the embedding and the biases are never ablated. Many
-circuits run as one batch (`engine/replay`). With m the metric, M all sites and C a circuit,
+circuits run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
     completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
 
-(Marks et al., "Sparse Feature Circuits", 2024.) Let g be the gradient of m at a site when only C is
-not ablated. Then the site adds g · (z - its ablated value) / (m(M) - m(∅)) to f(C), to first order.
+Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g be the gradient of m
+at a site when all sites outside C are ablated. Then the site adds g · (z - ablated z) / (m(M) -
+m(∅)) to f(C), to first order.
 
-`faithfulness` evaluates the k highest ranked sites, for shares k of all sites. It also computes two
-areas from Mueller et al., "MIB: A Mechanistic Interpretability Benchmark", 2025, by the trapezoidal
-rule (MIB ranks by signed scores for CPR and by |scores| for CMD, and counts edges, not sites):
+`faithfulness` evaluates circuits C_k, the highest-ranked sites that make up a share k of all sites.
+MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), defines two areas, computed
+here by the trapezoidal rule (MIB counts edges, and ranks by |scores| only for CMD):
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -68,7 +69,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-_BY_PROMPT = ("zero", "resample")  # ablations that do not depend on other prompts
+_BY_PROMPT = ("zero", "resample")  # ablations of a prompt that do not depend on other prompts
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -119,7 +120,7 @@ def faithfulness(
     seed: int = 0,
     mask: Tensor | None = None,
 ) -> Faithfulness:
-    """Compute the faithfulness and completeness of the highest ranked sites, by circuit size.
+    """Compute the faithfulness and completeness of the highest-ranked sites at several sizes.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -156,7 +157,7 @@ def faithfulness(
     reasons = reasons_against_draws(n_random, seed) + option_reasons("order", order, ORDERS)
     in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
     if not in_range or list(shares) != sorted(set(shares)):
-        reasons.append(f"got shares {list(shares)}; expected two or more in [0, 1], increasing")
+        reasons.append(f"got shares {list(shares)}; expected 2 or more increasing values in [0, 1]")
     if not isinstance(ranking, Sweep):
         expected = "expected the result of `attribution` or `activation_patch`"
         reasons.append(f"ranking: got a {type(ranking).__name__}; {expected}")
@@ -184,7 +185,7 @@ def faithfulness(
 
 
 def reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    """Return the reasons to refuse these options for random circuits."""
+    """Return the reasons to refuse the options `n_random` and `seed`."""
     return [
         f"got {name}={number!r}; expected a whole number, 0 or more"
         for name, number in (("n_random", n_random), ("seed", seed))
@@ -214,8 +215,8 @@ class AblatedModel:
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`; `positions` has the position of each role; `some` has the
-        indices of the prompts to use; `on_done` receives the number of newly finished circuits.
+        `sites` are rows of `Sweep.frame`, `positions` are the positions of roles, and `some` are
+        the prompts to use. `on_done` is called with the number of newly finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -252,7 +253,7 @@ class AblatedModel:
 
     @cached_property
     def span(self) -> float:
-        """The metric of the whole model, minus the metric with every site ablated."""
+        """The metric of the whole model minus the metric with every site ablated."""
         span = self.whole - self.nothing
         if not abs(span) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
@@ -263,16 +264,16 @@ class AblatedModel:
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Return the rows sorted by a ranking's effects (or by `effects`), the highest first."""
-        # The metric's range may have another sign between runs than between all sites and none.
+        """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
+        # The metric's range between the two runs may differ in sign from `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
-        # A useful site raises the score if it is added, and lowers it if it is removed.
+        # Adding a useful site raises the score, and removing a useful site lowers the score.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
         effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
-        """Return the faithfulness of circuits; a circuit is the row indices of its sites."""
+        """Return the faithfulness of each circuit, given as row indices of its sites."""
         values = self._mean(self.by_prompt(circuits))
         return (values - self.nothing) / self.span
 
@@ -290,17 +291,17 @@ class AblatedModel:
         return values[:n], values[n : 2 * n], values[2 * n :].reshape(n_random, n)
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
-        """Return what each site adds to a circuit's faithfulness, to first order."""
+        """Return each site's first-order contribution to a circuit's faithfulness."""
         return self.mean_slopes(circuit) / self.span
 
     def mean_slopes(self, circuit: Rows) -> Float[np.ndarray, "site"]:
-        """Return what each site adds to the mean metric of a circuit, to first order."""
+        """Return each site's first-order contribution to the mean metric of a circuit."""
         return self.slopes(circuit, lambda values: self._replay.metric.mean(values[None])[0])[1]
 
     def slopes(
         self, circuit: Rows, loss: Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]
     ) -> tuple[float, Float[np.ndarray, "site"]]:
-        """Return a loss of a circuit, and what each site adds to it, to first order."""
+        """Return a circuit's loss, and each site's first-order contribution to the loss."""
         kept, computed = self._kept([circuit]), dict[str, Tensor]()
         tape = Tape(point.name for point in self._points)
         with torch.enable_grad():
@@ -325,7 +326,7 @@ class AblatedModel:
         return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
-        """Return the mean over prompts, with the metric's weights."""
+        """Return the mean over prompts, weighted as in the metric."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
     @torch.no_grad()
@@ -384,7 +385,7 @@ def _reasons_against_sites(
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
         reasons += [
-            f"got sites at the role {label!r}; expected its position in each prompt: pass "
+            f"got sites at the role {label!r}; expected the role's position in each prompt: pass "
             f"positions={{{label!r}: …}}"
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
@@ -409,16 +410,16 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """Sites at one hook point, and the ablated value of every z there.
+    """The sites at one hook point, and the ablated value of every z at the hook point.
 
-    A place is the index of a position or role; it is 0 for sites at all positions. `place_of` has
-    the place of each token, or -1 for none. Without roles, it has one row for all prompts.
+    A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
+    tokens to places, or to -1 for no place. Without roles, `place_of` has a single row.
     """
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
-    width: int  # how many heads a site has
-    rows: Rows  # the rows of the sites in the frame of all sites
+    width: int  # the number of heads per site
+    rows: Rows  # the row indices of the sites in the frame of all sites
     index: Rows
     place: Rows
     place_of: Int[np.ndarray, "row pos"]
@@ -426,9 +427,9 @@ class _AblatedPoint:
     def hook(
         self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
-        """Return the hook that ablates the sites that each circuit does not keep.
+        """Return a hook that ablates the sites outside each circuit.
 
-        Activations begin at position `first`; the hook stores them in `computed`.
+        Activations begin at position `first`; the hook stores the activations in `computed`.
         """
         replacement = self.replacement[:, first:]
 
@@ -448,7 +449,7 @@ class _AblatedPoint:
         return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Sum values by head over each site; `by_head` begins at position `first`."""
+        """Sum the values of all heads of each site; `by_head` begins at position `first`."""
         by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         by_place = np.zeros(self._shape)
         np.add.at(by_place, self.place_of[:, first:], by_node)
@@ -456,7 +457,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places (the last one means no place), and the number of nodes."""
+        """The number of places (the last is for tokens without a place) and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 
@@ -464,7 +465,7 @@ class _AblatedPoint:
 def _ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> list[_AblatedPoint]:
-    """Return the hook points of some sites, with ablated values from a run."""
+    """Return the hook points of the given sites, with ablated values from the run `source`."""
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
@@ -495,9 +496,9 @@ def ablated_model(
     some: Sequence[int] | None = None,
     **options: Any,
 ) -> AblatedModel:
-    """Return an `AblatedModel` with all prompts in memory, or a chunk at once if they are many.
+    """Return an `AblatedModel` that runs all prompts at once, or in chunks if memory is short.
 
-    Mean ablations and custom metrics need all prompts, so these stay in memory together.
+    Mean ablation and custom metrics need all prompts at once, and do not use chunks.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)
@@ -521,7 +522,7 @@ def ablated_model(
 class _InChunks(AblatedModel):
     """An ablated model whose memory does not grow with the number of prompts.
 
-    Each evaluation records the runs of every chunk again. A search has about ten evaluations with
+    Each evaluation records the runs of every chunk again. A search makes about ten evaluations of
     hundreds of circuits each.
     """
 
@@ -547,7 +548,7 @@ class _InChunks(AblatedModel):
         return np.concatenate([ablated.by_prompt(circuits) for ablated in self._chunks()], axis=1)
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
-        """Return what each site adds to a circuit's faithfulness, to first order."""
+        """Return each site's first-order contribution to a circuit's faithfulness."""
         ends = np.cumsum([0, *map(len, self._prompts)])
         total = np.zeros(self.n_sites)
         for ablated, first, last in zip(self._chunks(), ends[:-1], ends[1:], strict=True):

@@ -1,23 +1,23 @@
 """Attribute a metric to the heads of one run, or of the difference between two runs.
 
 A target t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
-gradient of the metric at this output. The attribution A_t = c_t · z_t is a sum of edges.
+gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the edges into t.
 
-In one run, with patterns and norm scales held fixed (`linear_run.py`), only values carry A_t:
+In one run, with patterns and norm scales held fixed (`linear_run.py`), only value edges sum to A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
-In the difference between two runs (`linear_pair.py`), z is Δz and c_t its multiplier. Both pattern
-and value carry A_t, and there are no biases:
+In the difference between two runs (`linear_pair.py`), Δz_t replaces z_t, and c_t is the multiplier
+of Δz_t. Then edges of all kinds sum to A_t, and biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-The keys of a neuron-head are constant. If its gate is a step function (relu), it has no edges of
-kind "gate" in one run. In a difference, it has such edges only if the two runs are on different
-sides of the step.
+The keys of a neuron-head are constant. If its gate is a step function (ReLU), a neuron-head has no
+edges of kind "gate" in one run. In a difference, a neuron-head with such a gate has edges of kind
+"gate" only if the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -53,10 +53,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The gradient of the metric at neurons' pre-activations, only through their patterns.
+    """The gradient of the metric at neurons' pre-activations, only through the neurons' patterns.
 
-    `constant` is the derivative of the metric with respect to the scale of the queries' constant
-    part.
+    `constant` is the contribution of all biases, to first order.
     """
 
     sublayer: LinearSublayer
@@ -67,7 +66,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return the covectors of targets at the targets' positions, and the bias terms."""
+        """Return the covectors with which the targets read the stream, and the bias terms."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -77,8 +76,8 @@ class NeuronSlope:
 class AttentionSlope:
     """The gradient of the metric at patterns, with the autograd graph from queries or keys.
 
-    `inputs` are these queries or keys. `W` is W_Q or W_K, with one entry for each group of heads
-    that share keys. `constant` are the inputs for a stream of 0.
+    `inputs` are the queries or keys. `W` is W_Q or W_K, with one entry for each group of heads that
+    share keys. `constant` is the value of `inputs` for a stream of zeros.
     """
 
     sublayer: LinearSublayer
@@ -91,7 +90,7 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return, for each target, the gradient at the inputs through one row of the pattern."""
+        """Return each target's gradient at the inputs, through the target's row of the pattern."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
@@ -108,7 +107,7 @@ class AttentionSlope:
     def covectors(
         self, gradients: Float[Tensor, "target batch pos group d_head"]
     ) -> Float[Tensor, "batch target pos d_model"]:
-        """Return the covectors of targets at every position, from the gradients at the inputs."""
+        """Return the targets' covectors at every position, given the gradients at the inputs."""
         n_targets, _, n_pos = gradients.shape[:3]
         entering = torch.einsum("tbpgd,gmd->btpm", gradients, self.W).flatten(1, 2)
         positions = torch.arange(n_pos, device=entering.device).repeat(n_targets)
@@ -128,11 +127,11 @@ class AttributedRun:
 
     linear: LinearRun
     metric: str
-    value: float  # the metric, or its change
+    value: float  # the metric, or its change between the runs
     offset: float  # the part of the metric that is not linear in the logits
     gradients: list[Outputs]
     first: Residual  # the gradient at the embedding
-    last: Residual  # the gradient at the stream that is unembedded
+    last: Residual  # the gradient at the final stream
     logit_bias: Float[Tensor, "batch"]  # the bias terms of the last norm and the unembedding
     bias: float  # the sum of all bias terms
     slopes: list[Slopes]
@@ -145,7 +144,7 @@ class AttributedRun:
         return (self.gradients[index] * outputs).sum(-1)
 
     def kinds(self, index: int) -> list[str]:
-        """Return the kinds of edges into nodes of a sublayer."""
+        """Return the kinds of edges into the nodes of a sublayer."""
         return ["value", *self.slopes[index]]
 
 
@@ -230,7 +229,7 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
 
 
 def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:
-    """Return the names of the hook points of queries, keys and z, by layer, kind and point."""
+    """Return a dict from (layer, kind, "q", "k" or "z") to the name of the hook point."""
     host = host_of(model)
     of_kind: dict[HeadKind, str] = {"attention": "qkz", "neuron": "z"}
     return {
@@ -248,7 +247,7 @@ def _run_slopes(
     softmax: Sequence[Tensor],
     nodes: dict[str, Tensor],
 ) -> Slopes:
-    """Return the slopes of the patterns of one run."""
+    """Return the slopes of a sublayer's patterns in one run."""
     if not isinstance(sublayer, LinearAttention):
         gate = _neuron_slope(sublayer, along)
         return {} if gate is None else {"gate": gate}
@@ -285,7 +284,7 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     reads = sublayer.writes.reads.norm
     bias, _ = heads.projections(torch.zeros_like(sublayer.writes.entered[:1, :1]))
     bias = bias if reads.bias is None else bias + reads.bias.to(W) @ W
-    # Heads that share a neuron have queries b q + c.
+    # Head j of a neuron has the query b_j q + c_j.
     scaled = (by_query * query.detach()).unflatten(-1, (heads.n_neurons, -1)).sum(-1)
     constant = scaled - by_q * q.detach() + by_q * bias.detach()
     return NeuronSlope(sublayer, by_q, W, constant)
@@ -298,7 +297,7 @@ def _pattern_slopes(
     gradient: Float[Tensor, "batch head_index query_pos key"],
     nodes: dict[str, Tensor],
 ) -> dict[str, AttentionSlope]:
-    """Return how queries and keys change attention patterns; `gradient` is at the patterns."""
+    """Return the slopes of attention patterns; `gradient` is the metric's gradient at patterns."""
     host, layer = host_of(model), sublayer.writes.layer
     slopes: dict[str, AttentionSlope] = {}
     for kind in "qk":
@@ -318,7 +317,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Compare the sum of the edges into each sublayer with the attributions of its heads."""
+    """Raise an error if the edges into a sublayer do not add up to its heads' attributions."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
@@ -336,11 +335,11 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # Below this size, flows are only rounding errors.
+    # Smaller sums are only rounding errors.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
-        f"layer {sublayer.writes.layer}: flows into its {sublayer.writes.kind} heads add up to "
-        f"{got:.6g}; expected {expected:.6g}: its heads are not linear in the stream, for "
+        f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "
+        f"{got:.6g}; expected {expected:.6g}: the heads are not linear in the stream, for "
         "instance because values are clipped"
         for sublayer, (got, expected), size in zip(sublayers, sums, sizes, strict=True)
         if not abs(got - expected) <= allowed * max(size, smallest)

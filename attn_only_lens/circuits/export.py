@@ -6,7 +6,7 @@
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}
 
-Tables are stored by column, as lists. Edge sources and targets are row indices of the nodes.
+Each table is stored as one list per column. Edge sources and targets are row indices of nodes.
 """
 
 from pathlib import Path
@@ -83,7 +83,7 @@ def to_json(graph: CircuitGraph, path: str | Path) -> None:
 
 
 def from_json(path: str | Path) -> CircuitGraph:
-    """Read the graph that `to_json` wrote.
+    """Read a graph from a file that `to_json` wrote.
 
     Raises:
         CheckpointError: the file is missing, damaged, newer than this package, or not a graph file.
@@ -94,7 +94,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         ids = nodes["id"].to_numpy()
         for end in ("source", "target"):
             if len(edges) and edges[end].min() < 0:
-                raise IndexError(f"got ends such as {edges[end].min()}; expected rows of nodes")
+                raise IndexError(f"got {end} {edges[end].min()}; expected a row index, 0 or more")
             edges[end] = ids[edges[end].to_numpy(dtype=int)]
         attributes = {name: body[name] for name in _ATTRIBUTES}
         for name in ("tokens", "corrupted"):

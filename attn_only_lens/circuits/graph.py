@@ -1,6 +1,6 @@
 """An attribution graph: what each node contributes to a metric, directly and through other nodes.
 
-These are the kinds of nodes (`kind`), with an example of each `id`:
+These are the kinds of nodes (`kind`), with an example `id` for each kind:
 
     embed      embed@3        what enters the first block at position 3
     attention  L5H3@7         an attention head, at the position where it writes
@@ -10,11 +10,11 @@ These are the kinds of nodes (`kind`), with an example of each `id`:
     offset     offset         the part of a metric that is not linear in the logits
     metric     metric         the metric
 
-The edges into a node add up to its attribution, and the edges into "metric" add up to the metric,
-or to its change (`attributed_run.py`). In a graph of one run, these sums are over edges of kind
-"value" only; the kinds "q", "k" and "gate" say what changes a node's pattern, to first order. In a
-graph of a difference, the sums are over all kinds. Pruning preserves the sums: edges from dropped
-nodes become edges from "rest".
+The edges into a node add up to its attribution, and the edges into "metric" add up to the metric or
+the metric's change (`attributed_run.py`). In a graph of one run, these sums include only edges of
+kind "value". Edges of kinds "q", "k" and "gate" are first-order estimates of effects through the
+target's pattern. In a graph of a difference, the sums include all kinds. Pruning preserves the
+sums: edges from dropped nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CircuitGraph:
-    """An attribution graph. Made by `attribution_graph`, and checked when made.
+    """An attribution graph. Made by `attribution_graph`.
 
     Attributes:
         nodes: one row per node. Columns: `id`; `kind`; `layer` (the source layer; only for heads
@@ -84,7 +84,7 @@ class CircuitGraph:
     corrupted: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse an inconsistent graph, with every reason."""
+        """Raise an error with every reason if the graph is inconsistent."""
         reasons = []
         for what, frame, columns in (
             ("nodes", self.nodes, NODE_COLUMNS),
@@ -108,7 +108,7 @@ class CircuitGraph:
         reasons += ["got no node 'metric'"] * ("metric" not in set(ids))
         n_pos = max(map(len, self.tokens), default=0)
         away = ids[self.nodes["position"].notna() & ~self.nodes["position"].between(0, n_pos - 1)]
-        reasons += [f"got node {name} beyond prompts of {n_pos} tokens" for name in away[:5]]
+        reasons += [f"got node {name}; the prompts have {n_pos} tokens" for name in away[:5]]
         if not 0 <= self.mass <= 1 + 1e-9:  # rounding errors may raise the sum of shares above 1
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
@@ -119,7 +119,7 @@ class CircuitGraph:
         return EDGE_KINDS if self.corrupted else ("value",)
 
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
-        """Return the sum of the edges into each node, by id.
+        """Return the sum of the edges into each node, indexed by node id.
 
         By default, all edge kinds that add up to attributions are included. An unknown kind raises
         an `InputError`.
@@ -132,7 +132,7 @@ class CircuitGraph:
 
     @property
     def heads(self) -> pd.DataFrame:
-        """The nodes that are attention heads and neurons."""
+        """The rows of `nodes` for attention heads and neurons."""
         return self.nodes[self.nodes["kind"].isin(HEAD_KINDS)]
 
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
@@ -145,7 +145,7 @@ class CircuitGraph:
             mass: the share of Σ |attribution| to keep, with as few heads and neurons as possible.
 
         Raises:
-            InputError: not exactly one of `top` and `mass` is given, or its value is invalid.
+            InputError: `top` and `mass` are both given, both missing, or invalid.
         """
         heads = self.heads
         sizes = heads["attribution"].abs()
@@ -168,7 +168,7 @@ class CircuitGraph:
             top: how many edges to keep, for every node and kind.
 
         Raises:
-            InputError: not exactly one of `mass` and `top` is given, or its value is invalid.
+            InputError: `mass` and `top` are both given, both missing, or invalid.
         """
         keep = np.zeros(len(self.edges), dtype=bool)
         for rows in self.edges.groupby(["target", "kind"], observed=True).indices.values():
@@ -212,17 +212,17 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the sorted indices of the `top` largest entries, or of the fewest with share `mass`.
+    """Return indices of the `top` largest entries, or of the fewest entries with a share `mass`.
 
-    Among equal entries, the first are taken.
+    Indices are sorted. Among equal entries, the first ones are chosen.
     """
     reasons = []
     if (top is None) == (mass is None):
-        reasons.append(f"got top={top}, mass={mass}; expected one of the two")
+        reasons.append(f"got top={top}, mass={mass}; expected exactly one of the two")
     elif top is not None and not is_count(top, 1):
         reasons.append(f"got top={top!r}; expected 1 or more")
     elif mass is not None and (not is_number(as_plain(mass), 0, 1) or mass == 0):
-        reasons.append(f"got mass={mass!r}; expected more than 0, up to 1")
+        reasons.append(f"got mass={mass!r}; expected a number above 0, up to 1")
     InputError.raise_if(reasons, "no nodes can be chosen")
     order = np.argsort(-sizes, kind="stable")
     if mass == 1:
@@ -234,7 +234,7 @@ def select_largest(
 
 
 def _through_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
-    """Add the dropped edges to the edges from "rest"."""
+    """Merge the dropped edges into the edges from "rest"."""
     dropped = dropped | (edges["source"] == "rest").to_numpy()
     sums = edges[dropped].groupby(["target", "kind"], observed=True)["weight"].sum().reset_index()
     into = sums.assign(source="rest")[list(EDGE_COLUMNS)]

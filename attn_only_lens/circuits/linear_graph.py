@@ -1,8 +1,8 @@
-"""Compute the nodes and edges of an attributed run (`attributed_run.py`), as frames.
+"""Compute the frames of nodes and edges of an attributed run (`attributed_run.py`).
 
-An edge is the product of a covector that the target reads and a vector that the source writes to
-the stream. The vectors of heads that are not nodes are summed into "rest". So a graph with K nodes
-needs K² products, whatever the size of the model.
+The weight of an edge is the dot product of the covector with which the target reads the stream and
+the vector that the source writes to the stream. The vectors of heads that are not nodes are summed
+into "rest". So a graph with K nodes needs K² dot products, regardless of the size of the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,13 +26,13 @@ from attn_only_lens.heads import HeadName
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
-_BLOCK = 2**24  # how many numbers are in memory at once on a CPU: 64 MiB in float32
-_SHARE = 0.1  # the share of another device's free memory to use
+_BLOCK = 2**24  # the maximum number of values in memory at once on a CPU: 64 MiB in float32
+_SHARE = 0.1  # the fraction of free memory to use on other devices
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The places of nodes: positions, or roles, whose token may differ between prompts.
+    """The places of nodes: positions, or roles (tokens whose position differs between prompts).
 
     Attributes:
         names: positions as texts, or roles in the order of their mean positions.
@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places; a token with several roles belongs to the first of them."""
+        """Return the places in some prompts; a token with several roles has only its first role."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -71,7 +71,7 @@ class Places:
         return torch.einsum("rbp,bpn->brn", self.chosen.double(), numbers)
 
     def positions_of(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the (position, index) of nodes in all prompts."""
+        """Return the (position, index) pairs of nodes, over all prompts."""
         if self.chosen is None:
             return list(nodes)
         some = self.chosen.any(1)
@@ -155,7 +155,7 @@ def node_frame(
         nodes, z, is_attention = chosen[index], run.z[index], writes.kind == "attention"
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        # The gradient is shown only for one prompt and one head per neuron.
+        # The column `gradient` needs a single prompt and one head per neuron.
         single = len(z) == 1 and z.shape[2] == gradients.shape[2]
         if not is_attention and single and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
@@ -201,9 +201,9 @@ class LinearGraph:
     def edges(
         self, on_done: Callable[[int], object] = lambda n: None
     ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        """Return the nonzero edges, and their weights in each prompt.
+        """Return a frame of the nonzero edges, and the edge weights in each prompt.
 
-        `on_done` receives the number of nodes whose edges were just computed.
+        `on_done` is called with the number of nodes whose edges were just computed.
         """
         sources = [f"embed@{pos}" for pos in self._real]
         for index, nodes in enumerate(self._chosen):
@@ -223,7 +223,7 @@ class LinearGraph:
     def _into(
         self, index: int, kind: str, nodes: Sequence[Node]
     ) -> Iterator[tuple[Sequence[Node], Float[Tensor, "batch target column"]]]:
-        """Yield blocks of nodes of a sublayer, and the weights of the edges into them."""
+        """Yield blocks of a sublayer's nodes, and the weights of the edges into each block."""
         gradient = self._attributed.gradients[index]
         slope = self._attributed.slopes[index].get(kind)
         size = len(self._sources.positions) + self._linear.run.embedding[0].numel()
@@ -255,7 +255,7 @@ class LinearGraph:
             return self._sources.products(n_before, bias, covectors, positions)
         of_targets = gradient[:, positions, nodes]
         bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
-        if isinstance(sublayer, LinearAttention):  # a target reads at every position
+        if isinstance(sublayer, LinearAttention):  # values are read at every position
             keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
             node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
             gradients = of_targets.repeat_interleave(n_pos, dim=1)
@@ -268,7 +268,7 @@ class LinearGraph:
 def _edges_of(
     sources: list[str], targets: list[str], kind: str, by_prompt: Tensor
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """Return nonzero edges into targets, and their weights in each prompt."""
+    """Return a frame of the nonzero edges, and the edge weights in each prompt."""
     weights = by_prompt.sum(0)
     row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
     names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
@@ -284,7 +284,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors that the embedding and each chosen node write, and the sums of other writes."""
+    """The vectors written by the embedding and each chosen node, and the sum of other writes."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
@@ -310,7 +310,7 @@ class _Sources:
             self._rest.append(self._rest[-1] + sublayer.written(others[None])[0].to(embedding))
             self._bias.append(self._bias[-1] + sublayer.writes.bias.to(embedding))
         self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
-        # The sources at one position, numbered from 0.
+        # the index of each source among the sources at the same position
         self._slots = pd.Series(positions).groupby(positions).cumcount().to_numpy()
 
     def products(
@@ -320,9 +320,9 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return the products of covectors with the sources of the first `n_before` sublayers.
+        """Return dot products of covectors with the sources of the first `n_before` sublayers.
 
-        Targets read at `target_positions`, or at every position (None). The last two columns are
+        If `target_positions` is None, targets read at every position. The last two columns are
         "rest" and "bias". The result is on the CPU.
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)

@@ -1,7 +1,7 @@
-"""Evaluate how a circuit depends on the prompts on which it was found.
+"""Evaluate how much a circuit depends on the prompts that were used to find it.
 
-The prompts are split into random halves, and a circuit is searched on each half in the same way as
-on all prompts (stability selection: Meinshausen and Bühlmann 2010; with pairs of halves: Shah and
+The prompts are repeatedly split into random halves, and `discover` searches for a circuit on each
+half. This is stability selection (Meinshausen and Bühlmann 2010) with complementary pairs (Shah and
 Samworth 2013). Each circuit is also evaluated on the other half.
 
     inclusion    the share of these circuits that include a site: an estimate of the probability
@@ -9,9 +9,9 @@ Samworth 2013). Each circuit is also evaluated on the other half.
     class        "core" for an inclusion of at least 90 %, "noise" for at most 10 %, otherwise
                  "contingent"
 
-Intervals of inclusion are Wilson intervals for n_eff independent circuits. The two halves of one
-split are independent, but circuits from different splits share prompts. So n_eff is smaller than
-the number of circuits: 2 + (resamples - 2) / `_DEPENDENCE`
+Inclusion intervals are Wilson intervals for n_eff independent circuits. The two halves of one split
+are independent, but circuits from different splits share prompts. So the effective number n_eff = 2
++ (resamples - 2) / `_DEPENDENCE` is smaller than the number of circuits
 (`analyses/results/stability_of_circuits.md`).
 """
 
@@ -38,7 +38,7 @@ _Half: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Stability:
-    """Circuits for random halves of the prompts. Made by `discover(…, resamples=20)`.
+    """The circuits found on random halves of the prompts. Made by `discover(…, resamples=20)`.
 
     Attributes:
         sites: one row per site that is in any of these circuits, the largest inclusion first.
@@ -89,7 +89,7 @@ def resamples_reasons(resamples: object) -> list[str]:
 
 
 def require_resamples(n_prompts: int, metric: Metric) -> None:
-    """Refuse prompts that cannot be resampled, with every reason."""
+    """Raise an error with every reason if the prompts cannot be resampled."""
     reasons = []
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves")
@@ -99,7 +99,7 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
 
 
 def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _Half]]:
-    """Yield random halves of the prompts, with the other half of each."""
+    """Yield random halves of the prompts, each with the complementary half."""
     generator, size = np.random.default_rng(seed), n_prompts // 2
     for number in range(n):
         if number % 2 == 0:
@@ -116,13 +116,13 @@ def resampled(
     effects: Float[np.ndarray, "site prompt"],
     halves: Iterator[tuple[_Half, _Half]],
 ) -> Stability:
-    """Search a circuit on each half of the prompts, and evaluate it on the other half."""
+    """Search for a circuit on each half of the prompts, and evaluate it on the other half."""
     included, rows = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]]()
     held_out = list[pd.DataFrame]()
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The two halves of a split come one after the other.
+        # The two halves of a split are consecutive, so both models can be reused.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
@@ -165,12 +165,12 @@ def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) ->
 
 
 def inclusion_interval(count: int, n: int) -> tuple[float, float]:
-    """Return the inclusion interval of a site that `count` of n circuits include."""
+    """Return the inclusion interval of a site that is in `count` of n circuits."""
     return interval(count / n, 2 + (n - 2) / _DEPENDENCE)
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Return the 90 % Wilson interval of a share of n trials; n may be a fraction."""
+    """Return the 90 % Wilson interval of a share of n trials; n need not be an integer."""
     z2 = 1.6448536269514722**2  # the quantile of a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)

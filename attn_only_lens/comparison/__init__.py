@@ -1,4 +1,4 @@
-"""Comparison of a model with its grown model: every component, and the circuits of both."""
+"""Compare the components and the circuits of a model and its grown model."""
 
 from attn_only_lens.comparison._compare import compare
 from attn_only_lens.comparison.results import Comparison

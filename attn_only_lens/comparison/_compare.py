@@ -1,4 +1,4 @@
-"""`compare`: compare a model and its grown model over a dataset, and their circuits on one batch.
+"""Compare a model and its grown model over a dataset, and their circuits on one batch.
 
     alignment.py     matches the components of both models, by provenance
     batches.py       yields batches of prompts, each prompt with a corrupted prompt
@@ -7,13 +7,13 @@
     circuits.py      compares the two models' circuits on the first batch
     results.py       holds, saves and loads the result
 
-Every batch takes two forward passes and a backward pass of each model. Patching and circuit search
-run many variants of a batch, so they use only the first batch.
+Each batch needs two forward passes and one backward pass of each model. Patching and circuit search
+run many variants of a batch, so they use only the first batch. Memory does not grow with the number
+of batches. In addition to the models, the memory contains
 
-Memory does not grow with the number of batches. Besides the models, it holds: for each model and
-token in a batch, 3 values per neuron, d_head + pos values per head in both runs, the logits, and
-the tensors that the backward pass needs; for the first batch, one value per component and token;
-and 14 float64 values per component.
+    per token and model    3 values per neuron and d_head + pos values per attention head, for both
+                           runs; the logits; and the tensors for the backward pass
+    per component          14 float64 values, and one value per token of the first batch
 """
 
 from collections.abc import Callable, Sequence
@@ -65,13 +65,13 @@ def compare(
 ) -> Comparison:
     """Compare every component of a model with the same component of its grown model.
 
-    The effect of a component is how much the metric decreases when the component's output is
-    replaced by its output on the corrupted prompt. Without corrupted prompts, the next prompt (in a
-    stream: the next prompt in the batch) is the corrupted prompt. Then the metric must depend on
-    the prompt, as `loss` does.
+    The effect of a component is the decrease of the metric when the component's output is replaced
+    by its output on the corrupted prompt. Without corrupted prompts, the next prompt (for a stream,
+    the next prompt in the batch) is the corrupted prompt. In this case, the metric must depend on
+    the prompt, like `loss`.
 
-    Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
-    Architectures", 2023, for growth; `circuits.discover` and `patching.attribution` for the rest.
+    Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
+    Architectures", 2023. See `circuits.discover` and `patching.attribution` for the other methods.
 
     Args:
         model: the original, with the weights that it had when it grew, in any dtype and of any
@@ -104,7 +104,7 @@ def compare(
         progress: whether to show a bar for each stage.
 
     Returns:
-        Frames by component, the circuits, and a summary.
+        A comparison with frames of components and of both circuits.
 
     Raises:
         ComparisonError: models or provenance do not match, prompts have an unknown type, or
@@ -143,7 +143,7 @@ def compare(
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
         _require_source(models[0], provenance)
-        # The first batch: its circuits come first, so that unsupported models fail early.
+        # Circuits of the first batch are computed first, so that unsupported models fail early.
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         first = next(stream)
@@ -155,7 +155,7 @@ def compare(
                 for batch in stream:
                     statistics.add(batch, bar)
             return result(n_patched)
-        except Exception as error:  # after any error, keep the results so far
+        except Exception as error:  # after any error, return the results so far
             raise _stopped(error, result(0)) from error
 
 
@@ -216,7 +216,7 @@ def _first_batch(
 def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
     reasons = [
         f"{type(error).__name__}: {error}",
-        f"this error's `so_far` has the comparison on the {so_far.about['n_prompts']} prompts "
+        f"`error.so_far` contains the comparison on the {so_far.about['n_prompts']} prompts "
         "before the error, without patching",
     ]
     stopped = ComparisonError(reasons, "the comparison stopped")
@@ -229,8 +229,8 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     reasons = []
     if not isinstance(provenance, Provenance):
         reasons.append(
-            f"got provenance of type {type(provenance).__name__}; expected grown=<the result of "
-            "`grow`>, or a model with provenance=grown.provenance"
+            f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
+            "a model and provenance=grown.provenance"
         )
     for name in ("batch_size", "n_resamples", "n_nodes", "n_patched", "seed"):
         value, least = settings[name], int(name == "batch_size")
@@ -239,7 +239,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     for name in ("edge_mass", "confidence", "faithfulness"):
         value = settings[name]
         if not isinstance(value, int | float) or not 0 < value <= 1:
-            reasons.append(f"got {name}={value!r}; expected more than 0 and at most 1")
+            reasons.append(f"got {name}={value!r}; expected a number above 0, up to 1")
     null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
         if (null.layers, null.axes) != (provenance.layers, provenance.axes):
@@ -271,7 +271,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
-        reasons.append(f"neurons have {sorted(heads)} heads; expected one number for all models")
+        reasons.append(f"neurons have {sorted(heads)} heads; expected equal numbers in all models")
     grown, *null = (
         [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]
@@ -286,13 +286,13 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
 
 
 def _require_source(model: Any, provenance: Provenance) -> None:
-    """Refuse a model whose weights are not those of the original when it grew."""
+    """Raise an error if the model's weights differ from the weights that were grown."""
     if provenance.source is None:
         reason = "the provenance is for weights, and does not identify a model"
     elif odd := provenance.source.differences(identity(model)):
         reason = (
-            f"the original is not the model that grew: {len(odd)} tensors differ, for example "
-            f"{odd[0]}; pass the model with the weights that it had when it grew"
+            f"the original is not the model that was grown: {len(odd)} tensors differ, such as "
+            f"{odd[0]}; pass the model with the weights that were grown"
         )
     else:
         return
@@ -308,7 +308,7 @@ def _circuit(model: Any, batch: Batch, settings: dict[str, Any], progress: bool 
     circuit, _ = search_circuit(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=settings["faithfulness"],
-        # Overlaps and their intervals also rank nodes by |estimates| of every prompt.
+        # The bootstrap ranks nodes in the same way in each resample.
         order="magnitude",
         method="exact_gate",
         budget=0,

@@ -1,9 +1,9 @@
-"""Match the components of a model and its grown model, by provenance.
+"""Match the components of a model and its grown model, using the provenance.
 
-Components are the heads and neurons of source layers, so that the kind of model does not matter.
-The provenance has the new place of each original component; all other components of the grown model
-are new. A provenance that does not fit both models is refused: if one index were wrong, every later
-component would be compared with its neighbour.
+Components are the heads and neurons of source layers, so that all kinds of models can be compared.
+The provenance contains the new index of each original component. All other components of the grown
+model are new. A provenance that does not fit both models is refused, because its indices would pair
+the wrong components.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,9 +39,9 @@ class SharedComponents:
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """The components that both models share, by the first model's layers, and the new ones.
+    """The shared components, in the order of the first model's layers, and the new components.
 
-    `coordinates` has the indices of the first model's stream coordinates in the second's stream.
+    `coordinates` contains the second model's index of each stream coordinate of the first model.
     """
 
     shared: tuple[SharedComponents, ...]
@@ -49,7 +49,7 @@ class Alignment:
     coordinates: Int[Tensor, "d_model"]
 
     def with_null(self, d_model: int) -> "Alignment":
-        """Align the second model, with this d_model, with another model of the same shape."""
+        """Return the alignment of the second model with a null model of the same shape."""
         shared = tuple(replace(pair, first=pair.second) for pair in self.shared)
         return Alignment(shared, self.new, torch.arange(d_model, device="cpu"))
 
@@ -96,17 +96,17 @@ def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
 def _size_reasons(
     label: str, model: Any, every: Sequence[LayerSites], sizes: Mapping[Axis, int]
 ) -> Iterator[str]:
-    """Yield a reason for each axis along which a model's size differs from the provenance."""
+    """Yield a reason for each axis whose size in the model differs from the provenance."""
     got = {Axis(_LABELS[sites.kind], sites.layer): len(sites.names) for sites in every}
     got[Axis("d_model")] = model.cfg.d_model
     expected = {axis: size for axis, size in sizes.items() if axis.label in _AXES}
     for axis in {**got, **expected}:
         if (size := got.get(axis, 0)) != (other := expected.get(axis, 0)):
-            yield f"{label} has size {size} along {axis}; the provenance says {other}"
+            yield f"{label} has size {size} along {axis}; the provenance has size {other}"
 
 
 def _place_reasons(provenance: Provenance) -> Iterator[str]:
-    """Yield a reason for each axis whose new indices are not distinct or out of range."""
+    """Yield a reason for each axis whose new indices are repeated or out of range."""
     layers = provenance.layers
     maps = [("its layers", layers)]
     if set(layers.new_of) <= set(range(layers.size)):

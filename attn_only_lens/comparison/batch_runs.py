@@ -1,17 +1,17 @@
-"""One batch through one model: patterns, outputs and effects of every component.
+"""Run one batch through one model: patterns, outputs and effects of every component.
 
 The computation takes two forward passes and a backward pass, as in
-`patching.attribution(part="z", direction="noise")`. If g is the gradient of the metric with respect
-to a head's output z in the clean run, and z* is the head's output in the corrupted run, then
+`patching.attribution(part="z", direction="noise")`. Let g be the gradient of the metric at a head's
+output z in the clean run, and let z* be the head's output in the corrupted run. The effect
 
     effect = g · (z - z*)
 
-estimates how much the metric decreases when z* replaces z, in the metric's own units. It is
-positive for a component that increases the metric. Each prompt has its own effect: the metric is a
-mean over B prompts, so the gradient of the batch is multiplied by B.
+is, to first order, the decrease of the metric when z* replaces z. The effect is positive for a
+component that increases the metric. Each prompt has its own effect: the metric is a mean over B
+prompts, so the gradient of the batch is multiplied by B.
 
-For the components with the largest estimates, `add_patching` computes this decrease on one batch:
-`patching.activation_patch` replaces z at all positions.
+For the components with the largest estimates, `add_patching` computes the exact decrease on one
+batch with `patching.activation_patch`, which replaces z at all positions.
 """
 
 from collections.abc import Sequence
@@ -40,16 +40,16 @@ MODELS = ("the original", "the grown model", "the null")
 
 
 def stage_bar(text: str, total: int | None, unit: str, shown: bool) -> "tqdm[Any]":
-    """Return a progress bar that is visible at once, because its first step may take minutes."""
+    """Return a progress bar that is shown at once, because the first step may take minutes."""
     return tqdm(desc=text, total=total, unit=unit, disable=not shown)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchRun:
-    """One model's results on a batch: the clean run, effects by layer and kind, metric values.
+    """One model's results on a batch: the clean run, effects by layer and kind, and metric values.
 
-    `hooked` holds patterns and outputs of attention heads, by hook name. `real` is False at
-    padding. `values` has the metric in the clean and in the corrupted run.
+    `hooked` maps hook names to patterns and outputs of attention heads. `real` is False for
+    padding. `values` contains the metric in the clean run and in the corrupted run.
     """
 
     model: Any
@@ -61,12 +61,12 @@ class BatchRun:
     metric: str
 
     def effects_of(self, sites: LayerSites) -> Float[Tensor, "site batch pos"]:
-        """Return the effects of these components."""
+        """Return the effects of the given components."""
         effects = self.effects[sites.layer, sites.kind]
         return effects[sites.index.to(effects.device)]
 
     def z(self, sites: LayerSites) -> Float[Tensor, "token site d_head"]:
-        """Return these components' outputs at real tokens, summed over the heads of a neuron."""
+        """Return the outputs of components at real tokens, summed over the heads of a neuron."""
         if sites.kind == "attention":
             z = self.hooked[hook_name(self.model, sites.layer, "z")]
         else:
@@ -77,16 +77,16 @@ class BatchRun:
 
     @cached_property
     def _real_tokens(self) -> Int[Tensor, "token"]:
-        """Indices, because a device waits whenever it is indexed with a mask."""
+        """The indices of real tokens; indexing with a mask would synchronize the device."""
         return self.real.flatten().nonzero()[:, 0]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
-        """Return the patterns of these attention heads."""
+        """Return the patterns of the given attention heads."""
         patterns = self.hooked[hook_name(self.model, sites.layer, "pattern")]
         return patterns[:, sites.index.to(patterns.device)]
 
     def gates(self, sites: LayerSites) -> Float[Tensor, "batch pos site member"]:
-        """Return the attention weight of these neuron-heads on their own token."""
+        """Return the attention weight of the given neuron-heads on their own token."""
         heads = host_of(self.model).neurons[sites.layer]
         weight = self.neurons[sites.layer].weight.unflatten(-1, (-1, heads.heads_per_neuron))
         return weight[:, :, sites.index.to(weight.device)]
@@ -106,7 +106,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=False,  # runs may be equal, because no score divides by their difference
+            distinct=False,  # equal runs are allowed: no score is divided by their difference
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
@@ -137,7 +137,7 @@ def add_patching(
     n_patched: int | None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Add the patching effects of the largest components to the frames of old and new ones."""
+    """Add the exact effects of the largest components to the frames of old and new components."""
     estimates = ["attribution", "grown_attribution", "null_attribution"]
     sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)
@@ -163,7 +163,7 @@ def add_patching(
 
 
 def _losses(model: Any, batch: Batch, names: list[str], progress: bool | str) -> "pd.Series[float]":
-    """Return, for each name, how much the metric decreases if all its positions are patched."""
+    """Return the decrease of the metric when each component is patched at all positions."""
     if not names:
         return pd.Series(dtype=float)
     pair = on_device_of(model, batch.pair)

@@ -1,15 +1,14 @@
 """A stream of batches, in which each prompt has a corrupted prompt.
 
-The effect of a head on a metric needs a second run, whose activation of the head replaces the one
-from the first run. Without corrupted prompts, the second run uses the *next prompt* (for the last
-prompt: the first). This is resample ablation: unlike zeros and means, the activations occur on real
-prompts. Attribution, patching and circuit search use the same ablation, so all of them ask: how
-much does the metric decrease if a head gets its activation from another prompt?
+To compute the effect of a head on a metric, the head's activation in a first run is replaced by its
+activation in a second run. Without corrupted prompts, the second run uses the *next prompt* (the
+first prompt follows the last). This is resample ablation: in contrast to zeros and means, the new
+activations occur on real prompts. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next different prompt with the same length: among all texts or tensors, so
-that the batch boundaries do not matter; in a stream, within the batch. A prompt that is alone in
-its batch is paired with a prompt of its length from an earlier batch. No prompt is paired with
-itself, because its effects would be zero but would count in the mean.
+The next prompt is the next different prompt of the same length. Texts and tensors are searched as a
+whole, so that batch boundaries do not matter; a stream is searched batch by batch. A prompt that is
+alone in its batch is paired with a prompt of the same length from an earlier batch. No prompt is
+paired with itself, because its zero effects would count in the mean.
 """
 
 import reprlib
@@ -40,7 +39,7 @@ _PROBLEM = "models cannot be compared on these prompts"
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Prompts that run together, and their metric, which is not bound to the prompts yet."""
+    """Prompts that run together, with a metric that is not bound to the prompts yet."""
 
     pair: PromptPair
     metric: AnyMetric
@@ -60,7 +59,7 @@ def batches(
     corrupted: Prompts | None,
     batch_size: int,
 ) -> Iterator[Batch]:
-    """Yield the batches one after another; a stream is read lazily."""
+    """Yield batches with corrupted prompts; a stream of batches is read lazily."""
     reasons = []
     tokens = array_as_tensor(tokens)
     is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
@@ -88,7 +87,7 @@ def batches(
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Cut prompts into batches of similar size; without corrupted prompts, one length per batch."""
+    """Split prompts into batches of similar size; without `corrupted`, each has one length."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:
@@ -157,7 +156,7 @@ def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) 
             yield Batch(PromptPair(rows, different.repeat(len(rows), 1)), metric)
         else:
             reason = (
-                f"got a batch with 1 prompt of {length} tokens, but no other prompt of this length "
+                f"got a batch with 1 prompt of {length} tokens, and no other prompt of this length "
                 "in earlier batches; expected batches of 2 or more different prompts, or "
                 "corrupted prompts"
             )

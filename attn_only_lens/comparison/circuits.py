@@ -1,19 +1,20 @@
-"""Two models' circuits at equal faithfulness: nodes and edges that are kept, lost or gained.
+"""Compare two models' circuits at equal faithfulness: kept, lost and gained nodes and edges.
 
 Each model's circuit is the smallest set of top nodes by |estimated effect| that `circuits.discover`
 finds for the same faithfulness on the same prompts (`method="exact_gate"`, `budget=0`, no pruning).
-Its edges come from its attribution graph: between its nodes, from the embedding, and to the metric.
-For each kind of edge, the circuit has the fewest edges that reach a share of Σ |weight|. An edge's
-weight does not depend on the other chosen nodes, so edges are computed once, between the nodes of
-both circuits. All models share one array of nodes, [component of the grown model, position], with
-NaN if a model lacks the node.
+A circuit's edges connect its nodes, the embedding and the metric in the model's attribution graph.
+For each kind of edge, the circuit has the fewest edges that reach a given share of Σ |weight|. An
+edge's weight does not depend on the other chosen nodes, so edges are computed once, between the
+nodes of both circuits. All models share one array of nodes, [component of the grown model,
+position], with NaN where a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
     rank correlation   Spearman's, over the scores in A ∪ B that both models have
 
-Confidence intervals come from resampling prompts with replacement (the bootstrap: Efron, 1979). In
-a resample, a circuit has the same number of nodes: those with the largest mean |score|. An estimate
-may lie outside its interval, because every resample has fewer distinct prompts.
+Confidence intervals come from the bootstrap (Efron, 1979), which resamples prompts with
+replacement. In each resample, a circuit consists of the nodes with the largest |mean score|, and
+the number of nodes is unchanged. An estimate may lie outside its interval, because resamples have
+fewer distinct prompts.
 """
 
 from collections import defaultdict
@@ -42,7 +43,7 @@ from attn_only_lens.precision import full_precision
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
-_AT_ONCE = 2**22  # largest number of entries in an array of resamples
+_AT_ONCE = 2**22  # the largest number of entries in an array of resamples
 
 
 def compare_circuits(
@@ -57,7 +58,7 @@ def compare_circuits(
     edge_mass: float,
     progress: bool = False,
 ) -> dict[str, pd.DataFrame]:
-    """Return `circuits`, `nodes` and `edges` of a `Comparison`: original, grown model and null."""
+    """Return the frames `circuits`, `nodes` and `edges` of a `Comparison`."""
     old_rows, new_rows = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
     components = [old_rows, *[new_rows] * (len(models) - 1)]
     scores = [rows.scores(run) for rows, run in zip(components, runs, strict=True)]
@@ -112,7 +113,7 @@ class Resampling:
 
 
 class Overlap(NamedTuple):
-    """Rows (nodes or edges) of two circuits in each resample, and their scores in both models."""
+    """The rows (nodes or edges) in two circuits, and the rows' scores in two models."""
 
     first: Bool[np.ndarray, "resample row"]
     second: Bool[np.ndarray, "resample row"]
@@ -138,7 +139,7 @@ def overlap_measures(
     on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
     """Return counts, Jaccard index and rank correlation, with confidence intervals."""
-    # Few prompts have few different resamples, so each distinct resample is computed once.
+    # With few prompts, many resamples are equal, so each distinct resample is computed once.
     weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
     resampled: defaultdict[tuple[str, str], list[_Floats]] = defaultdict(list)
     size = max(1, _AT_ONCE // max(1, n_rows))
@@ -166,7 +167,7 @@ def _rank_correlation(
     second: Float[np.ndarray, "resample row"],
     among: Bool[np.ndarray, "resample row"],
 ) -> Float[np.ndarray, "resample"]:
-    """Return Spearman's correlation over rows with both scores; NaN if it is undefined."""
+    """Return Spearman's correlation over rows that have both scores, or NaN if undefined."""
     among = among & ~np.isnan(first) & ~np.isnan(second)
     middle = (among.sum(axis=1, keepdims=True) + 1) / 2
     # Rows that are left out come last, and do not change the ranks of the other rows.
@@ -181,7 +182,7 @@ def _rank_correlation(
 def largest(
     scores: Float[np.ndarray, "resample row"], size: int
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return the rows with the largest |score|; ties go to the first row, NaN is left out."""
+    """Return a mask of the rows with the largest |score|, without NaN; ties go to earlier rows."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
     scored = sizes >= 0
     n_rows = sizes.shape[1]
@@ -200,7 +201,7 @@ def select_mass(
     among: Bool[np.ndarray, "resample row"],
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return the fewest rows that hold a given share of Σ |weight|, for each kind separately."""
+    """Return the fewest rows that reach a given share of Σ |weight|, for each kind separately."""
     ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):
@@ -218,10 +219,10 @@ def select_mass(
 
 @dataclass(frozen=True, eq=False)
 class _ComponentRows:
-    """A model's components, with their rows in the list of all components of the grown model.
+    """A model's components, with their row numbers in the list of the grown model's components.
 
-    `groups` has the model's components and their rows, by layer and kind. `names` has the grown
-    model's names for all rows.
+    `groups` contains components with their row numbers, by layer and kind. `names` contains the
+    grown model's name for each row.
     """
 
     groups: tuple[tuple[LayerSites, _Ints], ...]
@@ -230,7 +231,7 @@ class _ComponentRows:
 
     @property
     def grown_names(self) -> dict[str, str]:
-        """The grown model's name for each name in this model."""
+        """A dict from this model's component names to the grown model's names."""
         return {
             name: str(self.names[row])
             for sites, rows in self.groups
@@ -242,7 +243,7 @@ class _ComponentRows:
         return [f"{self.names[node // self.n_pos]}@{node % self.n_pos}" for node in nodes.tolist()]
 
     def within(self, nodes: _Ints) -> list[list[tuple[int, int]]]:
-        """Return (position, index in this model) for the model's nodes, by layer and kind."""
+        """Return (position, index) pairs of this model's nodes, by layer and kind."""
         nodes_by_group = []
         for sites, rows in self.groups:
             index = dict(zip(rows.tolist(), sites.index.tolist(), strict=True))
@@ -264,7 +265,7 @@ class _ComponentRows:
 def _component_rows(
     grown: Any, alignment: Alignment, n_pos: int
 ) -> tuple[_ComponentRows, _ComponentRows]:
-    """Return the rows of the original, of the grown model and of a null model."""
+    """Return the rows of the original's components and of the grown model's components."""
     all_sites = resolve_sites(grown, all_heads())
     names = np.array([name for sites in all_sites for name in sites.names], dtype=object)
     rows = pd.Index(names).get_indexer
@@ -280,7 +281,7 @@ def _edges_between(
     nodes: _Ints,
     progress: bool,
 ) -> tuple[pd.DataFrame, _Ints, list[Float[np.ndarray, "edge batch"]]]:
-    """Return all models' edges, their ends, and their weights by model, as in `_Circuits`."""
+    """Return the edges of all models, the edges' ends, and the edge weights in each model."""
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
@@ -295,7 +296,7 @@ def _edges_between(
     index = pd.MultiIndex.from_frame(edges)
     weights = []
     for (frame, by_prompt), selection in zip(selections, components, strict=True):
-        # If a model has both ends but not the edge, its weight is 0.
+        # If a model has both ends but not the edge, the edge's weight is 0.
         rows = np.concatenate([[-1], *(rows for _, rows in selection.groups)])
         has_both = np.isin(ends // selection.n_pos, rows).all(axis=1)
         full = np.where(has_both, 0.0, np.nan)[:, None].repeat(by_prompt.shape[1], axis=1)
@@ -309,7 +310,7 @@ def _edges_between(
 def _edges(
     model: Any, batch: Batch, components: _ComponentRows, nodes: _Ints, label: str, progress: bool
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """Return one model's edges, with the grown model's names, and their weights per prompt."""
+    """Return one model's edges, with the grown model's names, and the edge weights per prompt."""
     pair = on_device_of(model, batch.pair)
     try:
         attributed = attribute_run(model, pair, batch.metric)
@@ -329,16 +330,16 @@ def _edges(
         return f"{grown.get(name, name)}{mark}{position}"
 
     frame = frame.assign(source=frame["source"].map(rename), target=frame["target"].map(rename))
-    # The metric is a mean over prompts, so each prompt's weight is multiplied by their number.
+    # The metric is a mean over prompts, so weights are multiplied by the number of prompts.
     return frame, by_prompt[inside] * len(pair.clean)
 
 
 @dataclass(frozen=True, eq=False)
 class _Circuits:
-    """The circuits of several models. Edges have the grown model's names."""
+    """The circuits of several models. Edges use the grown model's component names."""
 
     components: Sequence[_ComponentRows]
-    sizes: Sequence[int]  # number of nodes in each circuit
+    sizes: Sequence[int]  # the number of nodes in each circuit
     scores: Sequence[Float[np.ndarray, "node batch"]]
     edges: pd.DataFrame  # `source`, `target`, `kind`
     ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component
@@ -347,19 +348,19 @@ class _Circuits:
 
     @property
     def n_rows(self) -> int:
-        """The number of nodes and edges."""
+        """The total number of nodes and edges."""
         return len(self.scores[0]) + len(self.edges)
 
     def overlaps(
         self, i: int, weights: Float[np.ndarray, "resample batch"]
     ) -> tuple[Overlap, Overlap]:
-        """Return the overlaps of nodes and of edges in models i and i + 1, per resample."""
+        """Return the overlaps of nodes and of edges between models i and i + 1, per resample."""
         kinds = self.edges["kind"].to_numpy(dtype=object)
         nodes, chosen, scores, edge_weights = [], [], [], []
         for model in (i, i + 1):
             scores.append(weights @ self.scores[model].T)
             nodes.append(largest(scores[-1], self.sizes[model]))
-            # The circuit's edges: between its nodes, the embedding and the metric.
+            # Edges in the circuit connect its nodes, the embedding and the metric.
             inside = np.asarray((nodes[-1][:, self.ends] | (self.ends < 0)).all(axis=2))
             edge_weights.append(weights @ self.edge_weights[model].T)
             chosen.append(select_mass(edge_weights[-1], kinds, inside, self.edge_mass))
@@ -377,7 +378,7 @@ class _Circuits:
         return overlaps
 
     def frames(self, weights: _Floats) -> dict[str, pd.DataFrame]:
-        """Return frames `nodes` and `edges`, for the original's and the grown model's circuit."""
+        """Return the frames `nodes` and `edges` of the original's and the grown model's circuit."""
         old_names = {new: old for old, new in self.components[0].grown_names.items()}
         components = self.components[1]
         nodes, edges = self.overlaps(0, weights)

@@ -93,11 +93,11 @@ class Comparison:
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
         groups, silent = (rows.groupby(["layer", "kind"]) for rows in (frame, self.silent))
         sizes = {"components": groups.size(), "silent": silent.size()}
-        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # all of a layer may be silent
+        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # all neurons of a layer may be silent
         return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:
-        """Write every frame as CSV with a JSON document next to it, and `comparison.json`.
+        """Write `comparison.json`, and each frame as a CSV file with a JSON file next to it.
 
         Args:
             folder: path of the folder, which is created if necessary; files of an earlier
@@ -112,7 +112,7 @@ class Comparison:
         there = open_folder(folder)
         for name in _FRAMES:
             write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
-        # The manifest comes last. Until then, the folder counts as a damaged earlier comparison.
+        # The manifest is written last. Until then, `load` refuses the folder as damaged.
         files = file_digests(there, _files())
         about = _finite(dict(self.about))
         _DOCUMENT.write(there / _MANIFEST, tokens=self.tokens, about=about, files=files)
@@ -132,7 +132,7 @@ class Comparison:
             raise CheckpointError(f"{there} has files {got}; expected {expected}")
         check_files(there, manifest["files"])
         frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
-        for frame in frames.values():  # an empty name is a missing name
+        for frame in frames.values():  # empty texts stand for missing names
             texts = frame.select_dtypes(exclude="number")
             frame[texts.columns] = texts.where(texts != "")
         return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])
@@ -153,7 +153,7 @@ def _files() -> set[str]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, with None."""
+    """Replace NaN and infinities, which JSON does not support, with None."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,33 +1,32 @@
-"""Statistics of components over a dataset, from float64 sums to which every batch adds.
+"""Compute statistics of components over a dataset, from float64 sums over batches.
 
 **Divergence** of attention patterns: Jensen–Shannon, in bits (Lin, 1991),
 
     JS(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2        H(P) = -Σ_k P_k log₂ P_k
 
-over the keys of a row, and the sink if the model has one. For a neuron-head, the sum runs over its
-own token and the bias token.
+The sum runs over the keys of a row, and over the sink if the model has one. For a neuron-head, the
+keys are its own token and the bias token.
 
-**Outputs** are compared through Gram matrices. A head with output z writes z W, W = W_O[h]; a
-neuron is a head with one coordinate. If J maps the original's stream coordinates to the grown
-model's, and the projection C removes the mean,
+**Outputs** are compared through Gram matrices. A head with output z writes z W, where W = W_O[h]; a
+neuron is a head with d_head = 1. Let J map the original's stream coordinates to the grown model's
+coordinates, and let the projection C remove the mean (if LayerNorms read the stream). Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-then three d_head × d_head matrices per head, or three values per neuron, are enough. C applies if
-the norms that read the stream are LayerNorms. Summed over tokens,
+So three d_head × d_head matrices per head, or three values per neuron, give these sums over tokens:
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
-**Errors.** The unit is a prompt: if x_i is a mean over the tokens of prompt i, the mean is
+**Standard errors** are over prompts: if x_i is a mean over the tokens of prompt i, the mean is
 Σ x_i / n, and the standard error is √((Σ x_i² - n mean²) / ((n - 1) n)).
 
 **Silent neurons** have outputs that never exceed the rounding error of their layer's output:
 
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
-Their gate depends on rounding errors. In ReLU models with LayerNorm, dead neurons reach at most 6.6
-rounding units of this root mean square. In five trained models, the quietest neurons that fire
-reach 0.002 times the root mean square itself.
+The gate of a silent neuron depends only on rounding errors. In ReLU models with LayerNorm, dead
+neurons reach at most 6.6 rounding units of the root mean square. In five trained models, the
+quietest neurons that fire reach 0.002 times the root mean square.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,15 +51,15 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # tolerance of a row's sum; a larger missing part is the weight of a sink
+_ROUNDINGS = 16  # the tolerance of a row's sum; a larger missing part is the weight of a sink
 
 
 def pattern_divergence(
     p: Float[Tensor, "*any key"], q: Float[Tensor, "*any key"]
 ) -> Float[Tensor, "*any"]:
-    """Return the divergence of rows of attention patterns, in bits.
+    """Return the Jensen–Shannon divergence between rows of attention patterns, in bits.
 
-    Rows in half precision are computed in float32, and each is divided by its sum.
+    Half-precision rows are converted to float32, and each row is divided by its sum.
 
     Example:
         >>> import torch
@@ -85,7 +84,7 @@ def _with_sink(rows: Tensor) -> Tensor:
 def gate_divergence(
     p: Float[Tensor, "*any head_index"], q: Float[Tensor, "*any head_index"]
 ) -> Float[Tensor, "*any head_index"]:
-    """Return the divergence of neuron-heads in bits, from their weights on their own token.
+    """Return the divergence of neuron-heads in bits, given their weights on their own token.
 
     Example:
         >>> import torch
@@ -106,7 +105,7 @@ _Directions: TypeAlias = Callable[[LayerSites], Float[Tensor, "site d_head d_mod
 
 
 def _write_directions(model: Any) -> _Directions:
-    """Return a function from sites to W C, their output directions after norms remove the mean."""
+    """Return a function from sites to output directions, centred if norms remove the mean."""
     is_centred, matrices = host_of(model).reads_centred(), HeadMatrices.of(model, fold_norms=False)
 
     def directions(sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
@@ -127,7 +126,7 @@ def _dot(
     gram: Float[Tensor, "site d_head d_head_2"],
     second: Float[Tensor, "token site d_head_2"],
 ) -> Float[Tensor, "site"]:
-    """Return the dot product of two components' outputs over all tokens."""
+    """Return the dot product of two components' outputs, summed over all tokens."""
     z, second = z.to(gram), second.to(gram)
     if gram.shape[1:] == (1, 1):  # for neurons, a batched product would have 1 × 1 matrices
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
@@ -139,7 +138,7 @@ def _dot(
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
     """Return an array [measure, site]; `rows` has a list of measures for each layer and kind.
 
-    The tensors are stacked first, because a device waits for every transfer.
+    The tensors are stacked first, because each transfer synchronizes the device.
     """
     device = rows[0][0].device  # this device has float64
     stacked = [torch.stack([x.to(device).double() for x in measures]) for measures in rows]
@@ -176,7 +175,7 @@ _NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
 
 
 class _SharedStatistics:
-    """Computes sums and maxima for the components of two models; `Statistics` adds them up."""
+    """Sums and maxima for the components that two models share; `Statistics` adds up batches."""
 
     def __init__(self, first: _Directions, second: _Directions, alignment: Alignment) -> None:
         self._shared, self._grams = alignment.shared, []
@@ -197,7 +196,7 @@ class _SharedStatistics:
     def measure(
         self, one: BatchRun, second_run: BatchRun, bar: "tqdm[Any]"
     ) -> tuple[_Floats, _Floats]:
-        """Return the sums and maxima over a batch; move the bar once for each pair of sites."""
+        """Return the sums and maxima over a batch, and advance the progress bar."""
         rows, roundings = [], []
         for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
             js = _divergences_by_prompt(one, second_run, pair)
@@ -217,7 +216,7 @@ class _SharedStatistics:
         return numbers[:10], np.concatenate([numbers[10:], np.concatenate(roundings).T])
 
     def frame(self, n_prompts: int, n_tokens: int) -> pd.DataFrame:
-        """Return a frame with one row per component: names, differences, whether it is silent."""
+        """Return a frame with one row per component: names, differences and a flag `silent`."""
         js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
         with np.errstate(divide="ignore", invalid="ignore"):  # an output may be zero
@@ -246,7 +245,7 @@ def _norm(z: Float[Tensor, "token site d_head"]) -> Float[Tensor, "site"]:
 
 
 class _NewStatistics:
-    """Sums for the components that only this model has."""
+    """Sums for the new components of a grown model."""
 
     def __init__(self, directions: _Directions, new: Sequence[LayerSites]) -> None:
         self._new = new
@@ -262,7 +261,7 @@ class _NewStatistics:
         return _read(rows) if rows else np.zeros_like(self.sums)
 
     def frame(self, n_prompts: int, n_tokens: int, span: float) -> pd.DataFrame:
-        """Return a frame with one row per component: name, effect, share of the range, norm.
+        """Return a frame with one row per component: name, effect, share of the range and norm.
 
         The metric's range `span` is its clean value minus its corrupted value.
         """
@@ -299,7 +298,7 @@ class Statistics:
 
     @property
     def n_steps(self) -> int:
-        """How many progress-bar steps one batch takes."""
+        """The number of progress-bar steps per batch."""
         return len(self._models) + len(self._shared) * self._n_shared
 
     def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
@@ -335,7 +334,7 @@ class Statistics:
             sites.frame(*counts, span) for sites, span in zip(self._new, spans, strict=True)
         )
         for null, new_null in zip(nulls, new_nulls, strict=True):
-            for name in _MEASURES:  # if both are silent, patterns and outputs are noise
+            for name in _MEASURES:  # patterns and outputs of silent neurons are noise
                 old[f"null_{name}"] = null[name].mask(null["silent"])
             for name in ("attribution_change", "attribution_change_se"):
                 old[f"null_{name}"] = null[name]

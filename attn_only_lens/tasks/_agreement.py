@@ -1,6 +1,6 @@
 """Agreement of a verb with its subject in number, or of a pronoun with a name in gender.
 
-Prompts about number have the structures of Finlayson et al., "Causal Analysis of Syntactic
+Prompts about number use the structures of Finlayson et al., "Causal Analysis of Syntactic
 Agreement Mechanisms in Neural Language Models" (2021). Only the number of the subject differs
 between the two prompts:
 
@@ -46,7 +46,7 @@ def agreement(
     """Return pairs of prompts whose next word must agree with the subject.
 
     The roles are "subject", the noun or name that decides the answer; "attractor", the noun after
-    it, if there is one; and "end", the last token.
+    the subject, if there is one; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -56,8 +56,8 @@ def agreement(
         structure: for feature="number": "simple", "prepositional" (the default) or "relative".
 
     Returns:
-        The pairs, all different, in random order. The corrupted prompt has the subject in the
-        other number, or a name of the other gender.
+        Distinct pairs in random order. In the corrupted prompt, the subject has the other number or
+        the name has the other gender.
 
     Raises:
         InputError: an option is unknown, or fewer than n pairs fit the tokenizer.
@@ -86,7 +86,7 @@ def _number(seed: int, structure: str) -> Iterator[Pair]:
         subject, attractor = random.choice(THINGS), random.choice(PEOPLE)
         if random.random() < 0.5:
             subject, attractor = attractor, subject
-        if structure == "relative":  # only a person can like somebody
+        if structure == "relative":  # the verbs need a person as the subject
             attractor = random.choice([person for person in PEOPLE if person != subject])
         plural, attractor_plural = random.random() < 0.5, random.random() < 0.5
         preposition, verb = random.choice(_PREPOSITIONS), random.choice(_VERBS)[attractor_plural]

@@ -39,8 +39,8 @@ def brackets(
             answer.
 
     Returns:
-        The pairs, all different, in random order. The corrupted prompt has another opening
-        mark, and its right answer is the wrong answer of the clean prompt.
+        Distinct pairs in random order. The corrupted prompt has another opening mark, and its right
+        answer is the wrong answer of the clean prompt.
 
     Raises:
         InputError: an option is unknown, or fewer than n pairs fit the tokenizer.

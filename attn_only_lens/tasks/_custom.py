@@ -25,7 +25,7 @@ from attn_only_lens.tasks.paired_prompts import (
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
-_RESERVED = {END, "each", "all"}  # names that already have a meaning in `positions=`
+_RESERVED = {END, "each", "all"}  # names that `positions=` uses with another meaning
 _SHOWN = 5  # the number of invalid lines that an error lists
 
 
@@ -36,11 +36,10 @@ def from_templates(
     words: Sequence[Mapping[str, str]],
     seed: int = 0,
 ) -> PairedPrompts:
-    """Return pairs of prompts that fill one template with different words.
+    """Return pairs of prompts that fill one template with two rows of words.
 
-    A pair fills one template with two rows of words. The clean prompt has the row with the right
-    answer, and the corrupted prompt has the row with the wrong answer. The roles are the fields of
-    the template, and "end", the last token.
+    The row of the clean prompt has the right answer, and the row of the corrupted prompt has the
+    wrong answer. The roles are the template's fields, and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -51,7 +50,7 @@ def from_templates(
         seed: decides which pairs are drawn.
 
     Returns:
-        The pairs, all different, in random order.
+        Distinct pairs of prompts, in random order.
 
     Raises:
         InputError: templates have no fields or different fields, rows lack a word, or fewer than n
@@ -73,7 +72,7 @@ def from_templates(
     rows, fields = list(words), list(map(_fields, texts))
     expected = set(fields[0]) if fields else set()
     reasons = [
-        f"got template {template!r}; expected a text with fields such as {{subject}}, each once; "
+        f"got template {template!r}; expected a text with different fields, such as {{subject}}; "
         "all templates must have the same fields"
         for template, roles in zip(texts, fields, strict=True)
         if not roles or sorted(roles) != sorted(expected)
@@ -135,7 +134,7 @@ def from_jsonl(
         keep: a function that gets a line as a dictionary and returns whether to use it.
 
     Returns:
-        The pairs, all different, in random order.
+        Distinct pairs of prompts, in random order.
 
     Raises:
         InputError: the file does not exist, lines are not objects with these keys, prompts lack the
@@ -155,7 +154,7 @@ def from_jsonl(
     roles = dict(roles or {})
     reasons = [f"got role {role!r}; expected another name" for role in roles if role in _RESERVED]
     reasons += [
-        f"got word {number!r} for the role {role!r}; expected a word number from 0"
+        f"got word {number!r} for the role {role!r}; expected a whole number, 0 or more"
         for role, number in roles.items()
         if not is_count(number)
     ]

@@ -1,10 +1,9 @@
 """Greater-than: "The war lasted from the year 1732 to the year 17" continues with 33 or later.
 
-The task is from Hanna, Liu and Variengien, "How does GPT-2 compute greater-than?: Interpreting
-mathematical abilities in a pre-trained language model" (2023). The first year in the clean prompt
-ends in 02 to 98, and the first year in the corrupted prompt ends in 01. All later years of the
-century are right answers and the other years are wrong answers. The metric is the difference of
-their summed probabilities.
+The task is from Hanna, Liu and Variengien, "How does GPT-2 compute greater-than?" (2023). The first
+year in the clean prompt ends in 02 to 98, and the first year in the corrupted prompt ends in 01.
+All later years of the century are right answers, and all other years are wrong answers. The metric
+is the summed probability of right answers minus the summed probability of wrong answers.
 """
 
 from collections.abc import Iterator
@@ -29,10 +28,10 @@ _ENDINGS = [f"{year:02}" for year in range(100)]
 
 
 def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
-    """Return pairs of prompts that end inside a year, which must be later than the first year.
+    """Return pairs of prompts that end in the middle of a year, after a mention of an earlier year.
 
     The roles are "noun", the event; "century" and "year", the two halves of the first year; and
-    "end", the century of the second year. The tokenizer must split years into these two halves.
+    "end", the century of the second year. The tokenizer must split years into the two halves.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -40,11 +39,12 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
         seed: decides which pairs are drawn.
 
     Returns:
-        The pairs, all different, in random order. The `metric` is the summed probability of all
-        later years minus the summed probability of all other years.
+        Distinct pairs in random order. The `metric` is the summed probability of all later years
+        minus the summed probability of all other years.
 
     Raises:
-        InputError: the tokenizer does not split years in two, or fewer than n pairs fit it.
+        InputError: the tokenizer does not split years in two, or fewer than n pairs fit the
+            tokenizer.
 
     Example:
         >>> from attn_only_lens import tasks
@@ -64,7 +64,7 @@ def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):
-        # Famous years, such as 1776, are single tokens; so try the same ending in another century.
+        # Famous years, such as 1776, are single tokens, so other centuries are tried, too.
         left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):

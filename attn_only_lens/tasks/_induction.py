@@ -1,8 +1,8 @@
 """Induction: among random words, "… A B … A" continues with B.
 
 The task is from Olsson et al., "In-context Learning and Induction Heads" (2022). The corrupted
-prompt has another word B' instead of B, and continues with B'. So the two prompts differ in one
-token, and only the word after the first A decides the answer.
+prompt contains another word B' instead of B, so its right answer is B'. The two prompts differ in
+one token, and only the word after the first A decides the answer.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ _ROLES = {"first": 1, "repeated": 2}
 def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
     """Return pairs of random-word prompts whose last word also occurs earlier.
 
-    The roles are "first", the first occurrence of the last word; "repeated", the word after it,
-    which is the answer; and "end", the last token.
+    The roles are "first", the first occurrence of the last word; "repeated", the answer, which is
+    the word after "first"; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -90,7 +90,7 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
     """Return tokens that are words and do not merge with their neighbours in a text.
 
-    All these words begin with a space if there are more than `least` such words.
+    If more than `least` words begin with a space, only these words are returned.
     """
     special = set(tokenizer.all_special_ids)
     known = [token for token in sorted(set(tokenizer.get_vocab().values())) if token not in special]

@@ -49,7 +49,7 @@ def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc"
             the indirect object, so that the subject becomes the right answer.
 
     Returns:
-        The pairs, all different, in random order.
+        Distinct pairs of prompts, in random order.
 
     Raises:
         InputError: an option is unknown, or fewer than n pairs fit the tokenizer.

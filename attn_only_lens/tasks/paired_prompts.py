@@ -8,8 +8,8 @@ logits of two answers. So every pair is checked with the tokenizer:
     every answer is one more token when it follows the clean prompt
 
 Pairs that fail the check are dropped and counted. A role's position is the position of its last
-token, counted from the end: -1 is the prompt's last token. So it does not depend on a BOS before
-the prompt, or on the padding side.
+token, counted from the end: -1 is the prompt's last token. So positions do not depend on a BOS
+token or on the padding side.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
 
 @dataclass(frozen=True)
 class PairedPrompts:
-    """Pairs of prompts for a task and for one tokenizer, and so for all models that use it.
+    """Pairs of prompts for a task and for all models with the same tokenizer.
 
     Attributes:
         task: the name of the task.
@@ -71,7 +71,7 @@ class PairedPrompts:
 
     @property
     def metric(self) -> Metric:
-        """The logit difference; or, for several answers, the difference of summed probabilities."""
+        """The logit difference, or, for several answers, the difference of summed probabilities."""
         if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
             right, wrong = ([token for (token,) in rows] for rows in (self.answers, self.wrong))
             return replace(logit_diff(right, wrong), name=f"logit_diff of {self.task}")
@@ -88,7 +88,7 @@ class PairedPrompts:
 
 @dataclass(frozen=True)
 class Filled:
-    """A prompt, with the index in its text at which the words of each role end."""
+    """A prompt, with the character index at which the words of each role end."""
 
     text: str
     ends: Mapping[str, int]
@@ -96,7 +96,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of prompts that is not checked yet; answers are tokens, or texts after the prompt."""
+    """An unchecked pair of prompts; answers are tokens, or texts that follow the prompt."""
 
     clean: Filled
     corrupted: Filled
@@ -128,9 +128,9 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 def collect(
     task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
 ) -> PairedPrompts:
-    """Return the first n pairs that fit a tokenizer; raise InputError for `reasons` or its own."""
+    """Return the first n pairs that fit a tokenizer; raise an error if there are `reasons`."""
     reasons = [*reasons, *positive_reasons(n=n), *_tokenizer_reasons(tokenizer)]
-    reasons += [f"got seed={seed!r}; expected a whole number from 0"] * (not is_count(seed))
+    reasons += [f"got seed={seed!r}; expected a whole number, 0 or more"] * (not is_count(seed))
     InputError.raise_if(reasons, PROBLEM)
     rows, dropped, drawn = dict[str, _Row](), Counter[str](), 0
     for pair in islice(pairs, _MOST_DRAWN):
@@ -163,7 +163,7 @@ def collect(
 
 
 def _tokenizer_reasons(tokenizer: Any) -> list[str]:
-    """Return reasons why prompts cannot be made with a tokenizer; empty if they can."""
+    """Return the reasons why prompts cannot be made with a tokenizer."""
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
         return [
             f"got a {type(tokenizer).__name__}; expected a Hugging Face tokenizer, such as "
@@ -179,7 +179,7 @@ def _tokenizer_reasons(tokenizer: Any) -> list[str]:
 
 
 class _Misfit(Exception):
-    """A pair does not fit the tokenizer."""
+    """Raised if a pair does not fit the tokenizer."""
 
 
 def _require(fits: bool, reason: str) -> None:
@@ -219,7 +219,7 @@ def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
 def _answer_tokens(
     tokenizer: Any, prompt: str, tokens: list[int], answers: Sequence[str] | _Tokens
 ) -> _Tokens:
-    """Return the tokens that answers have after a prompt."""
+    """Return the token of each answer when it follows the prompt."""
     rows = [
         token_ids(tokenizer, prompt + answer) if isinstance(answer, str) else [*tokens, answer]
         for answer in answers

@@ -131,7 +131,7 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
     result_moved = evaluate(model, circuit, clean, corrupted, METRIC, positions=moved, mask=mask)
     assert abs(result_moved.faithfulness - result.faithfulness) > 1e-4
     for positions in (None, {"subject": 1}):
-        with pytest.raises(InputError, match=r"its sites are at the roles \['end', 'subj"):
+        with pytest.raises(InputError, match=r"the circuit has the roles \['end', 'subj"):
             evaluate(model, circuit, clean, corrupted, METRIC, positions=positions, mask=mask)
 
 

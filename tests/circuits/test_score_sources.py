@@ -137,7 +137,7 @@ def test_where_the_hook_of_scores_shows_the_pattern(name):
 def test_refusals():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
     for match, *places in (
-        ("its score is masked", HEAD, KEY, QUERY),
+        ("the score is masked", HEAD, KEY, QUERY),
         ("expected a position from -7 to 6", HEAD, QUERY, 7),
         ("expected a position", HEAD, QUERY),
         ("do not depend on tokens", NEURON, QUERY, KEY),

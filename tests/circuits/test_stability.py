@@ -169,7 +169,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     assert matrix.loc["relative"].tolist() == pytest.approx(expected)
     lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
     with pytest.raises(
-        InputError, match=r"its sites are at the roles .*: pass only these roles of task.roles"
+        InputError, match=r"the circuit has the roles .*: pass only these roles from task.roles"
     ):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
     with pytest.raises(InputError) as error:  # all at once
@@ -177,7 +177,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     for reason in ("circuit 'no circuit': got a str", "task 'text': got a str; expected PairedPr"):
         assert reason in str(error.value)
     for wrong in (([circuit], {"a": task}), ({"a": circuit}, [task]), ({}, {"a": task})):
-        with pytest.raises(InputError, match="expected a dict with one or more"):
+        with pytest.raises(InputError, match="expected a non-empty dict"):
             circuits.transfer(model, *wrong)
     prompts = task.clean, task.corrupted, task.metric
     for positions in ("each", 5, torch.tensor([1, 2])):
@@ -186,7 +186,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     with pytest.raises(InputError, match="got a NoneType; expected a Circuit"):
         circuits.evaluate(model, None, *prompts, positions=task.roles)
     numbered = replace(circuit, positions="each")
-    with pytest.raises(InputError, match="its sites have no roles: leave positions out"):
+    with pytest.raises(InputError, match="the circuit has no roles: leave positions out"):
         circuits.evaluate(model, numbered, *prompts, positions=task.roles)
     with pytest.raises(InputError, match="got prompts_at_once='many'"):
         circuits.evaluate(model, circuit, *prompts, prompts_at_once="many")

@@ -275,7 +275,7 @@ def test_refusals():
     for match, call in (
         ("got k=0", lambda: ov.top(0)),
         ("got block=0.5", lambda: ov.top(block=0.5)),
-        ("each once", lambda: circuits.qk_circuit(model, "L0H1", tokens=[3, 3])),
+        ("expected different tokens", lambda: circuits.qk_circuit(model, "L0H1", tokens=[3, 3])),
         ("got tokens=", lambda: circuits.copying_scores(model, tokens=[D_VOCAB])),
         ("got tokens=", lambda: circuits.token_paths(model, tokens=[])),
         ("expected one name", lambda: circuits.ov_circuit(model, ["L0H1"])),
@@ -349,7 +349,7 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
     for match, call in (
         (f"got {len(read)} input tokens and {len(written)} output", circuits.copying_scores),
         (
-            "tokens from 0 to 40, each once",
+            "different tokens from 0 to 40",
             lambda m, tokens: circuits.qk_circuit(m, "L1H1", tokens=[*tokens, 41]),
         ),
         (
@@ -365,7 +365,7 @@ def test_tokens_are_those_of_their_side(kind, d_out, chosen, read, written):
             call(model, tokens=chosen)
     with pytest.raises(InputError, match=f"got 41 input tokens and {d_out} output tokens"):
         circuits.copying_scores(model)
-    with pytest.raises(InputError, match="expected as many rows as columns"):
+    with pytest.raises(InputError, match="expected a square matrix"):
         _ = circuits.ov_circuit(model, "L0H1").eigenvalues
 
 

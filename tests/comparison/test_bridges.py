@@ -45,7 +45,7 @@ def test_a_native_bridge(name):
         named = trained.original_model.named_parameters()
         weight = next(w for key, w in named if "layers.1." in key and "mlp" in key)
         weight[3] *= 1.001
-    with pytest.raises(ComparisonError, match="is not the model that grew"):
+    with pytest.raises(ComparisonError, match="is not the model that was grown"):
         compare(trained, grown, prompts, p.loss(), provenance=provenance, **FEW)
     edges = {**FEW, "n_nodes": 5}
     comparison = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **edges)

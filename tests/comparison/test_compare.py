@@ -387,7 +387,7 @@ def moved(model, name, change):
 def test_another_model_of_the_same_shape_is_refused(grown_and_not, change_model):
     model, grown = grown_and_not
     model = change_model(model)
-    with pytest.raises(ComparisonError, match="is not the model that grew") as error:
+    with pytest.raises(ComparisonError, match="is not the model that was grown") as error:
         compare(model, grown, tokens(), p.loss(), **QUICK)
     assert "replace(provenance, source=" in str(error.value)
     # As the error says, it can be asked for.

@@ -141,7 +141,7 @@ def test_what_is_refused(pair):
     null = grow(model, d_mlp=43, seed=0)
     for arguments, options, message in (
         ((model, grown.model, good, loss), {}, "got provenance of type NoneType"),
-        ((deeper, grown, good, loss), {}, "along head of layer 2; the provenance says 0"),
+        ((deeper, grown, good, loss), {}, "along head of layer 2; the provenance has size 0"),
         (
             (model, deeper, good, loss),
             {"provenance": grown.provenance},

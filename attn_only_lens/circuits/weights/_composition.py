@@ -1,27 +1,28 @@
-"""Compute composition scores: how much a head or neuron-head reads of another head's output.
+"""Compute composition scores: how strongly a head or neuron-head reads another head's output.
 
-A writer W and a reader R act on rows of the residual stream (`head_matrices.py`). Their score is
+A writer W and a reader R are matrices that act on rows of the residual stream (`head_matrices.py`).
+Their score is
 
     ‖W R‖_F / (‖W‖_F ‖R‖_F)                 in [0, 1]
 
-(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"), through the reader's
-query (q), key (k) or value (v). Between neurons, the score is |cos| of the vectors that the writer
-writes and the reader reads.
+This score is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits". R is the
+reader's query (q), key (k) or value (v) matrix. Between two neurons, the score is |cos| of the
+writer's output direction and the reader's input direction.
 
-If a random rotation U is put between W and R, E ‖W U R‖² = ‖W‖² ‖R‖² / d_model. So 1/√d_model is
-the root mean square score of unrelated heads, and `ratio_to_baseline` is the score divided by it.
+For a random rotation U, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_model. So the root mean square score
+of unrelated heads is 1/√d_model, and `ratio_to_baseline` is the score divided by 1/√d_model.
 
-A pair is included if the writer's sublayer comes before the reader's. In one layer, an attention
-head comes before a neuron, unless both run in parallel. (TransformerLens compares only layers, and
-so omits these pairs.) A neuron-head's key is constant, so K-composition into it is zero.
-`composition` then returns 0 with a note; other functions refuse such pairs.
+A pair is included if the writer's sublayer comes before the reader's sublayer. In one layer, an
+attention head comes before a neuron, unless attention and MLP run in parallel. (TransformerLens
+omits pairs within a layer.) A neuron-head's key is constant, so K-composition into a neuron-head is
+zero: `composition` returns 0 with a note, and other functions refuse such pairs.
 
-Norms are folded into the weights by default (`models/norms.py`). Rotary embeddings are left out of
-W_Q W_Kᵀ, and "embed" has no positional embeddings, as in TransformerLens.
+Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
+excludes rotary embeddings, and "embed" excludes positional embeddings.
 
-Each head has a *factor*, a matrix [rank, d_model] with norm 1, for what it writes or reads. If the
-columns of Q are orthonormal and A = Q T, then ‖A B‖ = ‖T B‖. So one product of factors gives the
-scores of many pairs.
+Each writer or reader is represented by a *factor*, a matrix [rank, d_model] with norm 1. If the
+columns of Q are orthonormal and A = Q T, then ‖A B‖ = ‖T B‖. So one matrix product of factors gives
+the scores of many pairs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +44,8 @@ from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads,
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 
-_ROWS = 1024  # how many rows of W_E are converted to float64 at once
-_BLOCK = 1024  # how many factor rows are computed at once
+_ROWS = 1024  # the number of rows of W_E converted to float64 at once
+_BLOCK = 1024  # the number of factor rows computed at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"
 _PROBLEM = "these heads do not compose"
@@ -65,7 +66,7 @@ def composition(
     *,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the composition score of every writer with every later reader.
+    """Return the composition score of every pair of a writer and a later reader.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
@@ -135,8 +136,7 @@ def top_compositions(
     """Return the pairs with the largest composition scores, by default among all pairs.
 
     Scores are computed block by block, and only the k largest are kept. Let b be the larger of
-    `block` and the largest rank of a head. In float32, the memory in addition to the model is at
-    most
+    `block` and the largest rank of a head. In float32, the additional memory is at most
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
@@ -211,11 +211,11 @@ def virtual_weights(
     """Return the matrix W R from a writer's input to a reader's output.
 
     Rows are the writer's input: the stream (d_model) for an attention head, the activation (1) for
-    a neuron, the token (d_vocab) for "embed". Columns are the reader's output. For an attention
-    head, this is the stream at the other position of its scores (q, k), or what it writes (v). For
-    a neuron, it is the neuron's query or value (1).
+    a neuron, the token (d_vocab) for "embed". Columns are the reader's output. The output of an
+    attention head is the stream at the other position of the score ("q" and "k"), or the head's
+    write ("v"). The output of a neuron is its query or value (1).
 
-    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+    The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
         model: as in `composition`.
@@ -225,7 +225,7 @@ def virtual_weights(
         fold_norms: as in `composition`.
 
     Returns:
-        A TransformerLens `FactoredMatrix`. Its inner dimension is at most d_head (1 for a neuron).
+        A TransformerLens `FactoredMatrix` with an inner dimension of at most d_head.
 
     Raises:
         InputError: an unknown kind or head, a reader that is not later than the writer, the key of
@@ -254,7 +254,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers and readers; the writer None is the embedding, and comes first."""
+    """Return writers and readers; a first writer of None stands for the embedding."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
@@ -271,7 +271,7 @@ def _read_stage(sites: LayerSites) -> int:
 
 
 def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
-    """Return the first stage at which the stream contains what these heads write."""
+    """Return the number of sublayers after which the stream contains these heads' outputs."""
     if sites is None:
         return 0
     first = sites.kind == "attention" and not matrices.is_parallel(sites.layer)
@@ -280,7 +280,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _HeadFactors:
-    """The factors of heads of one kind in one layer, for what they write or for what they read."""
+    """The factors of one layer's heads of one kind, for either their writes or their reads."""
 
     names: tuple[str, ...]
     stage: int
@@ -288,7 +288,7 @@ class _HeadFactors:
     factors: Callable[[slice], Float[Tensor, "head rank d_model"]]
 
     def slices(self, block: int) -> Iterator[slice]:
-        """Yield slices of heads with at most `block` factor rows, or of one head if it has more."""
+        """Yield slices of one or more heads, with at most `block` factor rows if possible."""
         step = max(1, block // self.rank)
         for start in range(0, len(self.names), step):
             yield slice(start, min(start + step, len(self.names)))
@@ -308,7 +308,7 @@ def _head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _Hea
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
 ) -> _HeadFactors:
-    """Return factors: attention heads' are stored; neurons', which are many, are made on demand."""
+    """Return factors, stored for attention heads and computed on demand for the many neurons."""
     if sites.kind == "attention":
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
@@ -325,7 +325,7 @@ def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
     """Return the factors of writers (or of readers, if the matrix is transposed)."""
-    # For a neuron, A is one number. The factor keeps its sign.
+    # For a neuron, A is a single number, and the factor keeps the sign of A.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
 
@@ -362,7 +362,7 @@ def scores(
     *,
     signed: bool = False,
 ) -> Float[Tensor, "writer reader"]:
-    """Return the composition score of every pair; `signed` keeps the cosine's sign for neurons."""
+    """Return the composition score of every pair; `signed` keeps the sign between two neurons."""
     product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
     if writers.shape[1] == readers.shape[1] == 1:
         return product if signed else product.abs_()
@@ -378,10 +378,10 @@ def _frame(model: Any, pairs: Any, values: Tensor, kind: str, note: str) -> pd.D
 
 
 class Partner(NamedTuple):
-    """A head that writes to or reads from a neuron; between neurons the score has a sign."""
+    """A head that writes to or reads from a neuron; scores between two neurons are signed."""
 
     side: Literal["writes", "reads"]
-    kind: Kind  # the reader's input; "q" is left out for a plain MLP, because it equals "v"
+    kind: Kind  # the reader's input; a plain MLP has only "v", because "q" is equal to "v"
     name: str
     score: float
 

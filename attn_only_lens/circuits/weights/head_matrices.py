@@ -9,7 +9,7 @@
 A neuron-head's W_V is left out, because it has rank one and cancels in every score, and because a
 gated MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query
 b_j W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied
-by the sign of a_2, so that it is positive if the gate is open. The value is multiplied by a_1 a_2
+by the sign of a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2
 (in a gated MLP by a_1 |a_2|, because the sign is in the query).
 
 Norms are folded into the matrices on request (`models/norms.py`). Half-precision matrices are
@@ -36,14 +36,14 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """The matrices of a model's heads; `norms` are folded in, unless they are None."""
+    """The matrices of a model's heads, with `norms` folded in unless `norms` is None."""
 
     model: Any
     norms: tuple[LayerNorms, ...] | None
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return the matrices of a model; refuse a bridge with unsupported norms or matrices."""
+        """Return a model's matrices; refuse a TransformerBridge with unsupported modules."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
@@ -62,7 +62,7 @@ class HeadMatrices:
         return norms.attention if sites.kind == "attention" else norms.neuron
 
     def _of_heads(self, weights: Tensor, sites: LayerSites) -> Tensor:
-        """Select the weights for some query heads, which may share keys and values."""
+        """Return the weights of the given query heads, which may share keys and values."""
         n_heads = host_of(self.model).n_heads[sites.layer]
         return weights[sites.index.to(weights.device) * len(weights) // n_heads]
 
@@ -79,7 +79,7 @@ class HeadMatrices:
         norm = norms.query if name == "W_Q" else norms.key
         if norm.weight is None or len(norm.weight) == d_head:
             return norm.after(weight)
-        # As in OLMo 2, one norm acts on all heads of a token, concatenated.
+        # As in OLMo 2, one norm acts on the concatenation of all heads.
         if norm.centres:
             raise InputError(
                 [f"layer {sites.layer}: a LayerNorm mixes the heads; pass fold_norms=False"],
@@ -102,7 +102,7 @@ class HeadMatrices:
         return float32_if_half(W_out[sites.index.to(W_out.device)].detach())
 
     def write_matrices(self, sites: LayerSites) -> FactoredMatrix:
-        """Return [site, d_model, d_model] for attention heads, [site, 1, d_model] for neurons."""
+        """Return write matrices, [site, d_model, d_model] or (for neurons) [site, 1, d_model]."""
         first, last = self._norms_around(sites)
         if sites.kind == "attention":
             W_V = first.before(self._head("W_V", sites))
@@ -114,7 +114,7 @@ class HeadMatrices:
     def outputs(
         self, sites: LayerSites, z: Float[Tensor, "site d_head"]
     ) -> Float[Tensor, "site d_model"]:
-        """Return what heads or neurons with output z add to the stream, up to a norm's scale.
+        """Return what heads or neurons with output z add to the stream, without norm scales.
 
         A site may occur more than once in `sites`.
         """
@@ -125,7 +125,7 @@ class HeadMatrices:
         return last.after(z * self._W_out(sites))
 
     def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
-        """Return [site, d_model, d_model] for attention heads, [site, d_model, 1] for neurons."""
+        """Return read matrices, [site, d_model, d_model] or (for neurons) [site, d_model, 1]."""
         first, _ = self._norms_around(sites)
         if sites.kind == "attention":
             if kind == "v":

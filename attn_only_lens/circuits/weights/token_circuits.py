@@ -6,9 +6,9 @@
                                                 the bias token's, so this is a vector over tokens
                      OV  W_E W_in[:, i] ⊗ W_out[i] W_U C    rank one
 
-(Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".) The QK circuit of a
-neuron-head says which tokens open its gate. The OV circuit says what the head then reads and writes
-(it reads through W_in in a gated MLP). The circuits omit norm scales (gains are folded in), biases,
+The definitions are from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+The QK circuit of a neuron-head shows which tokens open its gate. The OV circuit shows which logits
+the neuron-head raises for each token. The circuits omit norm scales (gains are folded in), biases,
 positions (rotary: distance 0), 1/√d_head, and everything that earlier heads add. W_U C is W_U minus
 its mean over the vocabulary.
 
@@ -18,11 +18,11 @@ A head copies if its OV circuit M raises the logit of the token that it reads:
     cosine  = Σ λ / ‖M‖_F               the cosine between M and the identity, times √d_vocab
 
 A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is 1 or -1. No
-d_vocab × d_vocab matrix is computed: W_O W_U W_E W_V, a d_head × d_head matrix, has the same
-eigenvalues, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U W_Uᵀ W_Oᵀ)).
+d_vocab × d_vocab matrix is computed. The d_head × d_head matrix W_O W_U C W_E W_V has the nonzero
+eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
 
-Token paths through one neuron use ReLU instead of the activation. All activations here are close to
-ReLU for large inputs, and ReLU commutes with the scale of a norm.
+Token paths through one neuron use ReLU instead of the model's activation function. All supported
+activation functions are close to ReLU for large inputs, and ReLU commutes with norm scales.
 
     drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP; x⁺ is max(0, x)
                (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: one row for each sign of
@@ -55,8 +55,8 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.precision import full_precision
 
 _BIAS = -1  # stands for the bias token
-_ROWS = 1024  # how many tokens of the vocabulary are computed at once
-_NEURONS = 64  # how many neurons are computed at once, with d_vocab numbers each
+_ROWS = 1024  # the number of tokens computed at once
+_NEURONS = 64  # the number of neurons computed at once, with d_vocab values each
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -84,13 +84,13 @@ class TokenCircuit:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The meaning of rows and the meaning of columns."""
+        """The meaning of row tokens and of column tokens, such as ("query", "key")."""
         return ("query", "key") if self.kind == "qk" else ("read", "written")
 
     @torch.no_grad()
     @full_precision()
     def top(self, k: int = 20, *, lowest: bool = False, block: int = 1024) -> pd.DataFrame:
-        """Return the strongest pairs of tokens.
+        """Return the token pairs with the largest scores.
 
         Args:
             k: the largest number of pairs to return.
@@ -103,7 +103,7 @@ class TokenCircuit:
             token); and `score`.
 
         Raises:
-            InputError: k or block not positive.
+            InputError: k or block is not positive.
         """
         InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
         largest, sign = LargestScores(k), -1.0 if lowest else 1.0
@@ -117,13 +117,13 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A. Those of the matrix A B are the same, and zeros.
+        """The d_head eigenvalues of B A. All other eigenvalues of the matrix A B are zero.
 
         Raises:
             InputError: the matrix is not square.
         """
         if (shape := list(self.matrix.shape)) != shape[::-1]:
-            reason = f"got a matrix {shape}; expected as many rows as columns"
+            reason = f"got a matrix of shape {shape}; expected a square matrix"
             raise InputError([reason], "this circuit has no eigenvalues")
         return torch.linalg.eigvals(to_float64_device(self.matrix.BA).double())
 
@@ -244,9 +244,9 @@ def copying_scores(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return how much each head and neuron-head copies, by the eigenvalues of its OV circuit.
+    """Return the copying score of each head and neuron-head, from its OV circuit's eigenvalues.
 
-    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+    The score is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
@@ -279,7 +279,7 @@ def copying_scores(
     if d_vocab != d_out:
         reason = (
             f"got {d_vocab} input tokens and {d_out} output tokens; expected the same tokens: pass "
-            "tokens= that are in both vocabularies"
+            "`tokens` that are in both vocabularies"
         )
         raise InputError([reason], _NO_SCORES)
     products = _products(matrices)
@@ -375,7 +375,8 @@ def token_paths(
         the neuron raises most), and `drive`, `write` and `score` for the first of these tokens.
 
     Raises:
-        InputError: as in `ov_circuit`; k, n_tokens or block not positive; single heads of a neuron.
+        InputError: as in `ov_circuit`; k, n_tokens or block is not positive; a name is one head of
+            a neuron.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
@@ -417,7 +418,7 @@ _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
 
 
 def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return each neuron's tokens with the largest drive, by the sign of its value."""
+    """Return the tokens with the largest drive for each neuron, by the sign of its value."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate

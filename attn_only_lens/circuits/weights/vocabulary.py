@@ -3,17 +3,17 @@
     reads    W_E N W         N: the gain of the norm before the head
     writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
-The softmax ignores this mean, so a centred unembedding gives the same matrices.
+The softmax ignores the mean over the vocabulary, so a centred unembedding gives the same matrices.
 
 `DirectEffects` returns one score per token for the direct path of one node:
 
     promotes z W_O N W_U     z: the node's output at its position in one run; N: the final norm
     reads    W_E N W_in      W_gate in a gated MLP; N: the norm before the neuron
 
-Norm scales are left out, so scores are standardized over the vocabulary. "promotes" is the logit
-lens applied to a component: nostalgebraist, "interpreting GPT: the logit lens" (2020); Geva et al.,
-"Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the Vocabulary Space"
-(2022).
+Norm scales are left out, so scores are standardized over the vocabulary. The formula for "promotes"
+is the logit lens of one component (nostalgebraist, "interpreting GPT: the logit lens", 2020), as in
+Geva et al., "Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the
+Vocabulary Space" (2022).
 """
 
 import reprlib
@@ -35,14 +35,14 @@ from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
 _PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
-_ROWS = 64  # how many rows of d_vocab numbers are computed at once
+_ROWS = 64  # the number of rows with d_vocab values computed at once
 TokenScores: TypeAlias = list[tuple[int, float]]
 """Pairs (token, score): first the largest scores, then the smallest."""
 
 
 @dataclass(frozen=True, eq=False)
 class InputVocabulary:
-    """The matrices of a model's heads, and the embedding of `read_tokens` (None for all)."""
+    """The matrices of a model's heads, and the embedding of `read_tokens` (None means all)."""
 
     heads: HeadMatrices
     W_E: Float[Tensor, "d_vocab d_model"]
@@ -50,14 +50,14 @@ class InputVocabulary:
 
     @classmethod
     def of(cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool) -> "InputVocabulary":
-        """Return the matrices of a model for some tokens of the input vocabulary."""
+        """Return a model's matrices for the given tokens of the input vocabulary."""
         heads = HeadMatrices.of(model, fold_norms=fold_norms)
         W_E = _finite(heads.embedding(), "embedding")
         chosen = _checked(tokens, len(W_E))
         return cls(heads, W_E if chosen is None else W_E[list(chosen)], chosen)
 
     def reads(self, columns: Float[Tensor, "d_model n"]) -> Float[Tensor, "d_vocab n"]:
-        """Return the product of each token's embedding with the heads' read directions."""
+        """Return the dot products of token embeddings with the heads' read directions."""
         return self.W_E @ columns.to(self.W_E)
 
 
@@ -65,7 +65,7 @@ class InputVocabulary:
 class VocabularyMatrices(InputVocabulary):
     """An `InputVocabulary` with the final norm, and the unembedding of `written_tokens`.
 
-    `written_tokens` is None for all tokens.
+    If `written_tokens` is None, all tokens are included.
     """
 
     W_U: Float[Tensor, "d_model d_vocab_out"]
@@ -77,7 +77,7 @@ class VocabularyMatrices(InputVocabulary):
     def of(
         cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool
     ) -> "VocabularyMatrices":
-        """Return the matrices of a model for some tokens in both vocabularies."""
+        """Return a model's matrices for the given tokens of both vocabularies."""
         both = InputVocabulary.of(model, None, fold_norms=fold_norms)
         W_E, W_U = both.W_E, _finite(_unembedding(model), "unembedding")
         sizes = {"input": len(W_E), "output": W_U.shape[1]}
@@ -98,7 +98,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what rows of the stream add to each logit, up to a constant."""
+        """Return the contribution of rows of the stream to each logit, up to a constant."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
@@ -115,13 +115,13 @@ def _checked(tokens: object, n: int) -> tuple[int, ...] | None:
     listed = as_plain(tokens)
     ids = list(listed) if isinstance(listed, Sequence) else []
     if not ids or not all(is_count(token, 0, n - 1) for token in ids) or len({*ids}) < len(ids):
-        reason = f"got tokens={reprlib.repr(tokens)}; expected tokens from 0 to {n - 1}, each once"
+        reason = f"got tokens={reprlib.repr(tokens)}; expected different tokens from 0 to {n - 1}"
         raise InputError([reason], _PROBLEM)
     return tuple(ids)
 
 
 def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
-    """Return W_U, after a check that the unembedding multiplies by it."""
+    """Return W_U; raise an error if the unembedding is not a multiplication by W_U."""
     unembed = model.unembed
     W_U = getattr(unembed, "W_U", None)
     if W_U is not None:
@@ -135,7 +135,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """Projections of a model's heads onto its vocabulary: the k highest and the k lowest tokens."""
+    """Projections of heads onto the vocabulary: the tokens with the highest and lowest scores."""
 
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)
@@ -148,7 +148,7 @@ class DirectEffects:
     ) -> list[TokenScores]:
         """Return the tokens whose logits each node (head, position) raises most and lowers most.
 
-        `z` has the outputs of heads, by hook name: [batch, pos, head_index, d_head].
+        `z` is a dict from hook names to the outputs of heads, [batch, pos, head_index, d_head].
         """
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
@@ -176,7 +176,7 @@ class DirectEffects:
     def read_tokens(
         self, neurons: Sequence[str], k: int, kind: Literal["q", "v"] = "q"
     ) -> list[TokenScores]:
-        """Return the tokens whose embeddings raise and lower each neuron's query most."""
+        """Return the tokens whose embeddings raise and lower each neuron's query or value most."""
         W_E = self._matrices.embedding()
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
@@ -201,7 +201,7 @@ class DirectEffects:
 def _by_layer(
     names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
 ) -> list[TokenScores]:
-    """Return the tokens of each head; all heads of a sublayer are computed together."""
+    """Return the tokens of each head; all heads of a sublayer are processed together."""
     heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
