@@ -356,7 +356,7 @@ def test_one_wrong_answer_among_many(tokenizers):
     spaced = [f" {name}" for name in names]
     with pytest.warns(InputWarning) as caught:
         bind(p.probability([*spaced[:3], "Mark", spaced[4]]), stub(tokenizer), pair_of(5), logits)
-    assert re.findall("if you mean it, give '(.*)'", str(caught[0].message)) == [" Mark"]
+    assert re.findall("if you mean ' Mark', give '(.*)'", str(caught[0].message)) == [" Mark"]
     with pytest.warns(InputWarning, match="and 2 more"):
         bind(p.probability(names), stub(tokenizer), pair_of(5), logits)
 
@@ -447,7 +447,7 @@ def test_every_entry_point_warns_once(entry, english):
     assert "'kezs' in " in messages[0]
     assert "reads <unk>" in messages[0]
     if entry in ENTRIES:
-        assert "correct: ' Mary', with a space before it" in messages[1]
+        assert "correct: ' Mary', with a leading space" in messages[1]
         assert "wrong: ' John'" in messages[1]
 
 
