@@ -77,7 +77,7 @@ def array_as_tensor(value: Any) -> Any:
 def tokens_of_text(model: Any, text: str) -> Tensor:
     """Return the same tokens for a text as `model.to_tokens`, but never with two BOS tokens."""
     if model.tokenizer is None:
-        raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
+        raise UnsupportedCallError("got a text, but the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
     has_bos = bool(bos) and text.startswith(bos)
     tokens: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False if has_bos else None)

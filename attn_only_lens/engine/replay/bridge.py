@@ -119,7 +119,7 @@ class BridgeReplay(Replay):
             expected = expected[:, first - earlier :]
             # Use a scale for each token, because the largest value would hide errors elsewhere.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # ignore padding: no token attends to it, no patch changes it
+            if mask is not None:  # no token attends to padding, and no patch changes it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
