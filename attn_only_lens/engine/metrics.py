@@ -499,7 +499,7 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
     if not as_metric(metric).needs_reference:
         return []
     return [
-        f"{as_metric(metric).name} compares two runs, but there is only one run here; "
+        f"{as_metric(metric).name} compares with another run, but there is only one run here; "
         "expected a metric that needs the logits of only one run"
     ]
 
