@@ -1,4 +1,4 @@
-"""Names of tensor axes in this package, which are TransformerLens' names.
+"""Names of tensor axes; this package uses TransformerLens' names.
 
     batch       one prompt
     pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
@@ -8,8 +8,7 @@
     d_head      a coordinate inside a head; a neuron-head has only one coordinate
     d_vocab     a token of the vocabulary
 
-The `key` axis of a neuron-head's pattern has two entries: `SELF`, the token itself, and `BIAS`, the
-static bias token.
+In a neuron-head's pattern, `key` is `SELF` (the token itself) or `BIAS` (the static bias token).
 """
 
 from typing import TypeAlias

@@ -51,9 +51,9 @@ def read_all(numbers: Sequence[Tensor]) -> list[Any]:
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on a device.
 
-    An accelerator has its free memory plus the unused memory in torch's allocator. The unused
+    For an accelerator, add its free memory and the unused memory in torch's allocator. The unused
     parts of allocated blocks are left out, because a large tensor does not fit into such a part.
-    A device that shares the machine's memory (MPS) has the machine's free memory.
+    For a device that shares the machine's memory (MPS), return the machine's free memory.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -80,7 +80,7 @@ def float32_if_half(x: Tensor) -> Tensor:
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Draw float64 numbers from a normal distribution on the CPU, the same for every device.
+    """Draw normal float64 numbers on the CPU, so that every device gets the same numbers.
 
     Example:
         >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
@@ -92,7 +92,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the states of the CPU's and a device's random generators when the context ends.
+    """Restore the CPU's and a device's random number generators when the context ends.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):

@@ -81,8 +81,8 @@ class ComparisonError(InputError):
     """Models cannot be compared component by component with these prompts or this provenance.
 
     Attributes:
-        so_far: the `Comparison` on the batches before the one that failed, without patching; None
-            if the first batch failed.
+        so_far: the `Comparison` on the batches before the batch that failed, without patching; None
+            if there are none.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError

@@ -99,7 +99,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     ) -> dict[str, Tensor]:
         """Convert a HookedTransformer's state dict for a native bridge; needs version 4."""
         raise UnsupportedCallError(
-            f"this needs transformer-lens 4, and {_VERSION} is installed: use the HookedTransformer"
+            f"this needs transformer-lens 4, but {_VERSION} is installed: use the HookedTransformer"
         )
 
 else:

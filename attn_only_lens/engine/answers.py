@@ -111,7 +111,7 @@ def _tokens_of_prompts(
     """Return the tokens of each prompt's answers; add invalid answers to `reasons`."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
-        expected = "1" if pair.n_all == 1 else f"1, or {pair.n_all}, one for each prompt"
+        expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"
         hint = "; for several answers to every prompt, give a nested list, [[33, 34]]" * several
         reasons.append(f"{role}: got {len(rows)} answers; expected {expected}{hint}")
         return []
@@ -209,7 +209,7 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return a line of the warning, which says how probable the other spelling is."""
+    """Return a warning line that says how much more probable the other spelling is."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]

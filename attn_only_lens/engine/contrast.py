@@ -1,4 +1,4 @@
-"""The difference of two runs as one exact linear map.
+"""The difference between two runs as one exact linear map.
 
 The model runs on the clean and the corrupted prompts. Then a forward pass with gradients runs the
 model at the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs,
@@ -10,8 +10,8 @@ exact. So a backward pass from the metric returns multipliers M that add up to t
 
 This holds for every set of activations y that all paths from the tokens to the metric pass through.
 Such activations are, for example, the normalised stream, queries, keys, values, scores, patterns,
-gates or z. If all three factors of a product change, the factors' shares depend on which two are
-multiplied first; the multipliers follow the model's order of multiplication.
+gates or z. If all three factors of a product change, the factors' shares depend on which factors
+are multiplied first; the multipliers follow the model's order of multiplication.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), the patterns and
 products of neuron-heads, and the soft cap of the logits. Calls of torch's softmax are intercepted,
@@ -179,7 +179,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
 def run_softmax(
     model: Any, pair: PromptPair, tape: Tape
 ) -> list[Float[Tensor, "batch head_index query_pos key"]]:
-    """Return each layer's patterns in the clean run, differentiable at the nodes of a tape."""
+    """Return each layer's patterns in the clean run, differentiable with respect to the tape."""
     steps = _Steps(model)
     with steps.recorded(), start_graph(model):
         run(model, pair.clean, pair.mask, tape.hooks)
@@ -193,7 +193,7 @@ def contrast(
 ) -> Contrast:
     """Return the multipliers of a metric at the nodes of a tape.
 
-    With `keep_graph`, the softmax outputs can be differentiated with respect to these nodes.
+    With `keep_graph`, the softmax outputs can be differentiated with respect to the nodes.
 
     Raises:
         UnsupportedModelError: the sum over the first block's input is not the change of the metric,
@@ -270,8 +270,8 @@ def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[
     with float32_weights(model):
         changes.append(_change(model, pair, metric))
         reason = (
-            f"slopes are computed in float32 from the same weights: {as_metric(metric).name} "
-            f"changes by {changes[1]:.6g}, and by {changes[0]:.6g} in the model's precision"
+            f"slopes are computed in float32: {as_metric(metric).name} changes by "
+            f"{changes[1]:.6g} in float32, and by {changes[0]:.6g} in the model's precision"
         )
         warn({"half precision": reason}, "this model is in half precision")
         yield
@@ -428,7 +428,7 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that returns a norm's mean output, with the gradient of the norm's rule.
+        """Return a hook that replaces a norm's output by the mean of two runs, with its rule.
 
         If the norm's own graph `continues`, nodes inside the norm receive this gradient too.
         """

@@ -37,7 +37,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, relative to the activation
-_CLEAR_EFFECT = 8.0  # the noise's smallest effect that counts, in units of a stream's rounding
+_CLEAR_EFFECT = 8.0  # the smallest clear effect of the noise, in units of a stream's rounding
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 

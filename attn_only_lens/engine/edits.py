@@ -130,8 +130,7 @@ def attention_edit(
 ) -> Callable[[Tensor, Any], Tensor]:
     """Return a hook that patches each variant's heads at that variant's positions."""
     n_variants = len(heads)
-    # The axes of a pattern are [batch, head_index, query_pos, key_pos]; of other activations,
-    # [batch, pos, head_index, …].
+    # The axes of other activations than patterns are [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1
     kept = source.narrow(position_axis, first, source.shape[position_axis] - first)
     rows = kept.repeat(n_variants, 1, 1, 1)

@@ -33,7 +33,7 @@ from attn_only_lens.heads import host_of
 
 
 class Tape:
-    """Hooks that keep the activations of one forward pass, so that gradients can be taken there."""
+    """Hooks that keep the activations of one forward pass at which gradients are taken."""
 
     def __init__(
         self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
@@ -48,7 +48,7 @@ class Tape:
 
     @property
     def nodes(self) -> dict[str, Tensor]:
-        """The kept tensors, by hook name."""
+        """The activations that the hooks kept, by hook name."""
         require_seen({name: name for name in self.names}, self._seen)
         return self._seen
 
@@ -115,10 +115,9 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return the gradient at shared keys or values for each head, through only that head's z.
+    """Return, for each head, the gradient at shared keys or values through this head's z alone.
 
-    One backward pass computes the gradients for a head of every group, or for a single head if a
-    norm mixes all keys.
+    One backward pass handles one head of every group, or a single head if a norm mixes all keys.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared

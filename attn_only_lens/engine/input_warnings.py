@@ -1,4 +1,4 @@
-"""Warn about prompts and answers, once per call and with the user's line of code."""
+"""Issue warnings about prompts and answers, once per call and at the user's line of code."""
 
 import sys
 import warnings
@@ -41,7 +41,7 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Issue one `InputWarning` about all cases without a warning so far, if there are any."""
+    """Issue one `InputWarning` that lists all new cases, if there are any."""
     before = _warned.get()
     if before is not None:
         cases = {case: text for case, text in cases.items() if case not in before}

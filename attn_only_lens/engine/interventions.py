@@ -51,7 +51,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a recording in which the z of every head is ablated; means are the reference's."""
+    """Return a recording in which every head's z is ablated; "mean" is the reference run's mean."""
     if to == "bias" and recording.hooked:
         reason = (
             "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
@@ -318,9 +318,9 @@ def _z(run: Recording, model: Any, place: _Place) -> Float[Tensor, "batch pos he
 
 @contextmanager
 def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the number of cached tokens before this thread's forward pass.
+    """Yield a function that returns how many cached tokens precede this thread's forward pass.
 
-    This number is 0 if the forward pass starts after the first block.
+    The function returns 0 if the forward pass starts after the first block.
     """
     host, key = host_of(model), object()
     values = host.passing.values
@@ -371,7 +371,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
 def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:
-    """Record z on the prompts, or on two tokens; refuse a model that ignores edits of z."""
+    """Record z on the prompts (or on two dummy tokens); refuse a model that ignores edits of z."""
     host, layers = host_of(model), {kind: list[int]() for kind in HEAD_KINDS}
     for layer, kind in dict.fromkeys((place.layer, place.kind) for place in places):
         layers[kind].append(layer)

@@ -63,9 +63,9 @@ class LargestScores:
         *,
         block: int,
     ) -> None:
-        """Add the products a · b of all pairs of rows; skip pairs with too small a bound ‖a‖ ‖b‖.
+        """Add the products a · b of all pairs of rows; skip pairs whose bound ‖a‖ ‖b‖ is too small.
 
-        The memory suffices for 2 block d + 2 block² + 16 block min(k, block) numbers.
+        The computation needs memory for 2 block d + 2 block² + 16 block min(k, block) numbers.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

@@ -64,7 +64,7 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the part of the output's change that a part of the input's change causes."""
+        """Return the change of the output that is due to a part of the input's change."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result
@@ -120,7 +120,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the projections to q and u, each with its effect on neurons' outputs through v."""
+    """Return the projections to q and u, each with its effect on neurons' outputs via values."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -137,7 +137,7 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return the projection to q, with the effect of q on neurons' outputs through patterns.
+    """Return the projection to q, with the effect of q on neurons' outputs via patterns.
 
     Args:
         writes: the neurons' writes in one run on clean and corrupted prompts.

@@ -5,15 +5,14 @@ and the logits. The output of a head t is then an affine function of all earlier
 
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
-The sum is over all attention heads and neuron-heads s before t; x_0 is the embedding, and b_t is
-the biases' contribution. Each term passes through norms and projections, but through no other head.
-So the gradient c of a metric at z attributes the metric to every head and bias, and the
-attributions add up:
+The sum is over all heads and neuron-heads s before t; x_0 is the embedding, and b_t is the biases'
+contribution. Each term passes through norms and projections, but through no other head. So the
+gradient c of a metric at z attributes the metric to every head and bias; the attributions add up:
 
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
 This is relevance propagation with frozen patterns and the LN rule: Achtibat et al., "AttnLRP"
-(2024); Rezaei Jafari et al., "RelP" (2025). All terms have closed forms in a run's writes
+(2024); Rezaei Jafari et al., "RelP" (2025). All terms are computed from a run's writes
 (`writes.py`): a head adds a vector to the stream, and a target reads the stream with a covector.
 The matrix W_ts is never computed.
 
@@ -91,7 +90,7 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at the stream at position `key`, given some output gradients."""
+        """Return the stream's gradient at position `key`, given some nodes' output gradients."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
@@ -106,7 +105,7 @@ class LinearSublayer:
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradient at the nodes' outputs, given the gradient at the later stream."""
+        """Return the nodes' output gradients, given the gradient at the stream after the nodes."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -124,12 +123,12 @@ class LinearAttention(LinearSublayer):
         return torch.einsum("bhqk,abhkd->abqhd", self.pattern, values)
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream."""
+        """Return the gradient at the stream that the heads read."""
         values = torch.einsum("bhqk,bqhd->bkhd", self.pattern, gradient)
         return self.writes.reads.back(torch.einsum("bkhd,hmd->bkm", values, self.W_V))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at position `key`."""
+        """Return the stream's gradient at position `key`."""
         values = gradient * self.pattern[:, nodes, position, key].unsqueeze(-1)
         entering = torch.einsum("btd,tmd->btm", values, self.W_V[nodes])
         return self.writes.reads.back(entering, places(key))
@@ -147,12 +146,12 @@ class LinearNeurons(LinearSublayer):
         return sum(terms[1:], terms[0]).unsqueeze(-1)
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream."""
+        """Return the gradient at the stream that the neurons read."""
         terms = [(gradient.squeeze(-1) * factor) @ W.T for W, factor in self.terms]
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at `position`, the only position that neurons read."""
+        """Return the stream's gradient at `position`, the only position that neurons read."""
         terms = [
             (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
@@ -222,7 +221,7 @@ class LinearRun:
 
     @torch.no_grad()
     def gradients(self, final: Residual) -> tuple[list[Outputs], list[Residual]]:
-        """Return the gradients at all sublayers' outputs, and at the stream around each sublayer.
+        """Return the gradients at all outputs, and at the stream before and after each sublayer.
 
         Args:
             final: the gradient at the final stream.

@@ -47,7 +47,7 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
 _ROUNDINGS = 8  # each input, the difference and the mean in a metric are rounded
-_NO_SLOPE = 64  # in units of rounding, in float32 or finer; smaller sums are only rounding errors
+_NO_SLOPE = 64  # in units of rounding; a smaller sum of gradients is only a rounding error
 _VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
 
 
@@ -137,7 +137,7 @@ class BoundMetric:
 
     @torch.enable_grad()
     def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
-        """Return the metric's gradient at the logits that it reads, or None without a graph."""
+        """Return the metric's gradient at the logits that it reads; None if it has no gradient."""
         leaf = self.select(logits.detach()).clone().requires_grad_()
         value = self.value(leaf[None])[0]
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
@@ -294,9 +294,9 @@ def _of_answers(
     *,
     several: bool = False,
 ) -> Metric:
-    """Return a metric that sums scale(ℓ) over correct answers, and subtracts it for wrong answers.
+    """Return a metric that is Σ scale(ℓ) over correct answers minus Σ scale(ℓ) over wrong answers.
 
-    ℓ are the logits at the last real token. Without a scale, only the answers' logits are read.
+    ℓ is the logits at the last real token. Without a scale, only the answers' logits are read.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
@@ -495,7 +495,7 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
-    """Return a reason if a metric cannot be computed on a single run, or an empty list."""
+    """Return a list with the reason why a metric needs a second run, or an empty list."""
     if not as_metric(metric).needs_reference:
         return []
     return [
@@ -505,7 +505,7 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return a reason if gradients cannot be taken in this context, or an empty list."""
+    """Return a list with the reason why gradients cannot be taken here, or an empty list."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]

@@ -1,6 +1,6 @@
 """Check a model for user-added hooks and active dropout before the model runs.
 
-Libraries attach hooks too. transformers' hooks collect outputs. TransformerBridge's hooks capture
+Libraries attach hooks, too. Hooks of transformers collect outputs. Hooks of TransformerBridge get
 inputs and, in version 4, show activations of components that are not modules, such as BERT's MLPs.
 Library hooks do not change what a model computes, but any other hook may. A library hook is
 recognised by the package that defines the hook.
@@ -112,13 +112,13 @@ def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
 
 
 def hook_reasons(model: Any, so: str = "would be lost") -> list[str]:
-    """Return a reason to refuse a model that has user-added hooks; otherwise an empty list."""
+    """Return a list with the reason to refuse a model with user-added hooks, or an empty list."""
     hooks = find_hooks(model)
     return _hook_reasons(hooks.users, so, hooks.removal)
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
-    """Return a reason to refuse a model whose hooks may change what weights compute, or []."""
+    """Return a list with the reason to refuse hooks that may change what weights compute, or []."""
     so = "may change what its weights compute"
     return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
 
@@ -142,7 +142,7 @@ def reasons_not_to_run(model: Any) -> list[str]:
 
 
 def dropout_reasons(model: Any) -> list[str]:
-    """Return a reason to refuse a model with active dropout; otherwise an empty list."""
+    """Return a list with the reason to refuse a model with active dropout, or an empty list."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
         return ["dropout is active; call model.eval() first"]
     return []
@@ -157,7 +157,7 @@ def has_user_forward_hooks(module: nn.Module) -> bool:
 
 
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module of a model once, with the modules of the model that a bridge wraps.
+    """Yield each module of a model once, including the modules of a model that a bridge wraps.
 
     A bridge has several names for a component; the shortest name is yielded.
     """

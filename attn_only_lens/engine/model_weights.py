@@ -40,7 +40,7 @@ _INCIDENTAL = frozenset(
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
-_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): number of analyses, restore
+_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of analyses
 
 
 def fingerprint(model: Any) -> str:
@@ -76,7 +76,7 @@ def _description(model: Any) -> dict[str, Any]:
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate an analysis so that its first argument, a half-precision `model`, uses float32."""
+    """Make an analysis run in float32 if its first argument, `model`, has half precision."""
 
     @wraps(analysis)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:

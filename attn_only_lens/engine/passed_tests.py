@@ -33,7 +33,7 @@ class PassedTests:
     """The tests that a model has passed in its current state."""
 
     def __init__(self) -> None:
-        self._lengths: dict[Hashable, int] = {}  # for each test, the longest passed prompts
+        self._lengths: dict[Hashable, int] = {}  # the longest tested prompts, by test
 
     def covers(self, test: Hashable, recording: Recording) -> bool:
         """Return whether a test can be skipped for these prompts."""
@@ -120,7 +120,7 @@ def _tensor_state(tensor: Tensor) -> object:
 
 
 def _contents(tensors: list[Tensor]) -> bytes:
-    """Return the bytes of small tensors: biases, and gains, which scale outputs."""
+    """Return the bytes of small tensors, such as biases and gains."""
     known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
     if not known:
         return b""

@@ -1,6 +1,6 @@
 """Sets of positions to patch; all positions in a set are patched together.
 
-The number 0 or a positive number is a column of the token tensor, which includes padding; -1 is the
+A number that is not negative is a column of the token tensor, which includes padding; -1 is the
 last real token of each prompt. `"each"` and `"all"` leave out padding. Roles, such as
 `{"subject": [2, 4], "end": -1}`, name a position in each prompt. Positions of roles count the
 prompt's real tokens, from the start or the end.
@@ -77,7 +77,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
                 "a real token in every prompt, or 'each', which skips prompts with padding there"
             )
         reasons += [
-            f"got {pos} and {earlier.label}, which are the same position; expected it once"
+            f"got {pos} and {earlier.label}, which are the same position; give only one of them"
             for earlier in sets
             if torch.equal(earlier.chosen, at_position) and not without
         ]

@@ -109,7 +109,7 @@ def prompt_pair(
             the shape of the tokens.
 
     Returns:
-        The pair, on the model's device.
+        The pair of prompts, on the model's device.
 
     Raises:
         InputError: tokens are invalid, the prompts of a pair have different lengths, all pairs are
@@ -177,7 +177,7 @@ def _tokenize(
 def _rows(
     model: Any, prompts: Prompts, side: str, reasons: list[str], texts: dict[str, str]
 ) -> list[Tensor]:
-    """Return each prompt's tokens on the model's device, without padding for texts."""
+    """Return each prompt's tokens on the model's device; texts are padded later."""
     prompts, name = array_as_tensor(prompts), side or "prompts"
     items: list[Any] = list(prompts) if are_prompts(prompts) else [prompts]
     reasons += [f"{name}: got no prompts; expected at least one"] * (not items)

@@ -9,10 +9,9 @@ The change reaches a head's z through some of its inputs (q is a neuron-head's p
     "value"       values               w v', v' = q', or q' u' in a gated MLP
     "z"           all                  w(q') v'
 
-For neuron-heads, z is a closed form of Δq = δ W_in; in a gated MLP, of Δq = δ W_gate and
-Δu = δ W_in. For attention heads, the block runs with δ added to its attention's input, and with the
-recorded values for all queries, keys or values that should not change. Both methods are tested
-before their first use on a model.
+For neuron-heads, z follows in closed form from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and
+Δu = δ W_in. For attention heads, the block runs with δ added to its attention's input; queries,
+keys or values that should not change are restored. Both methods are tested before the first use.
 """
 
 from collections.abc import Callable
@@ -110,7 +109,7 @@ class Readers:
         part: str,
         first: int = 0,
     ) -> Float[Tensor, "variant batch pos head_index d_head"]:
-        """Return z of each attention head in a layer whose input changes from `first` on."""
+        """Return z of each attention head when a layer's input changes from position `first` on."""
         if not self._is_joint(layer):
             return self._z(layer, entering, _MOVED[part], first)
         heads = range(self.replay.host.n_heads[layer])
@@ -158,7 +157,7 @@ class Readers:
     def values_at_end(
         self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
     ) -> Float[Tensor, "variant prompt"]:
-        """Return each prompt's metric when the final stream changes from `first` on."""
+        """Return each prompt's metric when the final stream changes from position `first` on."""
         replay, final, n = self.replay, self.decomposition.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
@@ -206,14 +205,14 @@ class Readers:
         allowed = LOGIT_TOLERANCE[z.dtype] * size
         if not depends <= allowed:
             reason = (
-                f"layer {layer}: with its queries, keys and values restored, its attention still "
-                "depends on the stream, so it does not use the queries, keys and values in hooks"
+                f"layer {layer}: with queries, keys and values restored, attention still depends "
+                "on its input, so it does not use the queries, keys and values that hooks show"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
         # Zero weights, as in compiled programs, hide noise, but they pass nan on.
         hidden = not effect > allowed
         if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
-            reason = f"layer {layer}: a change of the input of attention does not reach its heads"
+            reason = f"layer {layer}: a change of attention's input does not reach the heads"
             raise UnsupportedModelError([reason], _PROBLEM)
         return not of_others <= allowed
 

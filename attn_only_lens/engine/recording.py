@@ -44,7 +44,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Each neuron-head's attention to its own token; all other attention is on the bias."""
+        """Each neuron-head's attention to its own token; the rest goes to the bias token."""
         return self.gates[1]
 
 
@@ -230,7 +230,7 @@ def record_pair(
 def _record_both(
     model: Any, pair: PromptPair, options: dict[str, Any]
 ) -> tuple[Recording, Recording] | None:
-    """Record both runs in one forward pass if this is faster and equal tokens stay equal."""
+    """Record both runs in one forward pass if this is faster and does not change activations."""
     n = len(pair.clean)
     if pair.corrupted is pair.clean or pair.clean.numel() > _FEW_TOKENS // 2:
         return None
@@ -256,7 +256,7 @@ def run_pair(
     *,
     distinct: bool = True,
 ) -> RunPair:
-    """Return two runs, with the metric on each."""
+    """Return two runs, with the metric of each run."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     values = bound.of_run(clean.logits)
     zeros = torch.zeros_like(values)

@@ -9,7 +9,7 @@ With Δy = y_1 - y_0 for two runs and ȳ for the mean, every rule holds exactly 
     y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
 
 L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m(x) = mean(x²) + ε, and
-x is centred if the norm subtracts the mean. If the runs are equal, every rule is a derivative.
+x is centred if the norm subtracts the mean. If the runs are equal, the slopes are derivatives.
 
 The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
 """
@@ -65,7 +65,7 @@ def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
 def softmax_slopes(
     log_1: Float[Tensor, "*any key"], log_0: Float[Tensor, "*any key"]
 ) -> tuple[Float[Tensor, "*any key"], Float[Tensor, "*any key"]]:
-    """Return L and w of the softmax rule, given the logarithms of the weights in both runs."""
+    """Return L and w of the softmax rule, given the logarithms of the outputs in both runs."""
     L = log_mean(log_1, log_0)
     total = L.sum(-1, keepdim=True)
     return L, L / torch.where(total == 0, torch.ones_like(total), total)
@@ -78,7 +78,7 @@ def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
 
 
 def gate_derivative(heads: Any, query: Tensor) -> Tensor:
-    """Return the derivative of neuron-heads' attention to their own token in their queries."""
+    """Return the derivative, with respect to queries, of neuron-heads' weights on their token."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
         weight = heads._gate_pattern(leaf)[..., SELF]
@@ -88,7 +88,7 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
-    """Return the change of a norm's x r for a change of x, given the (centred) mean x."""
+    """Return the change of x r for a change of x; `x` is the mean of both runs, maybe centred."""
     r = (r_1 + r_0) / 2
     along = (x * change).mean(-1, keepdim=True)
     return r * change - (r_1 * r_0).square() / r * along * x
@@ -197,7 +197,7 @@ class FunctionRules(TorchFunctionMode):
         if not self._replaces:
             y = func(*args, **kwargs)
             recorded = y.detach().clone()
-            if _RULES[func] is _softmax:  # all keys may be masked in a padding row
+            if _RULES[func] is _softmax:  # in a padding row, all keys may be masked
                 recorded = recorded.nan_to_num(0.0)
                 if x.requires_grad:
                     rule = partial(softmax_change, recorded, recorded)

@@ -138,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given each token's text after another token."""
+    """Return the texts of a prompt's tokens, given each token's text in the middle of a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -260,7 +260,7 @@ def _in_word(character: str) -> bool:
 
 
 def instead_of_unknown(tokenizer: Any) -> str:
-    """Return the token that replaces unknown words, or "nothing"."""
+    """Return the token that replaces unknown words, or "nothing" if there is no such token."""
     return str(getattr(tokenizer, "unk_token", None) or "nothing")
 
 

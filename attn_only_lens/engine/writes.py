@@ -17,7 +17,7 @@ If the stream x changes by δ, the change of a head's input x N / s + b depends 
 
 The head's projections are applied to this change. The scale s is computed from the norm's input and
 output; s'² - s² is the change of the mean square. Norms of queries and keys (Qwen 3), rotations and
-the softmax are steps of the head that reads, which the model's own code computes (`readers.py`).
+the softmax belong to the reading head; they are computed by the model's own code (`readers.py`).
 
     run = decompose(model, tokens, mask)           one forward pass; checks that the writes add up
     run.embedding                                  [batch, pos, d_model]

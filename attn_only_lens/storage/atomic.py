@@ -89,8 +89,7 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `folder` at the end of the `with`.
 
-    Refuse a `folder` whose entries are not all in `ours`, or whose subfolders hold files that are
-    not in `listed(folder / seal)`.
+    Refuse a `folder` with entries that are not in `ours`, or with nested files that are not listed.
     """
     folder = open_folder(folder)
     if folder == Path.cwd():
@@ -147,13 +146,13 @@ def _discard(scratch: Path, path: Path) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove this destination's hidden folders, unless a running process writes to the folder."""
+    """Remove this destination's hidden folders, unless a running process writes to them."""
     for scratch in path.parent.glob(f"{_hidden_prefix(path)}*"):
         try:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # works only if empty; a process that made the folder makes another
+                scratch.rmdir()  # fails if not empty; a process that loses its folder makes another
             continue
         with lock, suppress(OSError):
             if _lock(lock):

@@ -154,4 +154,4 @@ def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     """
     for key, value in config.items():
         if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):
-            raise ValueError(f"its {key} is {value}, but only {len(tensors)} tensors are saved")
+            raise ValueError(f"{key} is {value}, but only {len(tensors)} tensors are saved")

@@ -90,7 +90,7 @@ def _seal(whole: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file of plain JSON."""
+    """Read a plain JSON file."""
     try:
         text = path.read_bytes().decode("utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Store data frames, with a document in a parquet file's metadata, or next to a CSV file.
 
-The document holds a digest: for a CSV file, of the bytes; for a parquet file, of the columns, since
-the bytes of a parquet file include the document.
+The document holds a digest of a CSV file's bytes or of a parquet file's columns, since the bytes of
+a parquet file include the document.
 """
 
 import hashlib

@@ -188,7 +188,7 @@ def test_all_metrics_take_the_same_forms(form, model):
 
 @pytest.mark.parametrize("n_prompts", [1, 3])
 def test_what_is_ambiguous_is_refused(model, n_prompts):
-    expected = {1: "expected 1;", 3: "expected 1, or 3, one for each prompt;"}[n_prompts]
+    expected = {1: "expected 1;", 3: "expected 1, or one for each of the 3 prompts;"}[n_prompts]
     with pytest.raises(InputError, match=re.escape(expected)) as caught:
         bind(p.probability_diff([5, 6], ["w3", "w4"]), model, pair_of(n_prompts))
     assert len(caught.value.reasons) == 2

@@ -1,4 +1,4 @@
-"""Run the rest of a forward pass, from a stream in the middle, for many variants at once."""
+"""Run only the last blocks of a forward pass, for many variants of the run at once."""
 
 from typing import Any
 

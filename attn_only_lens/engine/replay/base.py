@@ -1,8 +1,8 @@
-"""Run the rest of a forward pass, from a stream in the middle, for many variants at once.
+"""Run only the last blocks of a forward pass, for many variants of the run at once.
 
 Rows are variants × prompts: row r is prompt r mod batch of variant r // batch. Variants that enter
 at different blocks run together (`Joined`). A replay computes only what its variants can change and
-the metric reads. It skips earlier blocks, logits that the metric does not read and, in causal
+the metric reads. Replays skip earlier blocks, logits that the metric does not read and, in causal
 models, positions before `first`; later positions attend to recorded keys and values. The logits of
 every replay are first compared with the recorded logits, and its edits are compared with hooks
 (`edit_checks.py`).
@@ -170,7 +170,7 @@ class Replay(ABC):
         self.tested: PassedTests = self.other.tested if self.other else passed_tests(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
-        # `check` sets these to False if a block needs all rows, or the last block needs all tokens.
+        # `check` sets `joins` or `trims` to False if blocks need all rows or all tokens.
         self.joins: bool = self.other is None or self.other.joins
         self.trims: bool = self.other is None or self.other.trims
         self.trims = self.trims and self.metric.positions is not None
@@ -232,7 +232,7 @@ class Replay(ABC):
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether a block and later blocks can run on positions from `position` on only."""
+        """Return whether a block and later blocks can run without positions before `position`."""
 
     @property
     @abstractmethod
@@ -277,7 +277,7 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the cost of variants that start at a block and position, relative to a run."""
+        """Return the cost of variants that start at a block and position, as a share of a run."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
@@ -340,7 +340,7 @@ class Replay(ABC):
         return self._adds[block]
 
     def check(self) -> None:
-        """Refuse a model whose unedited replays, from several blocks, give other logits."""
+        """Refuse a model if unedited replays, from several blocks, change the logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
         blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads

@@ -5,7 +5,7 @@ values replace earlier tokens (`key_values.py`). Each start position is tested b
 noise is added to the stream from this position on, and a run on all positions must agree with a run
 from this position on, in every block and in the logits. Every patch runs all positions if this test
 fails, if the model is not causal or has no such cache, or in half precision, whose rounding could
-hide a difference. A test also finds whether the model can unembed only some vocabulary columns.
+hide a difference. Another test shows whether the model can unembed only some vocabulary columns.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class BridgeReplay(Replay):
         )
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Test whether a block and later blocks can run on positions from `position` on only.
+        """Test whether a block and later blocks can run without positions before `position`.
 
         After one failure, a model is not tested again.
         """
@@ -83,14 +83,14 @@ class BridgeReplay(Replay):
         return self._past is not None
 
     def _is_untested(self, block: int, position: int) -> bool:
-        """Return whether a start at this position, of this block or later blocks, is untested."""
+        """Return whether a start at this block and position is still untested."""
         return block < self._tested.get(position, self.n_blocks + 1) and not any(
             self.tested.covers(("start", earlier, position), self.recording)
             for earlier in range(block + 1)
         )
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run, with the cost of a test if the start is untested."""
+        """Return the fixed cost of a run, plus the cost of a test if the start is untested."""
         flops = super().flops_per_run(block, position)
         if not position or not self._is_untested(block, position):
             return flops
@@ -174,7 +174,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # from accelerate, which moves weights
+        placed = getattr(linear, "_hf_hook", None)  # accelerate's hook, which moves weights
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()

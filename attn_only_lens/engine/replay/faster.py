@@ -26,7 +26,7 @@ _FINE = torch.float32, torch.float64
 
 
 class FusedActivations:
-    """The activation functions of a model that torch computes in one kernel, up to rounding.
+    """A model's activation functions that torch can compute in one kernel, up to rounding.
 
     Several threads may run one model at once. The last thread restores the model's functions.
     """
