@@ -81,8 +81,7 @@ class ComparisonError(InputError):
     """Models cannot be compared component by component with these prompts or this provenance.
 
     Attributes:
-        so_far: the `Comparison` on the batches before the batch that failed, without patching; None
-            if there are none.
+        so_far: the `Comparison` on the batches before the failed batch, without patching, or None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError

@@ -128,8 +128,8 @@ def require_edits_read(
     for (layer, name), effect in zip(names.items(), effects, strict=True):
         if effect <= 1.0 and all(torch.equal(before[look], after[look]) for look in looks[layer]):
             reasons.append(
-                f"{name} shows only a copy of the activation that the model uses, so an edit "
-                f"has no effect; patch another part, or only {other_kind}"
+                f"{name} shows only a copy, which the model does not use, so an edit has no "
+                f"effect; patch another part, or only {other_kind}"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     for layer in layers:

@@ -5,7 +5,7 @@ and the logits. The output of a head t is then an affine function of all earlier
 
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
-The sum is over all heads and neuron-heads s before t; x_0 is the embedding, and b_t is the biases'
+The sum is over attention heads and neuron-heads s before t; x_0 is the embedding, b_t the biases'
 contribution. Each term passes through norms and projections, but through no other head. So the
 gradient c of a metric at z attributes the metric to every head and bias; the attributions add up:
 
