@@ -81,7 +81,7 @@ class ComparisonError(InputError):
     """Models cannot be compared component by component with these prompts or this provenance.
 
     Attributes:
-        so_far: the `Comparison` on the batches before the failed batch, without patching, or None.
+        so_far: the `Comparison` of the batches before the failed batch, without patching, or None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError

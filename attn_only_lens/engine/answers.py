@@ -152,7 +152,7 @@ def _why_not_one(model: Any, text: str) -> str:
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "
             f"the metric would read {instead_of_unknown(model.tokenizer)} instead; expected a "
-            "known text"
+            "text without unknown words"
         )
     else:
         tokens = token_ids(model.tokenizer, text)

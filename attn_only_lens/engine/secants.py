@@ -78,7 +78,7 @@ def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
 
 
 def gate_derivative(heads: Any, query: Tensor) -> Tensor:
-    """Return the derivative, with respect to queries, of neuron-heads' weights on their token."""
+    """Return the derivative of each neuron-head's attention to its own token with respect to q."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
         weight = heads._gate_pattern(leaf)[..., SELF]

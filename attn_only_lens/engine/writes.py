@@ -246,12 +246,12 @@ def _norms(model: Any) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, with tests that modules are norms."""
+    """The inputs and outputs of modules in a forward pass, and which of the modules are norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
         self.returned: dict[nn.Module, Tensor] = {}
-        self._norms: list[tuple[str, Tensor]] = []  # class names, and results of the tests
+        self._norms: list[tuple[str, Tensor]] = []  # class names, and whether each is a norm
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
         """Return a norm with its scale in this run; if there is no norm, `outside` is the stream.

@@ -43,7 +43,7 @@ def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
         return KeyValues(recording.key_values)
     cache = DynamicCache()  # without a configuration, the cache keeps all positions
     layers: tuple[tuple[_Heads, _Heads], ...] = ()
-    with suppress_refusals():  # the model may not take this argument
+    with suppress_refusals():  # the model may not accept a cache
         run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
         layers = keys_and_values(cache, recording.tokens)
     return KeyValues(layers) if layers else None
