@@ -1,4 +1,4 @@
-"""Check options; treat NumPy, torch and pandas numbers like Python numbers."""
+"""Check options, and convert NumPy, torch and pandas numbers to Python numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def as_plain(value: Any) -> Any:
 
 
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
-    """Return whether a value is an int from `least` to `most`; True and 1.0 do not count."""
+    """Return whether a value is an int (not a bool or a float) from `least` to `most`."""
     value = as_plain(value)
     return type(value) is int and least <= value <= most
 
@@ -40,7 +40,7 @@ def positive_reasons(**options: Any) -> list[str]:
 
 
 def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
-    """Return the reason to refuse an option's value, or an empty list if it is valid."""
+    """Return a list with the reason to refuse an option's value, or [] if the value is valid."""
     if got in expected:
         return []
     return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]

@@ -1,13 +1,14 @@
-"""Axis names, which are the same in the whole package and in TransformerLens.
+"""Names of tensor axes; this package uses TransformerLens' names.
 
-batch       one prompt
-pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
-d_model     a coordinate of the residual stream
-d_mlp       a neuron of an MLP, and so a neuron-head of the converted model
-head_index  a head of one block; an attention block has `n_heads`, a neuron block has `d_mlp`
-d_head      a coordinate inside a head; a neuron-head has only one coordinate
-d_vocab     a token of the vocabulary
-key         in a neuron-head's pattern: `SELF` is the token itself, `BIAS` the static bias token
+    batch       one prompt
+    pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
+    d_model     a coordinate of the residual stream
+    d_mlp       a neuron of an MLP, and so a neuron-head of the converted model
+    head_index  a head of one block: one of `n_heads` attention heads or `d_mlp` neuron-heads
+    d_head      a coordinate inside a head; a neuron-head has only one coordinate
+    d_vocab     a token of the vocabulary
+
+In a neuron-head's pattern, `key` is `SELF` (the token itself) or `BIAS` (the static bias token).
 """
 
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""Numbers that do not depend on the device, and the free memory of a device.
+"""Helpers for devices: float64, random numbers, transfers to the CPU, and free memory.
 
 MPS devices have no float64. Random number generators draw different numbers on different devices.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def to_float64_device(x: Tensor) -> Tensor:
-    """Return a tensor on its own device if that has float64, and on the CPU otherwise.
+    """Move a tensor to the CPU if the tensor's device does not support float64.
 
     Example:
         >>> to_float64_device(torch.ones(2)).double().device
@@ -49,11 +49,11 @@ def read_all(numbers: Sequence[Tensor]) -> list[Any]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many more bytes tensors can take on a device.
+    """Return how many bytes can still be allocated on a device.
 
-    For an accelerator, this is its free memory plus the unused memory in torch's allocator. The
-    unused parts of allocated blocks do not count, because no large tensor fits into them. For a
-    device that shares the machine's memory (MPS), it is the free memory of the machine.
+    For an accelerator, add its free memory and the unused memory in torch's allocator. The unused
+    parts of allocated blocks are left out, because a large tensor does not fit into such a part.
+    For a device that shares the machine's memory (MPS), return the machine's free memory.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -70,7 +70,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def float32_if_half(x: Tensor) -> Tensor:
-    """Convert a tensor in half precision to float32; return any other tensor unchanged.
+    """Convert a half-precision tensor to float32; return any other tensor unchanged.
 
     Example:
         >>> float32_if_half(torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -80,7 +80,7 @@ def float32_if_half(x: Tensor) -> Tensor:
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Draw normal float64 numbers on the CPU, so that they do not depend on the device.
+    """Draw normal float64 numbers on the CPU, so that every device gets the same numbers.
 
     Example:
         >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
@@ -92,7 +92,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random state of the CPU and of a device when the context ends.
+    """Restore the CPU's and a device's random number generators when the context ends.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):

@@ -1,4 +1,4 @@
-"""The package's errors, which say what was given, what was expected, and what to do."""
+"""The package's errors; each message says what was given, what was expected, and what to do."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ class AttnOnlyLensError(Exception):
 
 
 class InputError(AttnOnlyLensError, ValueError):
-    """Prompts, sites, weights or options cannot be used; the error lists every reason at once.
+    """Prompts, sites, weights or options are invalid; the error lists every reason at once.
 
     Attributes:
         reasons: every reason to refuse the input.
@@ -54,12 +54,12 @@ class InputError(AttnOnlyLensError, ValueError):
             raise cls(reasons, *problem)
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
-        """Rebuild the error from its reasons; by default, pickle would pass the rendered text."""
+        """Pickle the reasons and the problem; by default, pickle would store only the message."""
         return type(self), (self.reasons, self.problem)
 
 
 class InputWarning(UserWarning):
-    """Prompts or answers can be used, but are probably not what the user meant.
+    """Prompts or answers are valid, but are probably not what the user meant.
 
     For example, the tokenizer does not know a word of a prompt, or the model expects an answer with
     (or without) a space before it. To get errors instead, call
@@ -78,11 +78,10 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models, a provenance or prompts cannot be compared component by component.
+    """Models cannot be compared component by component with these prompts or this provenance.
 
     Attributes:
-        so_far: if a batch after the first one failed, the `Comparison` on the earlier batches,
-            without patching; otherwise None.
+        so_far: the `Comparison` of the batches before the failed batch, without patching, or None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError
@@ -95,7 +94,7 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth step would change the model's function, or cannot be undone; nothing has changed.
+    """A growth step would change the model's function, or cannot be undone; the step was not made.
 
     Example:
         >>> from attn_only_lens.errors import GrowthError
@@ -111,7 +110,7 @@ class GrowthError(InputError):
 
 
 class UnsupportedModelError(InputError):
-    """A model cannot be converted or analysed exactly; nothing has been changed.
+    """A model cannot be converted or analysed exactly; the model is unchanged.
 
     Example:
         >>> from attn_only_lens.errors import UnsupportedModelError
@@ -126,9 +125,9 @@ class UnsupportedModelError(InputError):
 
 
 class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
-    """A TransformerLens call has no right answer on a converted model.
+    """A TransformerLens call has no correct result for a converted model.
 
-    The message names the call to use instead.
+    The error message names the call to use instead.
 
     Example:
         >>> from attn_only_lens import convert, pretrained

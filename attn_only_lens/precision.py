@@ -1,8 +1,8 @@
-"""Compute float32 matrix products in full float32, whatever the user's settings are.
+"""Compute float32 matrix products in full precision, whatever the user's settings are.
 
 With `torch.set_float32_matmul_precision("high")`, GPUs round the factors of a float32 matrix
-product to TF32's 10 bits. Then a model's outputs for batches of different sizes differ by 1e-3,
-instead of 1e-6 in full float32. So code that compares numbers within a tolerance uses
+product to TF32's 10 bits. A model's outputs for batches of different sizes then differ by 1e-3,
+instead of 1e-6 in full precision. So code that compares numbers within a tolerance uses
 `full_precision`.
 """
 
@@ -22,9 +22,9 @@ _restore: Callable[[], None] | None = None
 
 @contextmanager
 def full_precision() -> Iterator[bool]:
-    """Compute float32 matrix products in full float32; restore the user's setting afterwards.
+    """Compute float32 matrix products in full precision; restore the user's setting afterwards.
 
-    The setting is global to the process, so other threads compute in full float32 too.
+    The setting is global to the process, so other threads compute in full precision too.
 
     Example:
         >>> torch.set_float32_matmul_precision("high")
@@ -52,7 +52,7 @@ def full_precision() -> Iterator[bool]:
 
 
 def matmul_precision() -> str:
-    """Return the lowest precision of float32 matrix products: "ieee", "tf32" or "bf16"."""
+    """Return the lowest precision set for float32 matrix products: "ieee", "tf32" or "bf16"."""
     set_to = [backend.fp32_precision for backend in _backends()] or [
         torch.get_float32_matmul_precision()
     ]
@@ -62,7 +62,7 @@ def matmul_precision() -> str:
 
 
 def _backends() -> list[Any]:
-    """Return the backends with a separate precision setting; torch before 2.9 has none."""
+    """Return the backends with their own precision setting; torch before 2.9 has none of these."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
     settings = [getattr(backend, "matmul", None) for backend in every]
     return [setting for setting in settings if hasattr(setting, "fp32_precision")]

@@ -1,8 +1,8 @@
-"""Names that exist in only one of transformer-lens 3.9 and 4, so that the package works with both.
+"""Support for transformer-lens 3.9 and 4: names that only one of the two versions has.
 
-Under 4, the classes that only 3.9 has are replaced by placeholder classes: `isinstance` returns
-False, and creating an instance raises an error that says what to use instead. So the package
-imports all these names from here, without branches.
+Under version 4, placeholders replace the classes that only 3.9 has: `isinstance` returns False, and
+creating an instance raises an error that says what to use instead. So all other modules import
+these names from this module and need no checks of the version.
 """
 
 import warnings
@@ -50,7 +50,7 @@ USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence TransformerLens' deprecation warning, which users of this package cannot act on."""
+    """Silence TransformerLens' deprecation warning, which is of no use to users of this package."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
         yield
@@ -97,9 +97,9 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
     ) -> dict[str, Tensor]:
-        """Convert a HookedTransformer's state dict for a native bridge (only under version 4)."""
+        """Convert a HookedTransformer's state dict for a native bridge; needs version 4."""
         raise UnsupportedCallError(
-            f"this needs transformer-lens 4, and {_VERSION} is installed: use the HookedTransformer"
+            f"this needs transformer-lens 4, but {_VERSION} is installed: use the HookedTransformer"
         )
 
 else:

@@ -1,14 +1,14 @@
 """Bounds, by dtype, on the difference between two computations of the same numbers.
 
-With live hooks, a converted model computes p(q) · q, and its source model computes act(q). These
-are the same real number with different roundings, which later layers amplify. Compared with the
-model in float64, both have similar errors: over the model families in the tests, the error of the
-converted model divided by the error of the source has a median of 1.0 in every dtype (at most 2.7).
-So the bounds below describe rounding in any such model. In half precision they are too wide to
-show much, so verify a conversion in float32 or float64.
+If hooks are attached, a converted model computes p(q) · q, and its source model computes act(q).
+These two numbers differ only by rounding errors, which later layers amplify. Both models have
+similar errors compared with the model in float64: over the model families in the tests, the ratio
+of the converted model's error to the source model's error has a median of 1.0 in every dtype (and
+is at most 2.7). So the bounds below describe rounding in any such model. In half precision, the
+bounds are too wide to detect small errors, so verify a conversion in float32 or float64.
 
-The table shows the largest measured max |Δ logit| / max |logit|, with random weights at two scales
-in every model family in the tests, and in trained models:
+The table shows the largest measured max |Δ logit| / max |logit| over all model families in the
+tests (with random weights at two scales) and over trained models:
 
     dtype      3 layers   12 layers   trained   bound
     float64    6.8e-15    1.4e-14     2.2e-15   1e-12
@@ -32,8 +32,8 @@ LOGIT_TOLERANCE: dict[torch.dtype, float] = {
 def rounding(dtype: torch.dtype) -> float:
     """Return the relative error that rounding may cause.
 
-    It is 16 units in the last place of the dtype, but at most one unit of bfloat16, because 16
-    units of bfloat16 would be 12 %.
+    This error is 16 units in the last place of the dtype, but at most one unit of bfloat16, because
+    16 units of bfloat16 would be 12 %.
     """
     return min(16 * torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps)
 
@@ -46,13 +46,13 @@ def disagreement(
     size: Tensor | float | None = None,
     mask: Tensor | None = None,
 ) -> str:
-    """Return a text that says how much two computations differ; "" if only rounding differs.
+    """Return a text that says how much two results differ, or "" if they differ only by rounding.
 
     Args:
         computed: one result.
         expected: the other result, with the same shape.
         tolerance: the largest allowed max |Δ|, relative to `size`.
-        size: the largest |number| that was added up; by default max |expected|.
+        size: the largest absolute value of the summed terms; by default max |expected|.
         mask: 1 for real tokens and 0 for padding, which is not compared.
 
     Example:
@@ -65,12 +65,12 @@ def disagreement(
         return ""
     error = (computed - expected).abs().max()
     largest = expected.abs().max() if size is None else torch.as_tensor(size, device=error.device)
-    difference, scale = torch.stack([error, largest.to(error)]).tolist()  # wait once for the device
+    difference, scale = torch.stack([error, largest.to(error)]).tolist()  # one transfer
     return beyond_rounding(difference, tolerance * scale)
 
 
 def beyond_rounding(difference: float, allowed: float) -> str:
-    """Return a text about a difference that rounding does not explain; otherwise return ""."""
+    """Return a text that states a difference, or "" if rounding explains the difference."""
     if difference <= allowed:
         return ""
     return f"they differ by {difference:.2g}, and rounding allows {allowed:.2g}"

@@ -1,8 +1,8 @@
-"""The answers that a metric compares: tokens, or texts that are one token.
+"""The answers that a metric compares, given as tokens or as texts of a single token each.
 
 A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
 or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
-"are" are different tokens; the clean run's logits show which of them the model expects.
+"are" are different tokens; the clean run's logits show which of the two the model expects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,12 +40,12 @@ _FAR_MORE_PROBABLE = 10.0
 
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
-_SHOWN = 4  # the number of answers that a metric's name shows
-_SPACES = (" ", "Ġ", "▁")  # the space in word, byte-level and SentencePiece vocabularies
+_SHOWN = 4  # the number of answers that a metric's name lists
+_SPACES = (" ", "Ġ", "▁")  # a space in word-level, byte-level and SentencePiece vocabularies
 
 
 def answer_rows(answers: Any) -> AnswerRows:
-    """Convert answers from any accepted form to rows.
+    """Convert answers to rows: one row of answers per prompt, or a single row for all prompts.
 
     Example:
         >>> answer_rows("12"), answer_rows([7, " are"]), answer_rows(torch.tensor([[3, 5]]))
@@ -108,10 +108,10 @@ def answer_tokens(
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return the tokens of each prompt's answers; append a reason for each invalid answer."""
+    """Return the tokens of each prompt's answers; add invalid answers to `reasons`."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
-        expected = "1" if pair.n_all == 1 else f"1, or {pair.n_all}, one for each prompt"
+        expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"
         hint = "; for several answers to every prompt, give a nested list, [[33, 34]]" * several
         reasons.append(f"{role}: got {len(rows)} answers; expected {expected}{hint}")
         return []
@@ -132,11 +132,11 @@ def _tokens_of_prompts(
 
 
 def _token(model: Any, answer: Any) -> int | str:
-    """Return the token of an answer, or the reason why it is not one token."""
+    """Return an answer's token, or the reason why the answer is not a single token."""
     size, tokenizer = d_vocab_out(model), getattr(model, "tokenizer", None)
     if isinstance(answer, str):
         if tokenizer is None:
-            return f"got {answer!r}, and the model has no tokenizer; give the answer's token"
+            return f"got {answer!r}, but the model has no tokenizer; give the answer's token"
         token = one_token(tokenizer, answer)
         if token is None:
             return _why_not_one(model, answer)
@@ -147,33 +147,33 @@ def _token(model: Any, answer: Any) -> int | str:
 
 
 def _why_not_one(model: Any, text: str) -> str:
-    """Return the reason why a text is not one token, and what to give instead."""
+    """Explain why a text is not a single token, and suggest what to give instead."""
     if unknown := unknown_words(model.tokenizer, text):
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "
-            f"the metric would read {instead_of_unknown(model.tokenizer)} instead; expected a text "
-            "that it knows"
+            f"the metric would read {instead_of_unknown(model.tokenizer)} instead; expected a "
+            "text without unknown words"
         )
     else:
         tokens = token_ids(model.tokenizer, text)
         pieces = token_texts(model, tokens)
-        reason = f"got {text!r}, which is {len(tokens)} tokens {pieces}; expected one"
+        reason = f"got {text!r}, which is {len(tokens)} tokens {pieces}; expected one token"
     respelt = text[1:] if text.startswith(" ") else f" {text}"
     if one_token(model.tokenizer, respelt) is not None:
         return f"{reason}: {respelt!r} is one token"
     return (
-        f"{reason}: put a space before it, because most words need one, or give a token of the "
+        f"{reason}: start the text with a space, as most words need, or give a token of the "
         "vocabulary"
     )
 
 
-# The space before an answer
+# Warnings about the space before an answer
 
 
 def _warn_of_spaces(
     model: Any, pair: PromptPair, answers: Mapping[str, _Tokens], logits: Logits
 ) -> None:
-    """Warn if another spelling of an answer is far more probable, by the geometric mean."""
+    """Warn if another spelling of an answer is far more probable (geometric mean over prompts)."""
     rows = torch.arange(len(logits), device=logits.device)
     last = float32_if_half(logits.detach()[rows, pair.last.to(logits.device)])
     cases = dict[Any, str]()
@@ -193,8 +193,8 @@ def _warn_of_spaces(
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     """Return the token for the same word with its leading space added or removed, or None.
 
-    The token is searched in the vocabulary: SentencePiece adds a space to every text, so no text is
-    tokenized to the token without a space.
+    The token is looked up in the vocabulary, because SentencePiece adds a space to every text, so
+    no text is tokenized to the token without a space.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -202,14 +202,14 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
     for other in filter(None, others):
         number = tokenizer.convert_tokens_to_ids(other)
-        # If the vocabulary lacks a piece, the result is None or the unknown token.
+        # If the vocabulary lacks a piece, the tokenizer returns None or the unknown token.
         if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == other:
             return int(number)
     return None
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return the line of the warning that says how probable the other spelling is."""
+    """Return a warning line that says how much more probable the other spelling is."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]
@@ -217,6 +217,6 @@ def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
     amount = f"{times:,.0f}" if times < 1e6 else "more than a million"
     how = "with" if expected.startswith(" ") else "without"
     return (
-        f"{role}: {expected!r}, {how} a space before it, is {amount} times as probable as {got!r} "
-        f"(token {token}); if you mean it, give {give}"
+        f"{role}: {expected!r}, {how} a leading space, is {amount} times as probable as {got!r} "
+        f"(token {token}); if you mean {expected!r}, give {give}"
     )

@@ -1,19 +1,19 @@
-"""The difference of two runs as one exact linear map.
+"""The difference between two runs as one exact linear map.
 
-The model runs once on both prompts. A third pass, with gradients, runs it at the mean of the two
-runs: the output of each nonlinear step is replaced by the mean of its two outputs, and its gradient
-by the rule in `secants.py`, whose slopes are taken between the runs. A product of two activations,
-such as pattern times value, needs no rule: its gradient at the mean is already exact. So a backward
-pass from the metric returns multipliers M with
+The model runs on the clean and the corrupted prompts. Then a forward pass with gradients runs the
+model at the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs,
+and its gradient follows a rule in `secants.py`, which uses slopes between the runs. A product of
+two activations, such as pattern times value, needs no rule: its gradient at the mean is already
+exact. So a backward pass from the metric returns multipliers M that add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
-for every set of activations y that all paths from the tokens to the metric pass through. These can
-be the normalised stream, queries, keys, values, scores, patterns, gates and z. If all factors of a
-product of three change, their shares depend on which two are multiplied first; we follow the order
-in which the model multiplies them.
+This holds for every set of activations y that all paths from the tokens to the metric pass through.
+Such activations are, for example, the normalised stream, queries, keys, values, scores, patterns,
+gates or z. If all three factors of a product change, the factors' shares depend on which factors
+are multiplied first; the multipliers follow the model's order of multiplication.
 
-The nonlinear steps are norms, the softmax in attention with soft caps and clamps, the patterns and
+The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), the patterns and
 products of neuron-heads, and the soft cap of the logits. Calls of torch's softmax are intercepted,
 because hooks on some bridges see only a copy of the pattern. If a model has another nonlinear step,
 the sum Σ M · Δ over the first block's input is wrong; every call checks this sum.
@@ -63,13 +63,13 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # the tolerance in float64, after many layers
-_SMALL = 2**18  # numbers of a layer below which the slopes of layers are computed together
+_SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 
 @dataclass(frozen=True, eq=False)
 class BothRuns:
-    """The activations of two runs: first the rows of the clean run, then of the corrupted run.
+    """The activations of two runs in one batch: the clean rows, then the corrupted rows.
 
     Attributes:
         pair: the prompts.
@@ -88,7 +88,7 @@ class BothRuns:
     heads: dict[str, Tensor]
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Return recordings of the clean and the corrupted run, with heads but without streams."""
+        """Return recordings of the clean and the corrupted run, without residual streams."""
         host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
@@ -140,7 +140,7 @@ class Contrast:
     def through_patterns(
         self, model: Any, layer: int, kind: HeadKind
     ) -> Float[Tensor, "batch pos head_index"]:
-        """Return how much of each head's attribution goes through its pattern."""
+        """Return the part of each head's attribution that goes through the head's pattern."""
         if kind == "attention":
             terms: Tensor = self.patterns[layer] * self.softmax_changes[layer]
             return terms.sum(-1).transpose(1, 2)
@@ -153,7 +153,7 @@ class Contrast:
 @torch.no_grad()
 @full_precision()
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on the clean and the corrupted prompts; record what the rules need."""
+    """Run a model on clean and corrupted prompts; record the activations that rules need."""
     host = host_of(model)
     points: dict[HeadKind, tuple[str, ...]] = {
         "attention": ("z",),
@@ -179,7 +179,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
 def run_softmax(
     model: Any, pair: PromptPair, tape: Tape
 ) -> list[Float[Tensor, "batch head_index query_pos key"]]:
-    """Return each layer's patterns in the clean run, in a graph with the nodes of a tape."""
+    """Return each layer's patterns in the clean run, differentiable with respect to the tape."""
     steps = _Steps(model)
     with steps.recorded(), start_graph(model):
         run(model, pair.clean, pair.mask, tape.hooks)
@@ -193,7 +193,7 @@ def contrast(
 ) -> Contrast:
     """Return the multipliers of a metric at the nodes of a tape.
 
-    With `keep_graph`, the softmax can be differentiated further, to the nodes of the tape.
+    With `keep_graph`, the softmax outputs can be differentiated with respect to the nodes.
 
     Raises:
         UnsupportedModelError: the sum over the first block's input is not the change of the metric,
@@ -234,7 +234,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the multiplier of the logits; it is exact if all the metric's functions have rules."""
+    """Return the logits' multipliers, which are exact if all the metric's functions have rules."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -251,7 +251,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the change of the metric minus Σ M Δ, or 0 if this is only rounding."""
+    """Return the change of the metric minus Σ M Δ, or 0 if the difference is only rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -262,7 +262,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32; warn about how much this affects the metric."""
+    """Run a half-precision model in float32; warn how much the metric changes in each precision."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -270,8 +270,8 @@ def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[
     with float32_weights(model):
         changes.append(_change(model, pair, metric))
         reason = (
-            f"slopes are taken in float32, with the same weights: {as_metric(metric).name} changes "
-            f"by {changes[1]:.6g} in float32, and by {changes[0]:.6g} in the model's precision"
+            f"slopes are computed in float32: {as_metric(metric).name} changes by "
+            f"{changes[1]:.6g} in float32, and by {changes[0]:.6g} in the model's precision"
         )
         warn({"half precision": reason}, "this model is in half precision")
         yield
@@ -286,7 +286,7 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
 
 
 def _require_complete(result: Contrast) -> None:
-    """Require that the sum over the first block's input is the change of the metric."""
+    """Refuse multipliers whose sum over the first block's input is not the metric's change."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
@@ -294,16 +294,16 @@ def _require_complete(result: Contrast) -> None:
     tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
     if off := disagreement(total, total.new_tensor(result.total), tolerance, size=size):
         reason = (
-            f"the tokens' contributions do not add up to {result.total:.6g}, the change of "
-            f"the metric ({off}): the model has a nonlinear step without a known rule (if that is "
-            "fused attention, load it with attn_implementation='eager'), or tokens enter the model "
-            "after its first block; use method='gradient'"
+            f"the tokens' contributions do not add up to the metric's change, {result.total:.6g} "
+            f"({off}): the model has a nonlinear step without a known rule (for fused attention, "
+            "load the model with attn_implementation='eager'), or tokens enter the model after its "
+            "first block; use method='gradient'"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
-    """Return hooks that replace z and v with the means of the runs, with the rules' gradients."""
+    """Return hooks that replace z, v and patterns by their means over the two runs."""
     host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
 
     def average(value: Tensor, hook: Any, name: str) -> Tensor:
@@ -318,7 +318,7 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 
 def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield layers and the slopes of their gates; small layers with the same gate together."""
+    """Yield each layer with its gates' slopes; compute small layers with equal gates together."""
     sides, groups = dict[int, Both](), dict[Any, list[int]]()
     for layer, heads in enumerate(host.neurons):
         q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
@@ -333,7 +333,7 @@ def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that give the patterns of neuron-heads the slopes between the runs."""
+    """Return hooks that replace the gradients of neuron-heads' patterns by slopes."""
     queries = list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 
@@ -359,7 +359,7 @@ class _Steps:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the inputs and outputs of norms and functions in a forward pass."""
+        """Record the inputs and outputs of norms and nonlinear functions in a forward pass."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
@@ -369,10 +369,10 @@ class _Steps:
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Replace norms and functions by their rules in a forward pass; yield hooks for this pass.
+        """Replace norms and nonlinear functions by their rules; yield hooks for a forward pass.
 
-        Some bridges have hook points inside norms, such as `hook_attn_out` of Gemma 2. The norm's
-        output is replaced, so a hook there starts a graph, which continues at that output.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. Because the
+        norm's output is replaced, such a hook starts a new graph, which is joined to the output.
         """
         points = {
             point: module
@@ -381,7 +381,7 @@ class _Steps:
             if isinstance(point, HookPoint)
         }
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
-        # The structure of a norm shows in any prompt: not all of them are moved to the CPU.
+        # One prompt shows a norm's structure, so only this prompt is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
         norm_hooks = {
             module: self._norm(norms[module], *both, continues=module in inside.values())
@@ -399,7 +399,7 @@ class _Steps:
 
     @contextmanager
     def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """Attach hooks to norms; intercept functions in attention, but not in attention's norms."""
+        """Attach hooks to norms; intercept functions in attention, except in attention's norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -428,14 +428,14 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that returns a norm's mean output, with the gradient of the rule.
+        """Return a hook that replaces a norm's output by the mean of two runs, with its rule.
 
-        If the graph of a hook inside the norm `continues`, its nodes receive this gradient too.
+        If the norm's own graph `continues`, nodes inside the norm receive this gradient too.
         """
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)
         scale = (linear * without_bias).sum(-1, keepdim=True) / square
-        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # zero streams make the scale nan
+        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # the scale of a zero stream is nan
         middle = norm.centred(mean(x))
 
         def back(gradient: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Test edits before a sweep relies on them.
+"""Test that a sweep's edits have the same effect as hooks in a whole run.
 
-A sweep runs some blocks on some positions and adds the change of a neuron's output to the stream. A
-hook in a whole run might have another effect: a layer may not run the edited module, or a hook
-point may show only a copy of what the model reads. So before the first patch, all heads in a sweep
-are edited with noise in two ways, which must give the same block outputs: with hooks in a whole run
-in which each block's input is restored, and with the sweep's own computation.
+A sweep runs only some blocks on some positions, and adds the change of a neuron's output to the
+stream. A hook in a whole run might have a different effect: a layer may not run the edited module,
+or a hook point may show only a copy of an activation. So before the first patch, noise is added to
+all heads of a sweep in two ways: by hooks in a whole run that restores each block's input, and by
+the sweep's own computation. Both ways must give the same block outputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +36,8 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # the size of the noise, relative to the activation
-_CLEAR_EFFECT = 8.0  # in units of a stream's rounding; the test would notice errors of this size
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, relative to the activation
+_CLEAR_EFFECT = 8.0  # the smallest clear effect of the noise, in units of a stream's rounding
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -46,7 +46,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay if an edit in it has another effect than a hook in a whole run."""
+    """Refuse a replay whose edits have a different effect than hooks in a whole run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
     tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
@@ -82,8 +82,8 @@ def require_same_edit(
                     f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
                     f"the output of block {block} by {_largest(expected, before):.2g} in a whole "
                     f"run; a sweep would be off by {_largest(edited[layer], expected):.2g}. "
-                    "Another step changes the heads' output before the stream, such as a replaced "
-                    "forward pass"
+                    "Something else, such as a replaced forward pass, changes the heads' output "
+                    "before it is added to the stream"
                 )
             elif effect < _CLEAR_EFFECT:
                 unclear.append(layer)
@@ -115,7 +115,7 @@ def require_edits_read(
         return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
-    # With a single key, the pattern is 1 whatever the key is; with a nan key, it is nan.
+    # With a single key, the pattern is 1 for every finite key, but nan for a nan key.
     later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
     looked_at = list(chain(*looks.values()))
@@ -128,8 +128,8 @@ def require_edits_read(
     for (layer, name), effect in zip(names.items(), effects, strict=True):
         if effect <= 1.0 and all(torch.equal(before[look], after[look]) for look in looks[layer]):
             reasons.append(
-                f"{name} shows a copy of an activation, which the model does not use, so an edit "
-                f"of it has no effect; patch another part, or {other_kind} alone"
+                f"{name} shows only a copy, which the model does not use, so an edit has no "
+                f"effect; patch another part, or only {other_kind}"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     for layer in layers:
@@ -140,7 +140,7 @@ def require_edits_read(
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     """Refuse layers in which the heads that share keys and values are not consecutive.
 
-    The last shared value is set to nan; the heads whose z is then nan read it.
+    The last shared value is set to nan; then z is nan in the heads that read this value.
     """
     model = replay.model
     layers = [x for x in layers if not replay.tested.covers(("groups", x), replay.recording)]
@@ -160,7 +160,7 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
         expected = list(range(n_heads - n_heads // n_shared, n_heads))
         if reading != expected:
             reasons.append(
-                f"layer {layer}: its last shared value is read by heads {reading}; expected heads "
+                f"layer {layer}: heads {reading} read the last shared value; expected heads "
                 f"{expected}; patch z instead"
             )
     UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
@@ -169,12 +169,12 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
 
 
 def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that adds noise from position `first` on; `axis` is the axis of positions."""
+    """Return a hook that adds noise from position `first` on; positions are on axis `axis`."""
 
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        # A mean would overflow if a head that attends only to itself has the largest finite query.
+        # A mean would overflow: heads that attend only to themselves have the largest finite query.
         size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
         return value + noise * (level * size.where(size > 0.0, 1.0))
 
@@ -195,7 +195,7 @@ def _destroy_last(value: Tensor, hook: Any) -> Tensor:
 def _block_outputs(
     model: Any, recording: Recording, edits: Hooks, looks: Iterable[str]
 ) -> tuple[list[Residual], dict[str, Tensor]]:
-    """Return each block's output in an edited run from its recorded input, and some activations."""
+    """Run each block, with edits, on its recorded input; return block outputs and activations."""
     outputs: list[Residual] = []
     shown: dict[str, Tensor] = {}
 
@@ -216,7 +216,7 @@ def _block_outputs(
 
 
 def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
-    """Return the output that a sweep computes for a block whose neurons have noise."""
+    """Return a block's output, computed as in a sweep, after noise is added to its neurons."""
     heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
     if part in ("q", "pattern"):
         source = replace(target, gates=(target.v, shown[..., SELF].transpose(1, 2)))
@@ -233,7 +233,7 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tens
 
 
 def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
-    """Return the output that a sweep computes for a block whose attention heads have noise."""
+    """Return a block's output, computed as in a sweep, after noise is added to attention heads."""
     name, block = hook_name(replay.model, layer, part), replay.host.block(layer, "attention")
     n_heads = shown.shape[1 if part == "pattern" else 2]
     positions = torch.ones_like(replay.recording.tokens, dtype=torch.bool)[None]
@@ -246,13 +246,13 @@ def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: T
 def _relative_errors(
     pairs: Sequence[tuple[Residual, Residual]], recording: Recording
 ) -> list[float]:
-    """Return each pair of streams' largest difference over tokens, in units of rounding."""
+    """Return the largest difference in each pair of streams, in units of the allowed rounding."""
     errors = [_relative_error(a, b, recording) for a, b in pairs]
     return stacked(errors).tolist()
 
 
 def _relative_error(a: Residual, b: Residual, recording: Recording) -> Tensor:
-    if recording.mask is not None:  # ignore padding: no token attends to it, no patch changes it
+    if recording.mask is not None:  # no token attends to padding, and no patch changes it
         real = recording.mask.bool().to(a.device)
         a, b = a[real], b[real]
     alike = (a.isfinite() == b.isfinite()).all()

@@ -1,7 +1,7 @@
 """Turn patches of heads into changes of the stream, or into hooks.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks values from the source run, which is patched in. Later blocks see only the new z:
+marks quantities of the source run, which is patched in. Later blocks see only the new z:
 
     part          new z
     "z"           z' = w' v'
@@ -9,16 +9,16 @@ marks values from the source run, which is patched in. Later blocks see only the
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-and the head's contribution to the stream changes by Δz times its neuron's row of W_out. The change
-of z splits into three terms:
+The head's contribution to the stream changes by Δz times its neuron's row of W_out. The change of z
+splits into three terms:
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
 
-For attention heads, the block runs again for many variants at once, with a hook that patches other
-heads at other positions in each variant. In models with grouped queries, heads share keys and
-values. To patch a key or value for one head only, the shared key or value is patched and the z of
-all other heads is restored. The result equals a patch in a model where each head has its own copy
-of keys and values.
+For attention heads, the block runs again for a batch of variants, and a hook patches different
+heads at different positions in each variant. In models with grouped-query attention, heads share
+keys and values. To patch a key or value for one head only, the shared key or value is patched, and
+the z of all other heads is restored. The result equals a patch in a model where each head has its
+own copy of keys and values.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part
 ) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z when a part of the source run is patched into the target run."""
+    """Return the change of z when a head's part is patched from the source into the target run."""
     if part == "z":
         return source.z - target.z
     if part == "value":
@@ -56,7 +56,7 @@ def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch po
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return each site's change of its neuron's activation, given the change of z."""
+    """Return how much each site changes its neuron's activation, given the change of z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
@@ -76,7 +76,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run in which a layer's neurons add `added` to the stream."""
+    """Return variants of a run in which `added` is added to the output of a layer's neurons."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):
@@ -111,7 +111,7 @@ def share_edits(
     places: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Hooks:
-    """Return hooks that patch a shared key or value for one head only, in each variant."""
+    """Return hooks that patch a shared key or value for only one head in each variant."""
     n_heads, n_shared = z.shape[2], source.shape[2]
     groups = one_hot(of_group(heads, n_heads, n_shared), n_shared).bool()
     other_heads = ~one_hot(heads, n_heads).bool()
@@ -130,7 +130,7 @@ def attention_edit(
 ) -> Callable[[Tensor, Any], Tensor]:
     """Return a hook that patches each variant's heads at that variant's positions."""
     n_variants = len(heads)
-    # A pattern is [batch, head_index, query_pos, key_pos]; others are [batch, pos, head_index, …].
+    # The axes of other activations than patterns are [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1
     kept = source.narrow(position_axis, first, source.shape[position_axis] - first)
     rows = kept.repeat(n_variants, 1, 1, 1)
@@ -140,7 +140,7 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # otherwise torch would broadcast one position to others
+        if value.shape != rows.shape:  # torch would broadcast a single position
             reason = (
                 f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"

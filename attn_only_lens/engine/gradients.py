@@ -1,16 +1,17 @@
 """Gradients of a metric with respect to all heads, from one backward pass.
 
 Gradients are taken at nodes, which are activations that hooks keep. The graph starts at the stream
-that enters the first block, so parameters need no gradients. In the table, Δ is the change from the
-patched run to the other run.
+that enters the first block, so parameters need no gradients. The table shows, for each patched
+part, the node and its change Δ from the patched run to the other run:
 
-heads        part                    node            Δ
-neuron       "z" "pattern" "value"   z               change of z from that part (`edits.py`)
-neuron       "q", gate linear        q               q' - q
-neuron       "q", gate closed        z               (w(q') - w(q)) v
-attention    any                     its hook point  the change of its activation; shared keys and
-                                                     values have a gradient for each head (`Tape`)
-attention    "q", gate closed        z               softmax(q' · K) V - z (`_attribution.py`)
+    heads      part                   method      node        Δ
+    neuron     "z" "pattern" "value"  any         z           change of z from this part
+    neuron     "q"                    exact_gate  z           (w(q') - w(q)) v
+    neuron     "q"                    other       q           q' - q
+    attention  "q"                    exact_gate  z           softmax(q' · K) V - z
+    attention  otherwise                          hook point  change of the activation
+
+At shared keys and values, each head has its own gradient (`gradient_by_head`).
 """
 
 import warnings
@@ -32,7 +33,7 @@ from attn_only_lens.heads import host_of
 
 
 class Tape:
-    """Hooks that keep the tensors of one forward pass, to take gradients with respect to them."""
+    """Hooks that keep the activations of one forward pass at which gradients are taken."""
 
     def __init__(
         self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
@@ -47,7 +48,7 @@ class Tape:
 
     @property
     def nodes(self) -> dict[str, Tensor]:
-        """The kept tensors, by hook name."""
+        """The activations that the hooks kept, by hook name."""
         require_seen({name: name for name in self.names}, self._seen)
         return self._seen
 
@@ -103,7 +104,7 @@ def gradients(
     )
     unused = [name for name, gradient in zip(nodes, gradients, strict=True) if gradient is None]
     UnsupportedModelError.raise_if(
-        [f"{name} has no gradient: the model does not use what this hook shows" for name in unused],
+        [f"{name} has no gradient: the model does not use this activation" for name in unused],
         "this model cannot be attributed here",
     )
     return dict(zip(nodes, gradients, strict=True))
@@ -114,9 +115,9 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return each head's gradient at shared keys or values, which passes through its own z only.
+    """Return, for each head, the gradient at shared keys or values through this head's z alone.
 
-    A backward pass handles one head in every group, or a single head if a norm joins all keys.
+    One backward pass handles one head of every group, or a single head if a norm mixes all keys.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared
@@ -149,7 +150,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the graph at the first block's input; yield a list that collects these streams."""
+    """Start the graph at the first block's input; yield a list that collects these inputs."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:
@@ -177,7 +178,7 @@ def site_estimates(
     target: Recording,
     source: Recording,
 ) -> Float[Tensor, "site batch pos"]:
-    """Return the estimate for each site and position: gradient times change."""
+    """Return each site's estimated effect at each position: the gradient times the change."""
     if node == host_of(model).hook_name(sites.layer, "neuron", "z"):
         runs = target.neurons[sites.layer], source.neurons[sites.layer]
         estimates = gradient.squeeze(-1) * change_of_z(*runs, part)
@@ -202,7 +203,7 @@ def by_site(
 
 @contextmanager
 def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
-    """Yield a list that collects each run's unembedding output, before any soft cap."""
+    """Yield a list that collects the unembedding's output in each run, before any soft cap."""
     seen: list[Tensor] = []
 
     def look(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -214,7 +215,7 @@ def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def silent_scale_edits() -> Iterator[None]:
-    """Silence the bridges' warning about edits of norm scales, because these are intended here."""
+    """Silence the bridges' warning about edits of norm scales, because the edits are intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
         yield

@@ -1,4 +1,4 @@
-"""Warn about prompts and answers once per call, and point to the line of the user's code."""
+"""Issue warnings about prompts and answers, once per call and at the user's line of code."""
 
 import sys
 import warnings
@@ -19,7 +19,7 @@ _REPR.maxstring = 60
 
 @contextmanager
 def warned_once() -> Iterator[None]:
-    """Warn about each case only once until the outermost of the nested contexts ends.
+    """Warn about each case only once until the outermost of several nested contexts ends.
 
     Example:
         >>> import warnings
@@ -41,7 +41,7 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Issue one `InputWarning` about all cases that are new in this call, if there are any."""
+    """Issue one `InputWarning` that lists all new cases, if there are any."""
     before = _warned.get()
     if before is not None:
         cases = {case: text for case, text in cases.items() if case not in before}
@@ -58,7 +58,7 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
 
 
 def shortened(text: str) -> str:
-    """Return a text in quotes; if it is long, leave out its middle."""
+    """Return a text in quotes, without the middle part of a long text."""
     return _REPR.repr(text)
 
 

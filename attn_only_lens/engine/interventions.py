@@ -4,7 +4,7 @@
                ("resample"), or its value with all attention on the bias token ("bias")
     steered    z becomes z + the value given for the head
 
-Positions in a context count from the start of the text, also with a key-value cache.
+Inside these contexts, positions count from the start of the text, even with a key-value cache.
 Sources: activation addition is from Turner et al., "Steering Language Models With Activation
 Engineering" (2023); mean ablation is from Wang et al., "Interpretability in the Wild" (2022).
 """
@@ -51,7 +51,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Ablate z of every recorded head; take means from the reference run."""
+    """Return a recording in which every head's z is ablated; "mean" is the reference run's mean."""
     if to == "bias" and recording.hooked:
         reason = (
             "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
@@ -75,7 +75,7 @@ def ablate(
 def resample_reasons(
     clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
-    """Return reasons why 'resample' cannot take z from a reference, or from the other prompts."""
+    """Return reasons why 'resample' cannot take z from the reference or from other prompts."""
     reasons = []
     if reference is None:
         if len(real) < 2:
@@ -91,17 +91,17 @@ def resample_reasons(
     elif reference.shape != clean.shape:
         reasons.append(
             f"got reference prompts {list(reference.shape)}; expected {list(clean.shape)}, one row "
-            "for each clean prompt, aligned token by token"
+            "for each clean prompt, with tokens at the same positions"
         )
     elif rows := (clean == reference).all(dim=1).nonzero().flatten().tolist():
         reasons.append(
             f"got the same prompt in rows {rows} of the clean prompts and of the reference; "
-            "expected other prompts to resample from"
+            "expected different prompts to resample from"
         )
     return reasons
 
 
-# Every run of a model
+# Edits in every run of a model
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def ablated(
         if not new.isfinite().all():
             reason = (
                 f"the mean of z is not finite in layer {place.layer}: some models compute nan for "
-                "padding on the left; pad on the right, or give prompts of one length"
+                "padding on the left; pad on the right, or give prompts of equal length"
             )
             raise InputError([reason], _ABLATED)
         edits.append(_Edit(place, "z", new))
@@ -244,7 +244,7 @@ def _numbers(
         return numbers
     got = f"{len(numbers)} numbers" if is_list else repr(value)
     expected = "a finite number" if kind == "neuron" else f"a vector of {d_head} finite numbers"
-    return f"{name}: got {got}; expected {expected}, which is added to its z"
+    return f"{name}: got {got}; expected {expected} to add to this head's z"
 
 
 # The heads and positions that are edited
@@ -276,7 +276,7 @@ class _Edit:
 
 
 def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
-    """Return the heads to edit with their positions, and every reason to refuse the positions."""
+    """Return the heads to edit with their positions, and the reasons why positions are invalid."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
@@ -297,7 +297,7 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
         if edited is not None and not (edited and all(map(is_count, edited))):
             reasons.append(
                 f"got positions {list(edited)}; expected numbers from 0, or None for all (a text "
-                "that grows has no roles and no fixed end)"
+                "that grows has no roles and no last position)"
             )
         for sites in resolve_sites(model, heads):
             is_neuron = sites.kind == "neuron"
@@ -318,9 +318,9 @@ def _z(run: Recording, model: Any, place: _Place) -> Float[Tensor, "batch pos he
 
 @contextmanager
 def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns how many tokens precede the tokens of this thread's pass.
+    """Yield a function that returns how many cached tokens precede this thread's forward pass.
 
-    The number is 0 if the pass starts at a later block.
+    The function returns 0 if the forward pass starts after the first block.
     """
     host, key = host_of(model), object()
     values = host.passing.values
@@ -333,12 +333,12 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # blocks may have run without the model around them
+        values.pop(key, None)  # blocks may have been called without the model
 
 
 @contextmanager
 def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
-    """Change z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in a `with`."""
+    """Edit z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in a `with`."""
 
     def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
         positions, slices = edit.place.positions, edit.place.heads.values()
@@ -371,7 +371,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
 def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:
-    """Record z on the prompts, or on two tokens; refuse a model that would not read edits."""
+    """Record z on the prompts (or on two dummy tokens); refuse a model that ignores edits of z."""
     host, layers = host_of(model), {kind: list[int]() for kind in HEAD_KINDS}
     for layer, kind in dict.fromkeys((place.layer, place.kind) for place in places):
         layers[kind].append(layer)

@@ -1,11 +1,11 @@
 """The difference of two runs as linear maps between heads, with the rules in `secants.py`.
 
-The change of a head's output is a linear function of the changes of all earlier outputs,
+The change of a head's output is a linear function of the changes of all earlier outputs:
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
-with W_ts taken between the runs. It has a path through values, with the mean pattern, and a path
-through patterns, with the slope of the softmax or of the gate. Biases cancel.
+Each W_ts has a path through values, with the mean pattern of the two runs, and a path through
+patterns, with the slope of the softmax or the gate between the runs. Biases cancel.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from attn_only_lens.heads import host_of
 
 @dataclass(frozen=True, eq=False)
 class SecantNorm(FrozenNorm):
-    """A norm between two runs: a linear map of the change of its input.
+    """A norm between two runs, as a linear map from the input's change to the output's change.
 
     Attributes:
         norm: the norm's matrix N and its bias.
@@ -50,7 +50,7 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between two runs, which are the halves of a batch."""
+        """Return the norm between two runs, given a batch whose halves are the runs."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
@@ -64,7 +64,7 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the output that belongs to a part of the change of the input."""
+        """Return the change of the output that is due to a part of the input's change."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result
@@ -82,7 +82,7 @@ class SecantNorm(FrozenNorm):
 
 
 def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
-    """Return every sublayer's linear maps, given one run on the clean and the corrupted rows."""
+    """Return every sublayer's linear maps, given one run on clean and corrupted prompts."""
     host = host_of(model)
     sublayers: list[LinearSublayer] = []
     for writes in both.sublayers:
@@ -110,7 +110,7 @@ def _between(writes: SublayerWrites) -> SublayerWrites:
 
 
 def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
-    """Return the neuron-heads, and the means of q and u as leaves of a graph."""
+    """Return the neuron-heads, with the means of q and u over both runs as graph leaves."""
     heads: Any = writes.neurons
     q, up = (None if x is None else mean(x) for x in heads.projections(writes.entered))
     assert q is not None
@@ -120,7 +120,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return how q and u change each neuron's output through its value, with their projections."""
+    """Return the projections to q and u, each with its effect on neurons' outputs via values."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -137,10 +137,10 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return how q changes each neuron's output through its pattern, with q's projection.
+    """Return the projection to q, with the effect of q on neurons' outputs via patterns.
 
     Args:
-        writes: the neurons' writes in one run on both rows.
+        writes: the neurons' writes in one run on clean and corrupted prompts.
         gates: the neurons' values and weights in this run.
     """
     heads, q, up = _leaves(writes)

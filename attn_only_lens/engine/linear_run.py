@@ -1,30 +1,30 @@
 """A run as linear maps between heads, with every pattern and every norm scale held constant.
 
 With patterns and norm scales constant, only linear maps and biases are left between the embedding
-and the logits. The output of a head t is then an affine function of all earlier outputs,
+and the logits. The output of a head t is then an affine function of all earlier outputs:
 
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
-over all attention heads and neuron-heads s before t, with x_0 the embedding and b_t the biases'
-contribution. Each term passes through norms and projections, and through no other head. So the
-gradient c of a metric at z attributes the metric to every head and bias, and attributions add up:
+The sum is over attention heads and neuron-heads s before t; x_0 is the embedding, b_t the biases'
+contribution. Each term passes through norms and projections, but through no other head. So the
+gradient c of a metric at z attributes the metric to every head and bias; the attributions add up:
 
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
 This is relevance propagation with frozen patterns and the LN rule: Achtibat et al., "AttnLRP"
-(2024); Rezaei Jafari et al., "RelP: Faithful and Efficient Circuit Discovery in Language Models via
-Relevance Patching" (2025). All terms are closed forms in the writes of a run (`writes.py`): a head
-adds a vector to the stream, and a target reads the stream with a covector. W_ts is never formed.
+(2024); Rezaei Jafari et al., "RelP" (2025). All terms are computed from a run's writes
+(`writes.py`): a head adds a vector to the stream, and a target reads the stream with a covector.
+The matrix W_ts is never computed.
 
-An attention head outputs A V, with A its pattern and V = x N / s W_V + b_V. A neuron-head outputs
-p v, with p its pattern on its own token. In a gated MLP, v = g u is a product. One of its factors
-is held, or each factor in one half of the value:
+An attention head outputs A V, where A is its pattern and V = x N / s W_V + b_V. A neuron-head
+outputs p v, where p is its attention to its own token. In a gated MLP, v = g u is a product. One of
+the two factors is held constant, or each factor in one half of the product:
 
     held="gate"    p g is constant: linear in the up projection u
     held="up"      p u is constant: linear in g, the gate's pre-activation
     held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 from the run: half of each gradient (RelP)
 
-The values of heads that share a neuron (bilinear gates) are linear already.
+If heads share a neuron (bilinear gates), their values are already linear.
 
 A soft cap on attention scores is part of the pattern. A soft cap on the logits comes after the
 linear model and counts as part of the metric. `linearize` checks that the heads are linear.
@@ -80,7 +80,7 @@ class LinearSublayer:
         raise NotImplementedError
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream that is read, given the one at the nodes' outputs."""
+        """Return the gradient at the stream that is read, given the nodes' output gradients."""
         raise NotImplementedError
 
     def covectors(
@@ -90,7 +90,7 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at the stream at `key`, given the gradient at some nodes' outputs."""
+        """Return the stream's gradient at position `key`, given some nodes' output gradients."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
@@ -100,12 +100,12 @@ class LinearSublayer:
     def write_vectors(
         self, z: Float[Tensor, "batch target d_head"], nodes: Nodes, position: Place
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the vector that each given node adds to the stream at its position."""
+        """Return the vector that each of the nodes adds to the stream at its position."""
         by_node = torch.einsum("btd,tdm->btm", z, self.writes.matrix[nodes])
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradient at the nodes' outputs, given the one at the stream after them."""
+        """Return the nodes' output gradients, given the gradient at the stream after the nodes."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -123,12 +123,12 @@ class LinearAttention(LinearSublayer):
         return torch.einsum("bhqk,abhkd->abqhd", self.pattern, values)
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream."""
+        """Return the gradient at the stream that the heads read."""
         values = torch.einsum("bhqk,bqhd->bkhd", self.pattern, gradient)
         return self.writes.reads.back(torch.einsum("bkhd,hmd->bkm", values, self.W_V))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at `key`."""
+        """Return the stream's gradient at position `key`."""
         values = gradient * self.pattern[:, nodes, position, key].unsqueeze(-1)
         entering = torch.einsum("btd,tmd->btm", values, self.W_V[nodes])
         return self.writes.reads.back(entering, places(key))
@@ -136,7 +136,7 @@ class LinearAttention(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearNeurons(LinearSublayer):
-    """Neurons with fixed gates: a sum of projections W, each times a factor from the run."""
+    """Neurons with fixed gates, as sums of projections W, each times a factor from the run."""
 
     terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
 
@@ -146,12 +146,12 @@ class LinearNeurons(LinearSublayer):
         return sum(terms[1:], terms[0]).unsqueeze(-1)
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream."""
+        """Return the gradient at the stream that the neurons read."""
         terms = [(gradient.squeeze(-1) * factor) @ W.T for W, factor in self.terms]
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at `position`, the only position that neurons read."""
+        """Return the stream's gradient at `position`, the only position that neurons read."""
         terms = [
             (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
@@ -201,7 +201,7 @@ class LinearRun:
         return gradient, float(value.detach())
 
     def stream_gradient(self, gradient: Float[Tensor, "batch pos d_vocab"]) -> Residual:
-        """Return the gradient at the stream that is unembedded, given the one at the logits."""
+        """Return the gradient at the final stream, given the gradient at the logits."""
         with torch.enable_grad():
             change = torch.zeros_like(self.run.final.stream).requires_grad_()
             logits = self.model.unembed(self.run.final.change(change))
@@ -221,10 +221,10 @@ class LinearRun:
 
     @torch.no_grad()
     def gradients(self, final: Residual) -> tuple[list[Outputs], list[Residual]]:
-        """Return the gradients at every sublayer's outputs, and at the stream after n sublayers.
+        """Return the gradients at all outputs, and at the stream before and after each sublayer.
 
         Args:
-            final: the gradient at the stream that is unembedded.
+            final: the gradient at the final stream.
         """
         n = len(self.sublayers)
         readers: list[list[Residual]] = [[] for _ in range(n)]  # index: number of earlier writers
@@ -278,7 +278,7 @@ def linearize(
 
 
 def by_head(weights: Tensor, n_heads: int) -> Tensor:
-    """Repeat weights for shared keys or values for each query head that reads them."""
+    """Repeat the weights of shared keys or values for each query head that reads them."""
     return weights.detach().repeat_interleave(n_heads // len(weights), dim=0)
 
 
@@ -318,13 +318,13 @@ def _neurons(writes: SublayerWrites, weight: Tensor, held: Held) -> LinearNeuron
 
 
 def _norm_bias(sublayer: LinearSublayer) -> Tensor | float:
-    """Return the nodes' outputs that come from the bias of the norm before them."""
+    """Return the part of the nodes' outputs that comes from the bias of the preceding norm."""
     entered, bias = sublayer.writes.entered, sublayer.writes.reads.norm.bias
     return 0.0 if bias is None else sublayer.of_input(bias.to(entered).expand_as(entered)[None])[0]
 
 
 def _require_linear(linear: LinearRun) -> None:
-    """Require that the outputs of the linear heads agree with the recorded outputs."""
+    """Refuse a linear run whose outputs differ from the recorded outputs."""
     reasons, largest = list[str](), list[Tensor]()
     mask = linear.run.recording.mask
     for sublayer in linear.sublayers:

@@ -12,7 +12,7 @@ P = softmax ℓ, and C the clean run's softmax:
     custom             any function of the logits [batch, pos, d_vocab]
 
 A metric that is bound to a model and prompts says which positions and columns of the logits it
-reads, so that a sweep computes only these. Logits in half precision are converted to float32,
+reads, so that a sweep computes only these logits. Half-precision logits are converted to float32,
 except for `custom`.
 """
 
@@ -46,14 +46,14 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # a metric is a difference and a mean; each step and each input is rounded once
-_NO_SLOPE = 64  # in units of float32 rounding or finer; smaller gradients are only rounding of sums
-_VERSION = "1"  # the version of all metrics in this file; change it whenever a metric changes
+_ROUNDINGS = 8  # each input, the difference and the mean in a metric are rounded
+_NO_SLOPE = 64  # in units of rounding; a smaller sum of gradients is only a rounding error
+_VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
 
 
 @dataclass(frozen=True, eq=False)
 class BoundMetric:
-    """A metric for some prompts, as a function of the logits.
+    """A metric that is bound to prompts, as a function of the logits.
 
     Attributes:
         name: the name of the metric, with its answers.
@@ -74,11 +74,11 @@ class BoundMetric:
     weights: tuple[float, ...] | None = None
 
     def value(self, logits: _Selected) -> Float[Tensor, "site"]:
-        """Return the mean of the metric over prompts, for every site; it is differentiable."""
+        """Return the metric's mean over prompts for every site, as a differentiable tensor."""
         return self.mean(self.of_prompts(logits))
 
     def of_prompts(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
-        """Return the metric of every prompt, for every site; it is differentiable."""
+        """Return every prompt's metric for every site, as a differentiable tensor."""
         values = self.compute(logits)
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
@@ -89,7 +89,7 @@ class BoundMetric:
         return values
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the weights with which n numbers (one per prompt, or only one) are averaged."""
+        """Return the weights for the mean of n numbers: one number per prompt, or a single one."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
@@ -100,7 +100,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """Return the entries of whole runs' logits that this metric reads."""
+        """Select the logits that this metric reads from the logits of whole runs."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits {list(logits.shape)}; expected [..., batch, pos, d_vocab] ending in "
@@ -112,12 +112,12 @@ class BoundMetric:
         return logits if self.columns is None else logits[..., self.columns.to(logits.device)]
 
     def of(self, logits: Logits) -> float:
-        """Return the metric of one whole run; see `of_run`."""
+        """Return the metric's mean over prompts in one whole run; see `of_run`."""
         return self.mean(self.of_run(logits)).item()
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return each prompt's metric in one whole run, in float64; compute it twice to check."""
+        """Return each prompt's metric in one whole run, in float64; check that it is repeatable."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         once, again = (self.of_prompts(selected)[0].cpu().double() for _ in range(2))
@@ -132,12 +132,12 @@ class BoundMetric:
 
     @torch.enable_grad()
     def of_logits(self, logits: Logits) -> Float[Tensor, ""]:
-        """Return the metric of one whole run, differentiable with respect to its logits."""
+        """Return the metric of one whole run, differentiable with respect to the logits."""
         return self.value(self.select(logits)[None])[0]
 
     @torch.enable_grad()
     def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
-        """Return the metric's gradient at the logits that it reads; None if it is detached."""
+        """Return the metric's gradient at the logits that it reads; None if it has no gradient."""
         leaf = self.select(logits.detach()).clone().requires_grad_()
         value = self.value(leaf[None])[0]
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
@@ -148,18 +148,18 @@ class BoundMetric:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that is not bound to prompts yet; for example, `logit_diff` returns one.
+    """A metric that is not yet bound to prompts, for example the result of `logit_diff`.
 
     Attributes:
         name: the name of the metric, with its answers.
         bound: a function that binds the metric to a model, prompts and the clean run's logits;
             `bind` calls it.
         needs_reference: whether the metric compares with the clean run's logits.
-        version: a version, which differs between metrics with one name that compute different
-            numbers; None if there is no version.
+        version: a version, which distinguishes metrics that have the same name but compute
+            different values; None if there is no version.
         answers: the answers that the metric compares.
         source: the source text of a user's function; None if the metric is not a user's function.
-        by_prompt: whether a prompt's number depends only on that prompt's logits, so that the
+        by_prompt: whether a prompt's value depends only on that prompt's logits, so that the
             metric can be computed on some of the prompts.
     """
 
@@ -176,7 +176,7 @@ class Metric:
         if self.version is None:
             reason = (
                 f"{self.name} is your own function, without a version; expected "
-                "p.custom(fn, version='1'): give another version whenever fn changes"
+                "p.custom(fn, version='1'): change the version whenever fn changes"
             )
             raise InputError([reason], "a resumed job must have the same metric")
         return [self.name, self.version, self.answers, self.source]
@@ -202,7 +202,7 @@ def bind(
 
 
 def logit_diff(correct: Answers, wrong: Answers) -> Metric:
-    """Return a metric: the logit of a correct answer minus the logit of a wrong answer.
+    """Return a metric that is the logit of a correct answer minus the logit of a wrong answer.
 
     Args:
         correct: a token, a text that is one token, or a list or tensor with one answer for each
@@ -214,8 +214,8 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
             tokenizer, or are the same.
 
     Warns:
-        InputWarning: on the clean run, an answer is at least ten times as probable with a space
-            before it, or without its space. All metrics with answers warn about this.
+        InputWarning: on the clean run, an answer is at least ten times as probable with its leading
+            space added or removed. All metrics with answers give this warning.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -227,7 +227,7 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
-    """Return a metric: the summed probability of correct answers minus the one of wrong answers.
+    """Return a metric that is Σ P[correct answers] - Σ P[wrong answers], with probabilities P.
 
     Hanna et al. (2023) use this metric for the greater-than task, where every later year is
     correct.
@@ -238,8 +238,8 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
         wrong: the wrong answers, in the same form as `correct`.
 
     Raises:
-        InputError: see `logit_diff`; or answers are for another number of prompts, or a prompt has
-            the same answer twice.
+        InputError: see `logit_diff`; or there are answers for a different number of prompts, or a
+            prompt has the same answer twice.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -252,7 +252,7 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
 
 
 def probability(answer: Answers) -> Metric:
-    """Return a metric: the probability of an answer.
+    """Return a metric that is the probability of an answer.
 
     Args:
         answer: a token, a text that is one token, or a list or tensor with one answer for each
@@ -270,7 +270,7 @@ def probability(answer: Answers) -> Metric:
 
 
 def log_probability(answer: Answers) -> Metric:
-    """Return a metric: the natural logarithm of the probability of an answer.
+    """Return a metric that is the natural logarithm of an answer's probability.
 
     Args:
         answer: a token, a text that is one token, or a list or tensor with one answer for each
@@ -294,9 +294,9 @@ def _of_answers(
     *,
     several: bool = False,
 ) -> Metric:
-    """Return a metric: the sum of the correct minus the sum of the wrong answers' scaled logits.
+    """Return a metric that is Σ scale(ℓ) over correct answers minus Σ scale(ℓ) over wrong answers.
 
-    The logits are those at the last position. Without a scale, only the answers' logits are read.
+    ℓ is the logits at the last real token. Without a scale, only the answers' logits are read.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
@@ -321,7 +321,7 @@ def _of_answers(
 def _index_and_signs(
     tokens: Collection[list[tuple[int, ...]]], device: torch.device
 ) -> tuple[Int[Tensor, "batch answer"], Int[Tensor, "batch answer"]]:
-    """Return each prompt's answers, with the sign 1 if correct, -1 if wrong and 0 if missing."""
+    """Return each prompt's answers and their signs: 1 if correct, -1 if wrong, 0 for padding."""
     rows = [
         [(token, sign) for sign, answers in zip((1, -1), roles, strict=False) for token in answers]
         for roles in zip(*tokens, strict=True)
@@ -332,7 +332,7 @@ def _index_and_signs(
 
 
 def kl() -> Metric:
-    """Return a metric: KL(clean ‖ patched) between next-token distributions, in nats.
+    """Return a metric that is KL(clean ‖ patched) between next-token distributions, in nats.
 
     Both the metric and its gradient are 0 on the clean run. For the distance to the corrupted run,
     swap the prompts.
@@ -359,7 +359,7 @@ def kl() -> Metric:
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
-            # If a clean probability is 0, its term is 0 and not 0 · ∞.
+            # The term of a token with clean probability 0 is 0, and not 0 · ∞.
             terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
             return terms.sum(dim=-1)
 
@@ -369,10 +369,10 @@ def kl() -> Metric:
 
 
 def loss() -> Metric:
-    """Return a metric: the cross-entropy of the clean prompts' next tokens, in nats.
+    """Return a metric that is the cross-entropy of the clean prompts' next tokens, in nats.
 
     The targets are the real tokens of the clean prompts, except each prompt's first token. The
-    metric is the mean over all targets, so longer prompts weigh more.
+    metric is the mean over all targets, so longer prompts have larger weights.
 
     Raises:
         InputError: when the metric is bound, all prompts have only one token, or tokens are outside
@@ -394,8 +394,8 @@ def loss() -> Metric:
             reasons.append("loss: no prompt has a second token for the first token to predict")
         elif len(targets) and targets.max() >= shape[2]:
             reasons.append(
-                f"loss: the prompts have token {targets.max()}, and the model has logits for "
-                f"tokens 0 to {shape[2] - 1} only"
+                f"loss: the prompts have token {targets.max()}, but the model has logits only for "
+                f"tokens 0 to {shape[2] - 1}"
             )
         InputError.raise_if(reasons, PROBLEM)
         n_targets = counts.sum(dim=1).tolist()
@@ -419,9 +419,9 @@ def custom(
 ) -> Metric:
     """Return a metric that is any function of a whole run's logits.
 
-    The function is called once per site and reads all logits, so it costs more than the other
-    metrics. For attribution, it must return a differentiable tensor. Results have standard errors
-    if it returns one number per prompt, as a tensor [batch].
+    The function is called once per site and reads all logits, so this metric is slower than the
+    others. For attribution, the function must return a differentiable tensor. Results have standard
+    errors if the function returns one number per prompt, as a tensor [batch].
 
     Args:
         fn: a function that maps logits [batch, pos, d_vocab] to one number, or to one number per
@@ -458,7 +458,7 @@ def custom(
 
 
 def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
-    """Return a custom function's result as a tensor of one number, or of one per prompt."""
+    """Return a custom function's result as a tensor of one number, or one number per prompt."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.shape in ((), (batch,)):
         return value.reshape(-1)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -495,17 +495,17 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
-    """Return reasons why a metric cannot be computed on a single run; empty if it can."""
+    """Return a list with the reason why a metric needs a second run, or an empty list."""
     if not as_metric(metric).needs_reference:
         return []
     return [
-        f"{as_metric(metric).name} compares with another run, and there is only one run here; "
+        f"{as_metric(metric).name} compares with another run, but there is only one run here; "
         "expected a metric that needs the logits of only one run"
     ]
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return reasons why gradients cannot be taken in this context; empty if they can."""
+    """Return a list with the reason why gradients cannot be taken here, or an empty list."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]
@@ -538,7 +538,7 @@ def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: 
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         reason = (
             f"{metric.name}: its gradient is zero on the run that is patched, so every "
-            "estimate would be zero; expected a metric with a gradient on this run: use the other "
+            "estimate would be zero; expected a nonzero gradient on this run: use the other "
             "direction, another metric, or method='integrated'"
         )
         raise InputError([reason], _NO_GRADIENT)

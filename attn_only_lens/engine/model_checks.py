@@ -1,9 +1,9 @@
-"""Check a model for user-added hooks and active dropout before it runs.
+"""Check a model for user-added hooks and active dropout before the model runs.
 
-Libraries attach hooks too: transformers collects outputs; TransformerBridge captures inputs and, in
-version 4, shows the activations of components without a module, such as BERT's MLPs. These hooks do
-not change what a model computes, but any other hook may. The package that defines a hook tells us
-who attached it.
+Libraries attach hooks, too. Hooks of transformers collect outputs. Hooks of TransformerBridge get
+inputs and, in version 4, show activations of components that are not modules, such as BERT's MLPs.
+Library hooks do not change what a model computes, but any other hook may. A library hook is
+recognised by the package that defines the hook.
 """
 
 import re
@@ -33,7 +33,7 @@ class AttachedHooks:
     Attributes:
         users: modules with user-added hooks.
         placeholders: hook points where transformer-lens 4 shows a component without a module.
-        own: modules with other TransformerLens hooks, which refer to these modules.
+        own: modules to which TransformerLens attached other hooks, which refer to the modules.
         on_weights: attention, MLPs and embeddings with user-added torch hooks, which may change
             what their weights compute.
         removal: instructions to remove the user-added hooks.
@@ -86,7 +86,7 @@ def find_hooks(model: Any) -> AttachedHooks:
 
 
 def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield keys that identify the hooks on each module, except hooks that each run attaches."""
+    """Yield keys that identify each module's hooks, except the hooks that every run attaches."""
     captures = _captures(model)
     for name, module in modules_of(model):
         for hooks_id, key, _ in _torch_hooks(module):
@@ -95,7 +95,7 @@ def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _captures(model: Any) -> set[tuple[int, int]]:
-    """Return the dictionaries and keys of hooks that bridge blocks attach when they run."""
+    """Return the dictionaries and keys of hooks that a bridge's blocks attach during a run."""
     return {
         (id(handle.hooks_dict_ref()), handle.id)
         for block in getattr(model, "blocks", ())
@@ -112,13 +112,13 @@ def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
 
 
 def hook_reasons(model: Any, so: str = "would be lost") -> list[str]:
-    """Return the reason to refuse a model with user-added hooks; empty if there are none."""
+    """Return a list with the reason to refuse a model with user-added hooks, or an empty list."""
     hooks = find_hooks(model)
     return _hook_reasons(hooks.users, so, hooks.removal)
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
-    """Return the reason to refuse hooks that may change what weights compute; empty if none."""
+    """Return a list with the reason to refuse hooks that may change what weights compute, or []."""
     so = "may change what its weights compute"
     return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
 
@@ -134,7 +134,7 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
 
 
 def reasons_not_to_run(model: Any) -> list[str]:
-    """Return reasons why runs of a model with neuron-heads would not be comparable."""
+    """Return the reasons why two runs of a model with neuron-heads could not be compared."""
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")
@@ -142,7 +142,7 @@ def reasons_not_to_run(model: Any) -> list[str]:
 
 
 def dropout_reasons(model: Any) -> list[str]:
-    """Return the reason why two runs would differ if dropout is active; otherwise empty."""
+    """Return a list with the reason to refuse a model with active dropout, or an empty list."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
         return ["dropout is active; call model.eval() first"]
     return []
@@ -157,7 +157,7 @@ def has_user_forward_hooks(module: nn.Module) -> bool:
 
 
 def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module of a model, and of the model that a bridge wraps, once.
+    """Yield each module of a model once, including the modules of a model that a bridge wraps.
 
     A bridge has several names for a component; the shortest name is yielded.
     """

@@ -1,9 +1,9 @@
 """A digest that identifies a model's weights, and float32 weights for half-precision models.
 
-The writes of a model's components add up to its residual stream, up to rounding. In half precision,
-the rounding is as large as the write of a single head, so analyses that split the stream compute in
-float32. A bridge with hooks cannot be copied. So each half-precision tensor gets float32 data for
-the time of the analysis, and then its half-precision data again, with the same views and ties.
+The outputs of a model's components add up to the residual stream, up to rounding. In half
+precision, the rounding is as large as the output of a single head, so analyses that split the
+stream compute in float32. A bridge with hooks cannot be copied. So each half-precision tensor gets
+float32 data during the analysis, and its original data afterwards; views and tied weights are kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ _INCIDENTAL = frozenset(
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
-_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): its number of analyses, its restore
+_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of analyses
 
 
 def fingerprint(model: Any) -> str:
@@ -52,7 +52,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _description(model: Any) -> dict[str, Any]:
-    """Describe the configuration, gates, module constants (such as ε) and sizes as JSON data."""
+    """Describe a model's configuration, gates, constants (such as ε) and sizes as JSON data."""
     plain = {
         key: value if isinstance(value, bool | int | float | list) else str(value)
         for key, value in vars(model.cfg).items()
@@ -76,7 +76,7 @@ def _description(model: Any) -> dict[str, Any]:
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate an analysis so that a half-precision `model`, its first argument, uses float32."""
+    """Make an analysis run in float32 if its first argument, `model`, has half precision."""
 
     @wraps(analysis)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -90,7 +90,7 @@ def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
 def float32_weights(model: Any) -> Iterator[None]:
     """Give a half-precision model float32 weights; restore its own weights bit for bit at the end.
 
-    Several analyses may run one model at once, in threads. The last analysis to end restores it.
+    Several threads may analyse one model at once. The last analysis to end restores the weights.
     """
     if not isinstance(model, nn.Module):
         yield

@@ -1,17 +1,17 @@
-"""Remember which tests a model has passed, until it changes.
+"""Remember which tests a model has passed, until the model changes.
 
-The tests compare two ways to compute the same thing, such as a replay and a whole run. They depend
-on the model, not on its prompts: a passed test also holds for all prompts without padding that are
-not longer than the tested prompts. A model is tested again when
+Each test compares two computations of the same values, such as a replay and a whole run. The result
+depends on the model, not on the prompts: a passed test also holds for other prompts without padding
+that are not longer than the tested prompts. A model is tested again in these cases:
 
     a parameter or buffer was replaced or written to
     a hook or module was added or removed
     a forward pass was replaced
     a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
 
-Torch does not count writes through `.data`. Such writes to vectors are noticed by the vectors'
-contents. Such writes to matrices are not noticed: they change a model's numbers, but not how the
-model adds them up.
+torch does not count writes through `.data`, so the contents of vectors are compared, too. New
+values in a matrix are not noticed if they are written through `.data`, but such values do not
+change how a model combines its components.
 """
 
 import weakref
@@ -33,10 +33,10 @@ class PassedTests:
     """The tests that a model has passed in its current state."""
 
     def __init__(self) -> None:
-        self._lengths: dict[Hashable, int] = {}  # for each test, the longest prompts that passed it
+        self._lengths: dict[Hashable, int] = {}  # the longest tested prompts, by test
 
     def covers(self, test: Hashable, recording: Recording) -> bool:
-        """Return whether a test need not be repeated on these prompts."""
+        """Return whether a test can be skipped for these prompts."""
         batch, n_pos = recording.tokens.shape
         return recording.mask is None and self._lengths.get((test, batch > 1), 0) >= n_pos
 
@@ -90,7 +90,7 @@ def _state(model: Any) -> Iterator[object]:
 
 
 class _Reference:
-    """A reference that equals only a reference to the same living object; it is a weak one."""
+    """A weak reference that equals only references to the same living object."""
 
     __slots__ = ("reference",)
 
@@ -114,15 +114,15 @@ def _reference(value: Any) -> Any:
 
 
 def _tensor_state(tensor: Tensor) -> object:
-    # Inference-mode tensors do not count writes, so their state counts as changed.
+    # Inference-mode tensors do not count writes, so such a tensor always counts as changed.
     version = object() if tensor.is_inference() else tensor._version
     return _reference(tensor), version, tensor.dtype, str(tensor.device)
 
 
 def _contents(tensors: list[Tensor]) -> bytes:
-    """Return the bytes of small tensors: biases, and gains, which scale how outputs are added."""
+    """Return the bytes of small tensors, such as biases and gains."""
     known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
     if not known:
         return b""
-    # Read all tensors at once, whatever the number of devices and dtypes.
+    # One transfer reads all tensors, whatever the number of devices and dtypes.
     return torch.cat([x.to(known[0].device) for x in known]).cpu().numpy().tobytes()

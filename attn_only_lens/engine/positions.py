@@ -1,9 +1,9 @@
 """Sets of positions to patch; all positions in a set are patched together.
 
-A number from 0 is a column of the token tensor, which includes padding; -1 is the last real token
-of each prompt. `"each"` and `"all"` leave out padding. Roles, such as
-`{"subject": [2, 4], "end": -1}`, name a position in each prompt. It counts that prompt's real
-tokens, from the start or the end.
+A number that is not negative is a column of the token tensor, which includes padding; -1 is the
+last real token of each prompt. `"each"` and `"all"` leave out padding. Roles, such as
+`{"subject": [2, 4], "end": -1}`, name a position in each prompt. Positions of roles count the
+prompt's real tokens, from the start or the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class PositionSet:
 
     @property
     def column(self) -> int | None:
-        """The position, if it is the same in all prompts; otherwise None."""
+        """The column of the position if it is the same in all prompts; otherwise None."""
         inside = isinstance(self.label, int) and 0 <= self.label < self.chosen.shape[1]
         return int(self.label) if inside else None
 
@@ -74,10 +74,10 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if without:
             reasons.append(
                 f"got {pos}, which is padding, or before the start, in prompts {without}; expected "
-                "a real token in every prompt, or 'each', which skips prompts without one there"
+                "a real token in every prompt, or 'each', which skips prompts with padding there"
             )
         reasons += [
-            f"got {pos} and {earlier.label}, which are the same position; expected each once"
+            f"got {pos} and {earlier.label}, which are the same position; give only one of them"
             for earlier in sets
             if torch.equal(earlier.chosen, at_position) and not without
         ]

@@ -1,7 +1,7 @@
 """Pairs of clean and corrupted prompts, and prompts for chat models.
 
-A patch moves an activation from a position of one run to the same position of the other, so both
-prompts of a pair must have the same number of tokens and the same padding.
+A patch moves an activation from a position in one run to the same position in the other run, so
+both prompts of a pair must have the same number of tokens and the same padding.
 """
 
 import reprlib
@@ -35,7 +35,7 @@ _PROBLEM_OF_CHAT = "these prompts cannot be used for a chat"
 
 @dataclass(frozen=True, eq=False)
 class PromptPair:
-    """Clean and corrupted prompts, aligned token by token, which `prompt_pair` makes and checks.
+    """Clean and corrupted prompts, aligned token by token; `prompt_pair` creates and checks them.
 
     Attributes:
         clean: the tokens of the clean prompts.
@@ -66,7 +66,7 @@ class PromptPair:
 
     @property
     def n_all(self) -> int:
-        """The total number of prompts; this pair may hold a subset."""
+        """The total number of prompts, of which this pair may hold only some."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
@@ -102,14 +102,14 @@ def prompt_pair(
     Args:
         model: any HookedTransformer or TransformerBridge, with its tokenizer.
         clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
-            rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A text gets
-            a BOS if `model.to_tokens` adds one, and if it does not begin with BOS already.
+            rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A BOS token
+            is added to a text if `model.to_tokens` adds one, unless the text begins with BOS.
         corrupted: the prompts of the other run, in the same form and order.
         mask: for prompts that are tokens, 1 or True for real tokens and 0 or False for padding, in
             the shape of the tokens.
 
     Returns:
-        The pair, on the model's device.
+        The pair of prompts, on the model's device.
 
     Raises:
         InputError: tokens are invalid, the prompts of a pair have different lengths, all pairs are
@@ -148,7 +148,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the clean and corrupted tokens with their mask; texts get a mask for their padding."""
+    """Return the clean and corrupted tokens with their mask; the padding of texts is masked."""
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -164,8 +164,8 @@ def _tokenize(
             here, there = (token_texts(model, tokens) for tokens in (clean, corrupted))
             reasons.append(
                 f"prompt {i} has {len(clean)} clean tokens {here} and {len(corrupted)} corrupted "
-                f"tokens {there}; both prompts must have the same number of tokens: use words with "
-                "the same number of tokens"
+                f"tokens {there}; expected the same number of tokens: use words with the same "
+                "number of tokens"
             )
     InputError.raise_if(reasons, problem)
     tokens, paddings = zip(*(_pad(model, side) for side in rows), strict=True)
@@ -177,7 +177,7 @@ def _tokenize(
 def _rows(
     model: Any, prompts: Prompts, side: str, reasons: list[str], texts: dict[str, str]
 ) -> list[Tensor]:
-    """Return each prompt's tokens on the model's device; texts are not padded yet."""
+    """Return each prompt's tokens on the model's device; texts are padded later."""
     prompts, name = array_as_tensor(prompts), side or "prompts"
     items: list[Any] = list(prompts) if are_prompts(prompts) else [prompts]
     reasons += [f"{name}: got no prompts; expected at least one"] * (not items)
@@ -208,7 +208,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Return rows as one tensor, and a mask; None if all tokens are real."""
+    """Return rows as one padded tensor, with a mask, or with None if all tokens are real."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
@@ -222,7 +222,7 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
 
 
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
-    """Return a mask as integers; if it is invalid, append a reason and return None."""
+    """Return a mask as integers; if the mask is invalid, append a reason and return None."""
     if mask is None:
         return None
     mask = array_as_tensor(mask)
@@ -238,7 +238,7 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         reasons.append(f"mask: prompts {empty} have no real token; expected at least one")
-    # Count the runs of real tokens: each starts in the first column, or at a step from 0 to 1.
+    # Count groups of consecutive real tokens: a group starts in the first column or after padding.
     starts = mask[:, 0] + (mask.diff(dim=1) == 1).sum(dim=1)
     broken = (starts > 1).nonzero().flatten().tolist()
     if broken:
@@ -252,7 +252,7 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
 def chat_tokens(
     model: Any, prompts: str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]]
 ) -> list[Int[Tensor, "pos"]]:
-    """Return the tokens of a chat up to the answer, with the chat template of the tokenizer.
+    """Return the tokens of a chat up to the model's answer, using the tokenizer's chat template.
 
     Only the template adds special tokens, including BOS. The last position predicts the
     first token of the model's answer.
@@ -307,7 +307,7 @@ def chat_tokens(
 
 
 def _chats(prompts: Any) -> list[Any]:
-    """Return the list of messages of each prompt."""
+    """Return each prompt's list of messages."""
     several = isinstance(prompts, list | tuple) and not _is_chat(prompts)
     chats = [
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -323,7 +323,7 @@ def _chats(prompts: Any) -> list[Any]:
 
 
 def _is_chat(prompts: Any) -> bool:
-    """Return whether `prompts` is a list of messages, which make one prompt."""
+    """Return whether `prompts` is a list of messages that form one prompt."""
     return (
         isinstance(prompts, list | tuple)
         and bool(prompts)

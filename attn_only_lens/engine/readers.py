@@ -1,6 +1,6 @@
-"""The outputs of heads when the stream that they read changes by δ and nothing else changes.
+"""Compute the outputs of heads when only the stream that they read changes, by δ.
 
-The change reaches z through some of the heads' inputs (q is a neuron-head's pre-activation):
+The change reaches a head's z through some of its inputs (q is a neuron-head's pre-activation):
 
     part          attention heads      neuron-heads
     "q"           queries              w(q') v
@@ -9,9 +9,9 @@ The change reaches z through some of the heads' inputs (q is a neuron-head's pre
     "value"       values               w v', v' = q', or q' u' in a gated MLP
     "z"           all                  w(q') v'
 
-Neuron-heads have a closed form: Δq = δ W (and Δu likewise), then the gate. For attention heads, the
-model's block runs with δ added to the input of its attention, and with the other queries, keys or
-values restored to the recorded ones. Both methods are tested once for a model before their use.
+For neuron-heads, z follows in closed form from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and
+Δu = δ W_in. For attention heads, the block runs with δ added to its attention's input; queries,
+keys or values that should not change are restored. Both methods are tested before the first use.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def input_hooks(host: Any, layer: int) -> tuple[str, ...]:
 
 
 class _Stop(Exception):
-    """Stop a forward pass; this is not `StopForward`, which `Replay.block_output` would catch."""
+    """Stop a forward pass. `Replay.block_output` would catch a `StopForward`."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Readers:
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the run's q and u; first test that they are products with W_in and W_gate."""
+        """Return the run's q and u; first test that q and u are products with W_in and W_gate."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered
@@ -109,7 +109,7 @@ class Readers:
         part: str,
         first: int = 0,
     ) -> Float[Tensor, "variant batch pos head_index d_head"]:
-        """Return z of each attention head in a layer whose input changes from `first` on."""
+        """Return z of each attention head when a layer's input changes from position `first` on."""
         if not self._is_joint(layer):
             return self._z(layer, entering, _MOVED[part], first)
         heads = range(self.replay.host.n_heads[layer])
@@ -119,7 +119,7 @@ class Readers:
     def _z(
         self, layer: int, entering: Tensor, moved: str, first: int, head: int | None = None
     ) -> Tensor:
-        """Return z when the inputs in `moved` change for one head or all; restore the others."""
+        """Return z when only the inputs named in `moved` change, for one head or for all heads."""
         replay, n = self.replay, len(entering)
         block, n_heads = replay.host.block(layer, "attention"), replay.host.n_heads[layer]
         outputs: list[Tensor] = []
@@ -157,7 +157,7 @@ class Readers:
     def values_at_end(
         self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
     ) -> Float[Tensor, "variant prompt"]:
-        """Return each prompt's metric when the final stream changes from `first` on."""
+        """Return each prompt's metric when the final stream changes from position `first` on."""
         replay, final, n = self.replay, self.decomposition.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
@@ -205,14 +205,14 @@ class Readers:
         allowed = LOGIT_TOLERANCE[z.dtype] * size
         if not depends <= allowed:
             reason = (
-                f"layer {layer}: with its queries, keys and values restored, its attention still "
-                "depends on its input: it does not use the queries, keys and values that hooks see"
+                f"layer {layer}: with queries, keys and values restored, attention still depends "
+                "on its input, so it does not use the queries, keys and values that hooks show"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
         # Zero weights, as in compiled programs, hide noise, but they pass nan on.
         hidden = not effect > allowed
         if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
-            reason = f"layer {layer}: a change of its attention's input does not reach its heads"
+            reason = f"layer {layer}: a change of attention's input does not reach the heads"
             raise UnsupportedModelError([reason], _PROBLEM)
         return not of_others <= allowed
 

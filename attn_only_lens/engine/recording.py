@@ -44,7 +44,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """The attention from each neuron-head to its own token; the rest is on the bias token."""
+        """Each neuron-head's attention to its own token; the rest goes to the bias token."""
         return self.gates[1]
 
 
@@ -54,7 +54,7 @@ class Recording:
 
     Attributes:
         mask: 1 for real tokens and 0 for padding; None if there is no padding.
-        streams: the residual stream at the input of each block, and at the output of the last.
+        streams: the residual stream at each block's input, and at the last block's output.
         extra_outputs: how many values each block returned after the stream; None if the block did
             not return a tuple.
         neurons: the outputs of neuron-heads in the requested source layers, by layer.
@@ -111,7 +111,7 @@ class RunPair:
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the run that is patched, the other run, and each prompt's metric on the first."""
+        """Return the patched run, the other run, and each prompt's metric in the patched run."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
@@ -168,7 +168,7 @@ def record(
 
 
 def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return each block's keys and values from a cache; () if the cache lacks some of them."""
+    """Return each block's keys and values from a cache, or () if the cache is incomplete."""
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     shapes = {x.keys.shape[::2] for x in layers if x.is_initialized and x.keys is not None}
     if len(layers) < len(cache.layers) or shapes != {tokens.shape}:
@@ -230,7 +230,7 @@ def record_pair(
 def _record_both(
     model: Any, pair: PromptPair, options: dict[str, Any]
 ) -> tuple[Recording, Recording] | None:
-    """Record both runs in one pass if that saves time and equal tokens give equal activations."""
+    """Record both runs in one forward pass if this is faster and does not change activations."""
     n = len(pair.clean)
     if pair.corrupted is pair.clean or pair.clean.numel() > _FEW_TOKENS // 2:
         return None
@@ -256,7 +256,7 @@ def run_pair(
     *,
     distinct: bool = True,
 ) -> RunPair:
-    """Return two runs, with the metric on each."""
+    """Return two runs, with the metric of each run."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     values = bound.of_run(clean.logits)
     zeros = torch.zeros_like(values)
@@ -268,7 +268,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
-    """Refuse activations without an axis for heads, or for groups of heads."""
+    """Refuse activations that have no axis for heads or for groups of heads."""
     reasons = []
     for layer, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
@@ -290,7 +290,7 @@ def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
         more = f" and {len(silent) - 3} more" * (len(silent) > 3)
         reason = (
             f"{', '.join(silent[:3])}{more} did not fire in a forward pass: the model does not run "
-            "the module that has this hook point"
+            "the module with this hook point"
         )
         raise UnsupportedModelError([reason], "these heads cannot be recorded")
 
@@ -304,7 +304,7 @@ def run(
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """Run a model with hooks, and return its logits."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # On a bridge, this call takes as long as a forward pass over a few tokens.
+    # On a bridge, `model.hooks` takes as long as a forward pass over a few tokens.
     with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits
@@ -342,7 +342,7 @@ def run_blocks(
 
 @contextmanager
 def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None]]]:
-    """Yield the lists `streams` and `extra_outputs` of a `Recording` for the next run to fill."""
+    """Yield a `Recording`'s lists `streams` and `extra_outputs`, which the next run fills."""
     streams: list[Residual] = []
     extra_outputs: list[int | None] = []
 
@@ -363,12 +363,12 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
 
 def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
-    """Return the residual stream in a block's arguments."""
+    """Return the residual stream from a block's arguments."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def output_stream(output: Any) -> Residual:
-    """Return the residual stream, or a sublayer's output, in a module's return value."""
+    """Return the residual stream, or a sublayer's output, from a module's return value."""
     stream: Residual = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(stream, Tensor):
         reason = (

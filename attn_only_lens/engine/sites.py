@@ -75,7 +75,7 @@ class LayerSites:
 
 
 def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every neuron of some source layers, each with all of its heads together.
+    """Select every neuron of some source layers; a neuron's heads are patched together.
 
     Args:
         layers: source layers, counted from 0; None for all.
@@ -140,12 +140,12 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """Return the hook point for a part of a layer's heads."""
+    """Return the name of the hook point for a part of a layer's heads."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the model's heads that a selection, or a list of names, selects."""
+    """Return the model's sites for a selection or for a list of names."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts: list[dict[HeadKind, int]] = [

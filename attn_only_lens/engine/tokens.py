@@ -1,10 +1,10 @@
-"""Convert texts to tokens and back with any tokenizer, and find the words that it does not know.
+"""Convert texts to tokens and back with any tokenizer, and find words unknown to the tokenizer.
 
 `tokenizer.decode([id])` returns a token's text at the start of a text, where a SentencePiece
-tokenizer drops the space before a word. To get the token's text inside a text, we remove
+tokenizer drops the space before a word. To get the token's text in the middle of a text, we remove
 `decode([id])` from the beginning of `decode([id, id])`. If a vocabulary marks the end of a word
-(`the</w>` in OpenAI GPT), the space after the word belongs to the token. Bytes that are not a
-complete character are written as `<0xE2>`.
+(`the</w>` in OpenAI GPT), the space after the word belongs to the token. Bytes that do not form a
+complete character are written like `<0xE2>`.
 """
 
 import re
@@ -32,7 +32,7 @@ _BYTES |= {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 _BROKEN = "\ufffd"
 _END_OF_WORD = "</w>"
 _ESCAPED = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
-_APOSTROPHES = "'’"  # they count as part of a word, as in "don't"
+_APOSTROPHES = "'’"  # apostrophes count as parts of a word, as in "don't"
 
 
 # From texts to tokens
@@ -68,16 +68,16 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
 
 
 def array_as_tensor(value: Any) -> Any:
-    """Convert a NumPy array of numbers to a tensor (integers to int64); return others unchanged."""
+    """Convert a numeric array to a tensor, integers to int64; return other values unchanged."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
         return value
     return torch.tensor(value.astype(np.int64) if value.dtype.kind in "iu" else value, device="cpu")
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
-    """Return the same tokens for a text as `model.to_tokens`, but never with two BOS tokens."""
+    """Tokenize a text like `model.to_tokens`, but never add a second BOS token."""
     if model.tokenizer is None:
-        raise UnsupportedCallError("got a text, and the model has no tokenizer; give tokens")
+        raise UnsupportedCallError("got a text, but the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
     has_bos = bool(bos) and text.startswith(bos)
     tokens: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False if has_bos else None)
@@ -94,16 +94,16 @@ def d_vocab_out(model: Any) -> int:
 
 
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
-    """Return the text of each token of a prompt, with the space before a word.
+    """Return the text of each token of a prompt, with the spaces before words.
 
-    These texts join to the original text if the tokenizer can restore it.
+    The joined texts equal the original text if the tokenizer can restore the original text.
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
         tokens: the tokens of one prompt [pos], or a text.
 
     Returns:
-        One text per token; bytes that are not a complete character appear as `<0xE2>`.
+        One text per token; bytes that do not form a complete character appear like `<0xE2>`.
 
     Raises:
         UnsupportedCallError: the model cannot take a text, or the tokens are not one prompt.
@@ -138,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given each token's text after another token."""
+    """Return the texts of a prompt's tokens, given each token's text in the middle of a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -150,7 +150,7 @@ def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
 
 
 def token_text(model: Any, token: int) -> str:
-    """Return a token's text inside a text, where it keeps its leading space."""
+    """Return a token's text as it appears inside a longer text, with any leading space."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return str(token)
@@ -183,7 +183,7 @@ def join_tokens(texts: Iterable[str]) -> str:
 
 
 def _escape(raw: bytes) -> str:
-    """Decode bytes; write bytes that are not a complete character as `<0xE2>`."""
+    """Decode bytes; write bytes that do not form a complete character like `<0xE2>`."""
     codes = map(ord, raw.decode("utf-8", "surrogateescape"))
     return "".join(f"<0x{c - 0xDC00:02X}>" if 0xDC80 <= c <= 0xDCFF else chr(c) for c in codes)
 
@@ -193,7 +193,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-# Words, signs and whitespace that a tokenizer does not know; the model reads <unk> or nothing
+# Words, signs and whitespace unknown to a tokenizer, for which the model reads <unk> or nothing
 
 
 def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
@@ -218,7 +218,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
         ['kezs', ' ', '!']
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if not getattr(tokenizer, "is_fast", False):  # it has no offsets: try each word alone
+    if not getattr(tokenizer, "is_fast", False):  # without offsets, try each word alone
         return [
             word
             for word in dict.fromkeys(text.split() or [text])
@@ -242,7 +242,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def _piece(text: str, start: int, end: int) -> str:
-    """Return the text from `start` to `end`; extend it to the whole word if it is part of one."""
+    """Return the text from `start` to `end`, extended to the whole word if it is part of a word."""
     piece = text[start:end]
     if not any(map(_in_word, piece)):
         return piece.strip() or piece
@@ -260,12 +260,12 @@ def _in_word(character: str) -> bool:
 
 
 def instead_of_unknown(tokenizer: Any) -> str:
-    """Return the token that replaces unknown words, or "nothing"."""
+    """Return the token that replaces unknown words, or "nothing" if there is no such token."""
     return str(getattr(tokenizer, "unk_token", None) or "nothing")
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn about unknown words in prompts (texts by name); return whether there are any."""
+    """Warn about unknown words in texts, given by name; return whether any word is unknown."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"
@@ -275,6 +275,6 @@ def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
     read = instead_of_unknown(tokenizer)
     warn(
         cases,
-        f"the tokenizer does not know these words, and the model reads {read}; choose other words",
+        f"the tokenizer does not know these words, so the model reads {read}; choose other words",
     )
     return bool(cases)

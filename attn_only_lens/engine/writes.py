@@ -1,23 +1,23 @@
 """A forward pass as a sum of writes: what each head, neuron and bias adds to the residual stream.
 
-The stream that a sublayer reads is the sum of all earlier writes,
+The stream that a sublayer reads is the sum of all earlier writes:
 
     x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_out[i] + biases
 
-over attention heads h and neuron-heads i with outputs z, at each position. If a norm follows a
-sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head with output o
-writes o N / s. N is the norm's linear part (`models/norms.py`), and s is the scale by which the
-norm divided in this run, which depends on the whole sublayer. The terms still add up. The norm's
-bias is part of the sublayer's bias.
+The sums run over attention heads h and neuron-heads i with outputs z, at each position. If a norm
+follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head with
+output o writes o N / s. N is the norm's linear part (`models/norms.py`). The scale s, by which the
+norm divided in this run, depends on the whole sublayer. The writes still add up to the stream. The
+norm's bias is part of the sublayer's bias.
 
-If the stream x changes by δ, a head's input x N / s + b changes by
+If the stream x changes by δ, the change of a head's input x N / s + b depends on the scale:
 
     scale="held"    δ N / s                          linear in δ: effects of several δ add up
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
 
-and the head's projections are applied to this change. s is computed from the norm's input and
+The head's projections are applied to this change. The scale s is computed from the norm's input and
 output; s'² - s² is the change of the mean square. Norms of queries and keys (Qwen 3), rotations and
-the softmax belong to the head that reads; the model's own code computes them (`readers.py`).
+the softmax belong to the reading head; they are computed by the model's own code (`readers.py`).
 
     run = decompose(model, tokens, mask)           one forward pass; checks that the writes add up
     run.embedding                                  [batch, pos, d_model]
@@ -55,7 +55,7 @@ Positions: TypeAlias = slice | Int[Tensor, "pos"]
 Scale = Literal["held", "anew"]
 SCALES: tuple[str, ...] = get_args(Scale)
 _LARGEST_EPS = 1e-2
-# Many bridged norms compute in float32 whatever the model's dtype.
+# Many bridged norms compute in float32 for models of any dtype.
 _ROUNDING = LOGIT_TOLERANCE[torch.float32]
 _PROBLEM = "the writes of this model cannot be separated"
 
@@ -82,7 +82,7 @@ class FrozenNorm:
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
         """Return the change of the norm's output for a change of its input."""
-        change = change.to(self.scale.device)  # it may come from a layer on another device
+        change = change.to(self.scale.device)  # a layer may be on another device
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
             return moved / self.scale
@@ -95,7 +95,7 @@ class FrozenNorm:
     def back(
         self, gradient: Float[Tensor, "batch pos d_model"], positions: Positions = slice(None)
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the gradient at the norm's input, given the one at its output; s is constant."""
+        """Return the gradient at the norm's input for constant s, given the output's gradient."""
         gradient = gradient.to(self.scale.device)
         linear: Tensor = self.norm.before(gradient.flatten(0, -2).T).T
         return linear.view_as(gradient) / self.scale[:, positions]
@@ -236,7 +236,7 @@ _NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDiction
 
 
 def _norms(model: Any) -> tuple[list[Any], Any]:
-    """Return each layer's norms and the final norm; check the weights once for a model."""
+    """Return each layer's norms and the final norm; check the weights of a model only once."""
     known, host = _NORMS.get(passed_tests(model)), host_of(model)
     if known is None:
         host.require_weights()
@@ -246,15 +246,15 @@ def _norms(model: Any) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """Modules' inputs and outputs in a forward pass, with a test of which modules are norms."""
+    """The inputs and outputs of modules in a forward pass, and which of the modules are norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
         self.returned: dict[nn.Module, Tensor] = {}
-        self._norms: list[tuple[str, Tensor]] = []  # each module's class, and if it is a norm
+        self._norms: list[tuple[str, Tensor]] = []  # class names, and whether each is a norm
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm as it was in this run; if there is no norm, `outside` is the stream.
+        """Return a norm with its scale in this run; if there is no norm, `outside` is the stream.
 
         The scale is computed from the norm's input and output.
         """
@@ -318,11 +318,11 @@ def _require_finite(recording: Recording) -> None:
     prompts = (~finite).any(1).nonzero()[:, 0].tolist()
     padded = recording.mask is not None and not bool(recording.mask.all())
     advice = "; some models compute nan for padding on the left: pad on the right" if padded else ""
-    raise InputError([f"the model's own run is not finite for prompts {prompts}{advice}"], _PROBLEM)
+    raise InputError([f"the unedited run is not finite for prompts {prompts}{advice}"], _PROBLEM)
 
 
 def _require_sums(run: Decomposition) -> None:
-    """Require that every sublayer's input is the sum of all earlier writes."""
+    """Refuse a run in which a sublayer's input is not the sum of all earlier writes."""
     readers = [
         (f"the {x.kind} of layer {x.layer}", x.reads.stream, len(run.before(x.layer, x.kind)))
         for x in run.sublayers
@@ -357,8 +357,8 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
         x = next(named, (*args, None)[0])
         if x.ndim != 3:
             reason = (
-                f"a {type(module).__name__} gets an input {list(x.shape)}; expected [batch, pos, "
-                "d_model]: turn off use_split_qkv_input and use_attn_in"
+                f"a {type(module).__name__} gets an input {list(x.shape)}; expected an input "
+                "[batch, pos, d_model]: turn off use_split_qkv_input and use_attn_in"
             )
             raise InputError([reason], _PROBLEM)
         traffic.returned[module] = output_stream(output).detach()

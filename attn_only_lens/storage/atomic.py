@@ -8,7 +8,7 @@ A new file or folder NAME is written to a hidden folder next to its destination:
         old     the folder that it replaces
 
 A file is then moved to NAME in one step, which replaces an old file. A folder takes two steps: the
-old folder is moved to `old`, and then the new folder to NAME. A process that is killed leaves the
+old folder is moved to `old`, and then the new folder is moved to NAME. A killed process leaves the
 hidden folder behind. The next process that writes or opens NAME finds the hidden folder, moves
 `old` back to NAME if NAME is missing, and removes the hidden folder.
 """
@@ -51,9 +51,9 @@ def write_text(path: AnyPath, text: str) -> None:
 
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[Path]:
-    """Yield a path for a new file or folder, which replaces `path` at the end of the block.
+    """Yield a path for a new file or folder, which replaces `path` at the end of the `with`.
 
-    If anything raises, `path` keeps its old contents. A link is replaced, not its target.
+    After an error, `path` keeps its old contents. If `path` is a link, the link itself is replaced.
     """
     path = as_path(path)
     if not path.name:
@@ -71,7 +71,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                     if entry.is_file():
                         with entry.open("rb") as file:
                             os.fsync(file.fileno())
-                if new.is_dir() and path.is_dir():  # `os.replace` replaces no full folders
+                if new.is_dir() and path.is_dir():  # `os.replace` needs an empty folder
                     os.replace(path, scratch / "old")  # moved back if the process ends here
                 os.replace(new, path)
             finally:
@@ -87,9 +87,9 @@ def atomic_folder(
     seal: str,
     listed: Callable[[Path], Container[str]] | None = None,
 ) -> Iterator[Path]:
-    """Yield a new folder to fill, which replaces `folder` at the end of the block.
+    """Yield a new folder to fill, which replaces `folder` at the end of the `with`.
 
-    Refuse a `folder` with files whose names are not in `ours` and not in `listed(folder / seal)`.
+    Refuse a `folder` with entries that are not in `ours`, or with nested files that are not listed.
     """
     folder = open_folder(folder)
     if folder == Path.cwd():
@@ -113,7 +113,7 @@ def atomic_folder(
 
 
 def open_folder(folder: AnyPath) -> Path:
-    """Return the folder at a path, following links; restore one that a killed process moved."""
+    """Follow links and return the folder; restore a folder that a killed process has moved."""
     path = as_path(folder)
     try:
         target = path.resolve()
@@ -138,7 +138,7 @@ def _discard(scratch: Path, path: Path) -> None:
         else:
             with suppress(OSError):
                 folder.unlink(missing_ok=True)
-    # The next process removes what cannot be removed now.
+    # The next process removes files that cannot be removed now.
     with suppress(OSError):
         if not new.exists() and not old.exists():
             lock.unlink(missing_ok=True)
@@ -146,13 +146,13 @@ def _discard(scratch: Path, path: Path) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the hidden folders of this destination that no running process writes to."""
+    """Remove this destination's hidden folders, unless a running process writes to them."""
     for scratch in path.parent.glob(f"{_hidden_prefix(path)}*"):
         try:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # works only if empty; a process that just made it makes another
+                scratch.rmdir()  # fails if not empty; a process that loses its folder makes another
             continue
         with lock, suppress(OSError):
             if _lock(lock):
@@ -178,7 +178,7 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
 
 
 def _hidden_prefix(path: Path) -> str:
-    # Use a digest, because a name of the greatest allowed length leaves no room for a prefix.
+    # Use a digest, because a name with the largest allowed length leaves no room for a prefix.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
     return f".attn_only_lens-{digest[:16]}-"
 

@@ -24,7 +24,7 @@ from attn_only_lens.errors import CheckpointError
 _TOO_LARGE = re.compile(r"(?<![\w.])\d{19,}(?![\w.])")  # 2^63 has 19 digits
 _NAMES = {"int_type": "int", "int_from_float": "int", "string_type": "str", "list_type": "list"}
 _NAMES |= {"dict_type": "dict", "bool_type": "bool", "float_type": "float", "none_required": "None"}
-# Patterns of configuration entries in TransformerLens and transformers, with their valid ranges.
+# Name patterns of configuration entries in TransformerLens and transformers, with valid ranges.
 _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (
         r"rotary_base(_local)?|\w*_theta|(\w*_)?factor|yarn_\w+|NTK_\w+|clip_qkv|window_size|"
@@ -38,15 +38,15 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (r"attn_scale", "more than 0, or -1 for √d_head", lambda x: x > 0 or x == -1),
     (r"(\w*_)?(p?drop|dropout(_prob)?)", "from 0 to 1", lambda value: 0 <= value <= 1),
 )
-_MODULES = 50  # allowed per tensor, since blocks have hook points and container modules
+_MODULES = 50  # modules allowed per tensor, since blocks have hook points and containers
 _FEW = 300
 _FEW_LAYERS = 1000
 
 
 def type_mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
-    """Yield a text for each part of a JSON value that does not have the expected type.
+    """Yield a message for each part of a JSON value that does not have the expected type.
 
-    Fields of TypedDicts and dataclasses are compared one by one; no dataclass is built.
+    Fields of TypedDicts and dataclasses are compared one by one; no dataclass is instantiated.
     """
     if not (
         is_typeddict(expected) or typing_extensions.is_typeddict(expected)
@@ -100,7 +100,7 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def out_of_range(config: Any, name: str) -> Iterator[str]:
-    """Yield a text for each number in a configuration, at any depth, that no model can have."""
+    """Yield a message for each number in a nested configuration that no model can have."""
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
         yield from out_of_range(value, f"{name}.{key}")
@@ -150,8 +150,8 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a configuration has far more layers than there are saved tensors.
 
-    transformers' configuration classes build a list with an entry per layer before any module.
+    transformers' configuration classes build a list with one entry per layer, before any modules.
     """
     for key, value in config.items():
         if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):
-            raise ValueError(f"its {key} is {value}, but only {len(tensors)} tensors are saved")
+            raise ValueError(f"{key} is {value}, but only {len(tensors)} tensors are saved")

@@ -3,8 +3,8 @@
     folder/settings.json              what the results depend on: model, prompts, metric, sites
     folder/KEY.safetensors            the arrays of one chunk, with a digest of the settings
 
-A chunk is written completely or not at all, with a digest. So a process that is killed loses only
-the chunk that it was computing, and a file that was changed is refused.
+A chunk is written completely or not at all, with a digest. So a killed process loses only the chunk
+that it was computing, and a changed file is refused.
 """
 
 import hashlib
@@ -59,8 +59,7 @@ class ChunkStore:
                 )
                 raise InputError([reason], "results cannot be stored in this folder")
             _SETTINGS_DOCUMENT.write(path, settings=self._settings)
-        # Read the settings back even if they were just written: another process may have been
-        # faster.
+        # Read the settings from the file, because another process may have written the file first.
         stored = _SETTINGS_DOCUMENT.read(path)["settings"]
         keys = sorted(self._settings.keys() | stored.keys())
         both = [[values.get(key, _MISSING) for values in (self._settings, stored)] for key in keys]
@@ -72,7 +71,7 @@ class ChunkStore:
         InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
 
     def put(self, key: str, arrays: Arrays) -> None:
-        """Write a chunk; replace an earlier file."""
+        """Write a chunk; replace an earlier file of this chunk."""
         tensors = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
         with atomic_write(self.path(key)) as partial:
             write_tensors(partial, tensors, _CHUNK_DOCUMENT, settings=self._digest, key=key)
@@ -86,13 +85,13 @@ class ChunkStore:
         expected = {"settings": self._digest, "key": key}
         if wrong := [name for name, value in expected.items() if document[name] != value]:
             raise CheckpointError(
-                f"{path} is not a chunk of this job: its {' and '.join(wrong)} differ; delete it"
+                f"{path} is not a chunk of this job: {' and '.join(wrong)} differ; delete this file"
             )
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     @staticmethod
     def settings_of(folder: str | Path) -> dict[str, Any]:
-        """Return the settings of the job in a folder; an empty dict if no job has begun there."""
+        """Return the settings of the job in a folder, or an empty dict if no job has begun."""
         path = open_folder(folder) / _SETTINGS
         return dict(_SETTINGS_DOCUMENT.read(path)["settings"]) if path.exists() else {}
 

@@ -1,12 +1,12 @@
-"""JSON with a digest of itself and, if it describes a folder, of every file in the folder.
+"""JSON documents that contain their own digest and, for folders, the digest of every file.
 
     {"format": "attn_only_lens…", "format_version": 5, …, "sha256": digest of the rest}
 
 Every file format of the package is a `Document`. `tensors.py` and `tables.py` write the same JSON
-into their files, or next to them. The digest does not depend on whitespace, the order of keys or
-the spelling of numbers; any other change is detected before a value is used. A digest detects
-damage and careless editing, but not malice, since anyone can compute it again. So the types of all
-values are checked, too.
+into tensor files and parquet files, or next to CSV files. The digest does not depend on whitespace,
+the order of keys or the notation of numbers; any other change is detected before a value is used. A
+digest detects damage and careless editing, but not malice, since anyone can compute a new digest.
+So the types of all values are checked, too.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ class FileDigest(TypedDict):
 
 @dataclass(frozen=True)
 class Document:
-    """A file format: JSON with a digest, a name, a version, and other `fields`, a TypedDict."""
+    """A file format: JSON with a digest, a name, a version, and the fields of a TypedDict."""
 
     format: str
     version: int
     fields: Any
 
     def text(self, *, indent: int | None = None, **body: Any) -> str:
-        """Return the document with these fields as text."""
+        """Return the text of a document with these fields."""
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))
@@ -69,8 +69,8 @@ class Document:
         version = whole.get("format_version")
         if version != self.version or type(version) is not int:
             raise CheckpointError(
-                f"{path} has format version {version!r}, and this attn-only-lens reads "
-                f"{self.version}: use the release that wrote the file, or write it again"
+                f"{path} has format version {version!r}, but this attn-only-lens reads version "
+                f"{self.version}: use the release that wrote the file, or write the file again"
             )
         try:
             unchanged = whole.get("sha256") == _seal(whole)
@@ -90,7 +90,7 @@ def _seal(whole: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file of plain JSON."""
+    """Read a plain JSON file."""
     try:
         text = path.read_bytes().decode("utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:
@@ -120,7 +120,7 @@ def path_inside(folder: Path, name: str) -> Path:
 
 
 def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileDigest]:
-    """Return the size and digest of each file in a folder, by relative name; of all by default."""
+    """Return the sizes and digests of the named files in a folder, or of all files by default."""
     if names is None:
         files = (path for path in folder.rglob("*") if path.is_file())
         names = (path.relative_to(folder).as_posix() for path in files)
@@ -128,7 +128,7 @@ def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
 
 
 def listed_files(path: Path) -> set[str]:
-    """Return the names of the files that a manifest lists; an empty set if it is unreadable."""
+    """Return the names of the files that a manifest lists; none if the manifest is unreadable."""
     try:
         return set(read_json(path)["files"])
     except (CheckpointError, LookupError, TypeError):
@@ -148,7 +148,7 @@ def check_files(
 ) -> None:
     """Compare the files of a folder with the digests in its manifest, a file named `seal`.
 
-    No other file in the folder may match the patterns in `closed`.
+    Files that match a pattern in `closed` must be in the manifest.
     """
     wrong = []
     for name, expected in files.items():
@@ -163,6 +163,6 @@ def check_files(
     present = (path for path in matching if path.is_symlink() or not path.is_dir())
     names = {path.relative_to(folder).as_posix() for path in present}
     added = sorted(names - files.keys() - {seal})
-    wrong += [f"{name} was added after it was saved" for name in added]
+    wrong += [f"{name} was added after the model was saved" for name in added]
     if wrong:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}. Save the model again")

@@ -1,7 +1,7 @@
-"""Store frames, with a document in the metadata of a parquet file, or next to a CSV file.
+"""Store data frames, with a document in a parquet file's metadata, or next to a CSV file.
 
-The document holds a digest. For a CSV file, this is the digest of its bytes. For a parquet file, it
-is the digest of the columns, since the bytes include the document.
+The document holds a digest of a CSV file's bytes or of a parquet file's columns, since the bytes of
+a parquet file include the document.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
         text = document.text(content=_digest(table), **body)
         with atomic_write(path) as new:
             table = table.replace_schema_metadata({_KEY: text})
-            # Dictionaries are written completely and in order, because `_digest` reads them. Float
-            # columns, which rarely repeat numbers, have none, which halves the reading time.
+            # `_digest` needs dictionaries that are complete and in order. Float columns rarely
+            # repeat numbers and have no dictionaries, which halves the reading time.
             repeat = [name for name, kind in frame.dtypes.items() if kind != "float64"]
             pq.write_table(
                 table,
@@ -108,11 +108,11 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
 
 
 def _digest(table: Any) -> str:
-    """Return a digest of the columns of an Arrow table, independent of their layout in memory."""
+    """Return a digest of an Arrow table's columns that does not depend on the memory layout."""
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""
-        if hasattr(whole, "dictionary"):  # it holds the texts; `indices` has a code for each row
+        if hasattr(whole, "dictionary"):  # the texts; `indices` has a code for each row
             texts = json.dumps(whole.dictionary.to_pylist(), default=str)
             whole = whole.indices.cast("int32")
         kind = str(whole.type).removeprefix("large_")

@@ -53,7 +53,7 @@ def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
     refused(text[:-7], "is not valid JSON")
     refused("[]", "has format 'list'")
     refused(json.dumps({**whole, "format": "Sweep"}), "has format 'Sweep'")
-    refused(json.dumps({**whole, "format_version": 1}), "version 1, and this .* reads 3")
+    refused(json.dumps({**whole, "format_version": 1}), "version 1, but this .* reads version 3")
     whole["graph"]["edges"]["weight"][3] += 1e-6
     refused(json.dumps(whole), "was changed after it was written")
     refused("[" * 100_000, "recursion")

@@ -188,7 +188,7 @@ def test_all_metrics_take_the_same_forms(form, model):
 
 @pytest.mark.parametrize("n_prompts", [1, 3])
 def test_what_is_ambiguous_is_refused(model, n_prompts):
-    expected = {1: "expected 1;", 3: "expected 1, or 3, one for each prompt;"}[n_prompts]
+    expected = {1: "expected 1;", 3: "expected 1, or one for each of the 3 prompts;"}[n_prompts]
     with pytest.raises(InputError, match=re.escape(expected)) as caught:
         bind(p.probability_diff([5, 6], ["w3", "w4"]), model, pair_of(n_prompts))
     assert len(caught.value.reasons) == 2
@@ -356,7 +356,7 @@ def test_one_wrong_answer_among_many(tokenizers):
     spaced = [f" {name}" for name in names]
     with pytest.warns(InputWarning) as caught:
         bind(p.probability([*spaced[:3], "Mark", spaced[4]]), stub(tokenizer), pair_of(5), logits)
-    assert re.findall("if you mean it, give '(.*)'", str(caught[0].message)) == [" Mark"]
+    assert re.findall("if you mean ' Mark', give '(.*)'", str(caught[0].message)) == [" Mark"]
     with pytest.warns(InputWarning, match="and 2 more"):
         bind(p.probability(names), stub(tokenizer), pair_of(5), logits)
 
@@ -447,7 +447,7 @@ def test_every_entry_point_warns_once(entry, english):
     assert "'kezs' in " in messages[0]
     assert "reads <unk>" in messages[0]
     if entry in ENTRIES:
-        assert "correct: ' Mary', with a space before it" in messages[1]
+        assert "correct: ' Mary', with a leading space" in messages[1]
         assert "wrong: ' John'" in messages[1]
 
 

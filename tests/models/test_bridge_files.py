@@ -326,7 +326,7 @@ DAMAGE = {
     ),
     "a tokenizer added": (
         lambda f: (f / "added_tokens.json").write_text("{}"),
-        "added_tokens.json was added after it was saved",
+        "added_tokens.json was added after the model was saved",
     ),
 }
 

@@ -346,7 +346,7 @@ DAMAGE = {
     ),
     "newer": (
         lambda f: edit_manifest(f, format_version=9),
-        "format version 9, and this attn-only-lens reads 8",
+        "format version 9, but this attn-only-lens reads version 8",
     ),
     "edited": (edit_by_hand, "was changed after it was written"),
     "other gate": (lambda f: edit_manifest(f, gate="other"), "gate: got 'other'"),

@@ -377,7 +377,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, [[]], {}, "has no tokens except BOS"),
         (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
-        (NAMES, ["a text"], {}, "text 0: got a text, and the model has no tokenizer"),
+        (NAMES, ["a text"], {}, "text 0: got a text, but the model has no tokenizer"),
         (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
         (NAMES, 7, {}, "got a int; expected a file or a list of texts"),
         (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file or a list of texts"),

@@ -1,4 +1,4 @@
-"""Run the rest of a forward pass, from a stream in the middle, for many variants at once."""
+"""Run only the last blocks of a forward pass, for many variants of the run at once."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ["Replay", "Variants", "make_replay"]
 
 
 def make_replay(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
-    """Return a replay for a model, after a check of its logits."""
+    """Return a replay for a model, after a check of the replay's logits."""
     replay = host_of(model).replay
     with torch.no_grad():  # otherwise, recorded keys and values would keep their graphs alive
         with full_precision() as raised:

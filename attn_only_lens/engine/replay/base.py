@@ -1,8 +1,8 @@
-"""Run the rest of a forward pass, from a stream in the middle, for many variants at once.
+"""Run only the last blocks of a forward pass, for many variants of the run at once.
 
 Rows are variants × prompts: row r is prompt r mod batch of variant r // batch. Variants that enter
 at different blocks run together (`Joined`). A replay computes only what its variants can change and
-the metric reads. It skips earlier blocks, logits that the metric does not read and, in causal
+the metric reads. Replays skip earlier blocks, logits that the metric does not read and, in causal
 models, positions before `first`; later positions attend to recorded keys and values. The logits of
 every replay are first compared with the recorded logits, and its edits are compared with hooks
 (`edit_checks.py`).
@@ -37,8 +37,8 @@ _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's
 # The number of copies of the widest activation, of attention scores, and of the logits for a loss
 # that are in memory at once, according to torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
-_LOGITS_AT_ONCE = 2**26  # numbers, with these copies: 170 tokens of a vocabulary of 49,152
-_CALL_FLOPS = 3e10  # `call_flops_on_cpu` for GPUs, an estimate: 90 kernels at 10 µs, 30 Tflop/s
+_LOGITS_AT_ONCE = 2**26  # floats, copies included: 170 tokens with a vocabulary of 49,152
+_CALL_FLOPS = 3e10  # an estimate for GPUs, with 90 kernels of 10 µs per block and 30 Tflop/s
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Joined:
         self.n_rows = sum(len(variants.stream) for variants in members)
 
     def entering(self, block: int) -> list[Variants]:
-        """Return the variants that enter at a block."""
+        """Return the variants that start at a block."""
         return [variants for variants in self.members if variants.block == block]
 
     def stream(self, block: int, x: Residual | None) -> Residual:
-        """Return the stream that enters a block, for all variants that enter there or earlier."""
+        """Return a block's input stream for all variants that start at this block or earlier."""
         streams = [] if x is None else [x]
         streams += [variants.stream for variants in self.entering(block)]
         return streams[0] if len(streams) == 1 else torch.cat(streams)
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress a model's errors when it cannot run like this; raise memory and package errors."""
+    """Suppress errors of a model that cannot run in this way; raise memory and package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -128,7 +128,7 @@ def suppress_refusals() -> Iterator[None]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Stack numbers from any devices into one tensor, so that the CPU waits only once for them."""
+    """Stack numbers from any devices into one tensor, so that one transfer reads all numbers."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
 
 
@@ -170,7 +170,7 @@ class Replay(ABC):
         self.tested: PassedTests = self.other.tested if self.other else passed_tests(self.model)
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
-        # `check` sets these to False if a block needs all rows, or the last block needs all tokens.
+        # `check` sets `joins` or `trims` to False if blocks need all rows or all tokens.
         self.joins: bool = self.other is None or self.other.joins
         self.trims: bool = self.other is None or self.other.trims
         self.trims = self.trims and self.metric.positions is not None
@@ -186,7 +186,7 @@ class Replay(ABC):
         return self._faster(self.joined_logits, variants)
 
     def _faster(self, run: Callable[[Joined], Tensor], variants: Sequence[Variants]) -> Tensor:
-        """Run variants together if the model can."""
+        """Run variants together, or one by one if the model needs all rows in every block."""
         if self.joins:
             return self._run_faster(run, Joined(*variants))
         return torch.cat([self._run_faster(run, Joined(single)) for single in variants])
@@ -215,11 +215,11 @@ class Replay(ABC):
 
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the entries of joined variants' logits that the metric reads."""
+        """Return the logits of joined variants that the metric reads."""
 
     @abstractmethod
     def last_stream(self, joined: Joined) -> Float[Tensor, "row pos d_model"]:
-        """Return the output of the last block, right at the positions that the metric reads."""
+        """Return the last block's output, correct only at positions that the metric reads."""
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
@@ -232,7 +232,7 @@ class Replay(ABC):
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether a block and later blocks can run on only the positions from one on."""
+        """Return whether a block and later blocks can run without positions before `position`."""
 
     @property
     @abstractmethod
@@ -241,9 +241,9 @@ class Replay(ABC):
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
-        """Return the metric of each prompt of each variant (`BoundMetric.of_prompts`).
+        """Return the metric for each prompt of each variant (`BoundMetric.of_prompts`).
 
-        Many logits are computed in turns: blocks are fastest with more rows than logits allow.
+        The logits of many rows would fill the memory, so they are computed for a few rows at once.
         """
         at_once = max(1, _LOGITS_AT_ONCE // (_LOGITS * self.logits_per_variant)) * self.batch
         if sum(len(some.stream) for some in variants) <= at_once:
@@ -277,26 +277,26 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the cost of variants that start at a block and positions, as a share of a run."""
+        """Return the cost of variants that start at a block and position, as a share of a run."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost, in flops, of a run from a block on."""
+        """Return the fixed cost, in flops, of a run that starts at a block."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
     @property
     def numbers_per_token(self) -> int:
-        """An estimate of the most floats per token that a forward pass holds at once."""
+        """An estimate of the largest number of floats per token during a forward pass."""
         d_model = self.recording.streams[0].shape[-1]
         n_heads = max(self.host.n_heads)
         return 5 * d_model + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_per_variant(self, first: int) -> int:
-        """Estimate the largest number of floats that one variant holds at once, besides logits."""
+        """Estimate the largest number of floats in memory for one variant, without logits."""
         tokens = self.batch * (self.n_pos - first)
-        # Each block copies the recorded keys and values for each variant while it runs.
+        # A running block copies the recorded keys and values for each variant.
         cached = self.cached_numbers_per_token * self.batch * self.n_pos if first else 0
         return tokens * self.numbers_per_token + cached
 
@@ -333,14 +333,14 @@ class Replay(ABC):
             largest = (out - after - added).abs().max(), after.abs().max() + added.abs().max()
             error, scale = stacked(largest).tolist()
             # The tolerance is small, because no later layer has amplified the rounding of this sum.
-            # If the test fails, patches run the whole block, which is always right.
+            # If the test fails, patches run the whole block, which is always correct.
             self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
             if self._adds[block]:
                 self.tested.add(test, self.recording)
         return self._adds[block]
 
     def check(self) -> None:
-        """Require that unedited replays, from several blocks, give the recorded logits."""
+        """Refuse a model if unedited replays, from several blocks, change the logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
         blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads

@@ -1,11 +1,11 @@
 """The replay for TransformerBridges: the bridged model's forward pass without some of its blocks.
 
-If a transformers model takes a cache, it runs only the tokens from a patch on, after recorded keys
-and values (`key_values.py`). Each start position is tested before its first use: noise is added to
-the stream from this position on, and a run on all positions must agree with a run from this
-position on, in every block and in the logits. Every patch runs all positions if this test fails, if
-the model is not causal or has no such cache, or in half precision, whose rounding could hide a
-difference. Whether the model can unembed only some columns is tested too.
+If a transformers model takes a cache, it runs only on tokens from a patch on, and recorded keys and
+values replace earlier tokens (`key_values.py`). Each start position is tested before its first use:
+noise is added to the stream from this position on, and a run on all positions must agree with a run
+from this position on, in every block and in the logits. Every patch runs all positions if this test
+fails, if the model is not causal or has no such cache, or in half precision, whose rounding could
+hide a difference. Another test shows whether the model can unembed only some vocabulary columns.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class BridgeReplay(Replay):
         )
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Test whether a block and later blocks can run on only the positions from one on.
+        """Test whether a block and later blocks can run without positions before `position`.
 
         After one failure, a model is not tested again.
         """
@@ -83,14 +83,14 @@ class BridgeReplay(Replay):
         return self._past is not None
 
     def _is_untested(self, block: int, position: int) -> bool:
-        """Return whether a start of this block and later blocks at a position is untested."""
+        """Return whether a start at this block and position is still untested."""
         return block < self._tested.get(position, self.n_blocks + 1) and not any(
             self.tested.covers(("start", earlier, position), self.recording)
             for earlier in range(block + 1)
         )
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run; add the cost of the test if its start is untested."""
+        """Return the fixed cost of a run, plus the cost of a test if the start is untested."""
         flops = super().flops_per_run(block, position)
         if not position or not self._is_untested(block, position):
             return flops
@@ -103,7 +103,7 @@ class BridgeReplay(Replay):
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Compare a run from a position on with a run from an earlier tested position, or 0."""
+        """Compare a run that starts at `first` with a run that starts at `earlier`."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
@@ -117,16 +117,16 @@ class BridgeReplay(Replay):
         agree = [self._agree(again, logits, self.recording.logits.abs().max())]
         for got, expected in zip(later, whole, strict=True):
             expected = expected[:, first - earlier :]
-            # Use a scale for each token, because the largest value would hide errors elsewhere.
+            # Use a scale for each token, because one large token would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # ignore padding: no token attends to it, no patch changes it
+            if mask is not None:  # no token attends to padding, and no patch changes it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
         return bool(stacked(agree).all())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
-        """Return the first block's input, its output, all later blocks' outputs, and the logits."""
+        """Return the first block's input, the outputs from this block on, and the logits."""
         with record_streams(self.model) as (streams, _):
             logits = self.joined_logits(Joined(variants))
         return [variants.stream, *streams[variants.block + 1 :]], logits
@@ -159,7 +159,7 @@ class BridgeReplay(Replay):
         return stream if extra is None else (stream, *(None,) * extra)
 
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the entries of joined variants' logits that the metric reads."""
+        """Return the logits of joined variants that the metric reads."""
         with self._unembed_read(joined.first):
             logits = self._run(joined)
         if self.metric.columns is not None and not self._few_columns:
@@ -174,7 +174,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # accelerate places it on a device
+        placed = getattr(linear, "_hf_hook", None)  # accelerate's hook, which moves weights
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()
@@ -190,17 +190,17 @@ class BridgeReplay(Replay):
         return False
 
     def last_stream(self, joined: Joined) -> Residual:
-        """Return the output of the last block, right at the positions that the metric reads."""
+        """Return the last block's output, correct only at positions that the metric reads."""
         last = self.n_blocks - 1
         x = self._output(joined, last) if joined.block <= last else None
         return joined.stream(self.n_blocks, x)
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the first block, from `first` on."""
+        """Return the output of the variants' first block, from position `first` on."""
         return self._output(Joined(variants), variants.block)
 
     def _output(self, joined: Joined, index: int) -> Residual:
-        """Return the output of a block, without running later ones."""
+        """Return the output of a block, without running later blocks."""
         outputs: list[Residual] = []
 
         def stop(module: nn.Module, args: Any, output: Any) -> None:
@@ -225,9 +225,9 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Make earlier blocks return their input, and make the others run the rows that entered.
+        """Skip blocks before the first variants' block; run later blocks on rows that entered.
 
-        The model makes masks and rotations for all rows; a block gets the part for its rows.
+        The model makes masks and rotations for all rows; a block gets only the part for its rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 
@@ -306,7 +306,7 @@ class _Replacement(partial[Any]):
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the forward pass of a module."""
+    """Replace the forward pass of a module inside a `with`."""
     instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(

@@ -1,10 +1,10 @@
-"""Faster steps for a replay: activations in one kernel, and only part of the last block.
+"""Faster steps for a replay: one kernel per activation function, and less of the last block.
 
-Libraries compute some activations with eight kernels where torch has one kernel. Metrics read the
-last block's output at one token per prompt, so its output projections and its MLP run only on that
-token: a sublayer's output [row, 1, d_model] is added to a stream [row, pos, d_model], which is then
-right at that token and wrong at the others. Activations are compared with torch's before they are
-replaced. `Replay.check` compares the logits of such a replay with the logits of a whole run.
+Libraries compute some activation functions with eight kernels where torch has one kernel. Metrics
+read the last block's output at one token per prompt, so this block's output projections and MLP run
+only on that token: a sublayer's output [row, 1, d_model] is added to a stream [row, pos, d_model],
+which is then correct at that token and wrong at other tokens. An activation function is compared
+with torch's before it is replaced. `Replay.check` compares the logits with a whole run's logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ _FINE = torch.float32, torch.float64
 
 
 class FusedActivations:
-    """A model's activations for which torch has one kernel that agrees up to rounding.
+    """A model's activation functions that torch can compute in one kernel, up to rounding.
 
-    Several threads may run one model at once. The last thread restores the model's activations.
+    Several threads may run one model at once. The last thread restores the model's functions.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ class FusedActivations:
 
 
 def _agree(activation: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) -> bool:
-    """Return whether an activation equals torch's up to rounding, from tail to tail."""
+    """Return whether an activation function equals torch's, up to rounding, from -20 to 20."""
     q = torch.linspace(-20.0, 20.0, 4001, dtype=dtype, device=device)
     allowed = _ROUNDINGS * torch.finfo(dtype).eps * q.abs()
     return bool(((activation(q) - _FUSED(q)).abs() <= allowed).all())

@@ -25,7 +25,7 @@ class HookedReplay(Replay):
         super().__post_init__()
         model, cfg = self.model, self.model.cfg
         self._causal = cfg.attention_dir == "causal"
-        # Shortformers add positions in every block. The model may make its own mask.
+        # Shortformer models add position embeddings in every block. A model may make its own mask.
         tokens, mask = self.recording.tokens, self.recording.mask
         _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
         self._past: dict[int, _Past] = {}
@@ -66,7 +66,7 @@ class HookedReplay(Replay):
         return self._run(Joined(variants), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:
-        """Return the output of the block before `end`, for all rows that entered before it."""
+        """Run the blocks before `end`; return the stream at `end` for all variants so far."""
         x = None
         with self.model.hooks(fwd_hooks=joined.hooks), joined.added():
             for index in range(joined.block, end):
@@ -75,18 +75,18 @@ class HookedReplay(Replay):
         return joined.stream(end, x)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """Set inputs other than the stream for rows that enter a block; subclasses may use this."""
+        """Set further inputs for the rows that enter a block; by default, do nothing."""
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None
         return self._call(index, x, first, past)
 
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the logits that the metric reads, of variants that run together."""
+        """Return the logits of joined variants that the metric reads."""
         return self._read_logits(self.last_stream(joined), joined.first)
 
     def last_stream(self, joined: Joined) -> Residual:
-        """Return the output of the last block, right at the positions that the metric reads."""
+        """Return the last block's output, correct only at positions that the metric reads."""
         return self._run(joined, self.n_blocks)
 
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
@@ -121,7 +121,7 @@ class _Past:
 
 
 class _Recorder:
-    """An empty cache entry that records one block's keys and values, and stops its pass."""
+    """An empty cache entry that records one block's keys and values, and stops the block."""
 
     recorded: _Past
 

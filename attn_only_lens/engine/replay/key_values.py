@@ -1,6 +1,6 @@
-"""Recorded keys and values, as a transformers cache that does not store new ones.
+"""Recorded keys and values, in a transformers cache that does not store new keys and values.
 
-With such a cache, a model can run the rest of a prompt again and again, with the right positions,
+With such a cache, a model can run the rest of a prompt many times, with the correct positions,
 rotations and masks.
 """
 
@@ -41,9 +41,9 @@ def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
     """
     if recording.key_values:
         return KeyValues(recording.key_values)
-    cache = DynamicCache()  # without a configuration, it keeps all positions, not only a window
+    cache = DynamicCache()  # without a configuration, the cache keeps all positions
     layers: tuple[tuple[_Heads, _Heads], ...] = ()
-    with suppress_refusals():  # the model may not take this argument
+    with suppress_refusals():  # the model may not accept a cache
         run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)
         layers = keys_and_values(cache, recording.tokens)
     return KeyValues(layers) if layers else None
