@@ -221,7 +221,7 @@ REFUSED = {
     "another activation": (_another_activation, "modules .* would differ|logits would differ"),
     "a module more": (_a_probe, r"probe\.bias is not known"),
     "hooks": (_hooked, "hooks are attached to the model"),
-    "code of its own": (_own_class, "wraps a Mine, which transformers does not have"),
+    "code of its own": (_own_class, "wraps a Mine, which is not a class of transformers"),
 }
 
 

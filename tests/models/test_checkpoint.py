@@ -312,7 +312,7 @@ DAMAGE = {
                 "silu": None,
             },
         ),
-        "expected exact gates to have one head",
+        "exact gates have one head",
     ),
     "ranges of a plain model": (
         lambda f: edit_manifest(
