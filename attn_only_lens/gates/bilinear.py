@@ -21,10 +21,10 @@ In a gated MLP, a neuron computes α(q) · u with q = x · W_gate[:, i] and u = 
 value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b
 = 0 and c = ∞, so this head is linear, as in Theorem 7. The paper covers only plain MLPs; we know of
 no publication that covers gated MLPs. A sum of sigmoids is bounded and α is not, so no finite
-number of heads can approximate α for every q. The linear part of α comes from wide
-sigmoids that nearly cancel, which costs about 2^-22 Σ|w| of precision in float32. For relu, a single fit
-on [-1, 1] serves all limits, because its error and its weights scale with the limit. The bound is
-an absolute error. Half precision cannot represent the outputs of single heads.
+number of heads can approximate α for every q. The linear part of α comes from wide sigmoids that
+nearly cancel, which costs about 2^-22 Σ|w| of precision in float32. For relu, a single fit on
+[-1, 1] serves all limits, because its error and its weights scale with the limit. The bound is an
+absolute error. Half precision cannot represent the outputs of single heads.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
 `fit_gated_gates.py`). Each w is a multiple of 2^-23, so float32 represents every partial sum
@@ -305,7 +305,7 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     if not covering:
         largest = max(gate.limit for gate in gates)
         raise ValueError(
-            f"got limit={limit:g}; the {act_fn} gates cover |q| <= {largest:g}: use the exact gate, "
+            f"got limit={limit:g}; {act_fn} gates cover |q| <= {largest:g}: use the exact gate "
             f"or pass limit={largest:g} and let `verify` measure the error on larger inputs"
         )
     return min(covering, key=lambda gate: gate.limit)

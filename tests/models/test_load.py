@@ -273,7 +273,7 @@ DAMAGED = {
     "no such activation": (lambda f: change_config(f, hidden_act="frob"), "KeyError: 'frob'"),
     "weights elsewhere": (
         lambda f: move_weights(f, f.parent / "stolen.safetensors"),
-        r"names a file '\.\./stolen\.safetensors', which is outside of the folder",
+        r"names a file '\.\./stolen\.safetensors', which is outside the folder",
     ),
     "quantised": (
         lambda f: change_config(f, quantization_config=QUANTISED),

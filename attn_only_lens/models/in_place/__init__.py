@@ -1,4 +1,4 @@
-"""Neuron-heads next to MLPs that stay in place."""
+"""Neuron-heads added to the MLPs of a model, which stay in place."""
 
 from attn_only_lens.models.in_place.exposed import exposed_heads, hidden, hide, show
 from attn_only_lens.models.in_place.heads import BilinearInPlace, InPlace
