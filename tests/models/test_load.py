@@ -289,7 +289,7 @@ DAMAGED = {
     ),
     "a tokenizer of another model": (
         lambda f: tiny_tokenizer(D_VOCAB + 2, f),
-        f"tokenizer has {D_VOCAB + 2} tokens, and the model embeds {D_VOCAB}",
+        f"tokenizer has {D_VOCAB + 2} tokens, but the model embeds {D_VOCAB}",
     ),
     "half a tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),

@@ -226,7 +226,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path):
         (size(1, "d_mlp", 41), r"W_in has shape \(26, 37\); expected \(26, 41\)"),
         (size(1, "n_heads", 5), "multiple of n_key_value_heads"),
         (size(2, "n_heads", 6), r"W_Q has shape \(3, 26, 8\); expected \(6, 26, 8\)"),
-        (size(1, "d_head", 0), "whole numbers, 1 or more"),
+        (size(1, "d_head", 0), "whole numbers of at least 1"),
         (size(2, "d_value", 5), r"W_V has shape \(1, 26, 8\); expected \(1, 26, 5\)"),
         (size(1, "d_head", "8"), r"layers\[1\].d_head: got '8'; expected int"),
         (size(1, "attn_scale", None), r"layers\[1\].attn_scale: got None"),
