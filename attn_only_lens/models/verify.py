@@ -272,8 +272,7 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
     if not has_neuron_heads(converted):
         reasons = [
             f"converted: got {type(converted).__name__}; expected a model from "
-            "attn_only_lens.convert or load, or one whose neurons attn_only_lens."
-            "expose_neuron_heads exposed"
+            "attn_only_lens.convert or load, or one exposed by attn_only_lens.expose_neuron_heads"
         ]
     else:
         reasons = host_of(converted).reasons()

@@ -121,7 +121,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     if not has_neuron_heads(model):
         raise CheckpointError(
             f"got a {type(model).__name__}; expected a model from attn_only_lens.convert or load, "
-            "or one whose neurons attn_only_lens.expose_neuron_heads exposed"
+            "or one exposed by attn_only_lens.expose_neuron_heads"
         )
     if reasons := host_of(model).reasons():
         raise CheckpointError("; ".join(reasons))

@@ -162,7 +162,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Value weights: W_in (a view, like W_Q); for a generalized SiLU, times a_1 a_2."""
+        """Value weights: W_in, sharing memory with W_Q; for a generalized SiLU, times a_1 a_2."""
         self._refuse_product_value("W_V")
         return self._scale("value", self.W_in.T.unsqueeze(-1))
 

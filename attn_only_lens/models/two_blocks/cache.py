@@ -122,9 +122,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = (
-                False  # embeddings are added to queries and keys, not to the stream
-            )
+            self.has_pos_embed = False  # added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return an activation, as in `cache["pattern", 11]`; refuse the hook points of MLPs."""
@@ -207,9 +205,8 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of the attention heads before block `layer`.
 
-        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … To split the rows by
-        layer, use `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers //
-        2)`.
+        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … Split rows by layer with
+        `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
             layer: a block; -1 for all blocks.

@@ -201,7 +201,7 @@ def attention_only_config(
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
-        # TransformerLens allocates key-value caches by n_key_value_heads or, if None, by n_heads, #
+        # TransformerLens allocates key-value caches by n_key_value_heads or, if None, by n_heads,
         # which raises an error.
         n_key_value_heads=first.n_key_value_heads or first.n_heads,
         gating=gating,
