@@ -1,7 +1,7 @@
 """Bilinear gates: approximate an activation with several softmax attention heads per neuron.
 
 A neuron has m heads, which share one value and one output vector (m = 1 suffices for silu). Let q
-be the neuron's pre-activation (in a gated MLP, that of the gate). Then
+be the neuron's pre-activation (in a gated MLP, x · W_gate[:, i]). Then
 
     head j   scores  0 for the token itself, -(b_j q + c_j) for the bias token
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
@@ -23,13 +23,13 @@ value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`
 no publication that covers gated MLPs. A sum of sigmoids is bounded and α is not, so no finite
 number of heads can approximate α for every q. The linear part of α comes from wide sigmoids that
 nearly cancel, which costs about 2^-22 Σ|w| of precision in float32. For relu, a single fit on
-[-1, 1] serves all limits, because its error and its weights scale with the limit. The bound is an
+[-1, 1] serves all limits, because its error and its weights scale with the limit. `bound` is an
 absolute error. Half precision cannot represent the outputs of single heads.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
 `fit_gated_gates.py`). Each w is a multiple of 2^-23, so float32 represents every partial sum
-exactly. The bounds hold in real arithmetic (`analyses/tools/certificates.py`); rounding errors come
-on top.
+exactly. The bounds hold in real arithmetic (`analyses/tools/certificates.py`); rounding adds
+further error.
 """
 
 import json
@@ -49,7 +49,7 @@ from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
 _DEFAULT_TOLERANCE = 1e-3  # gelu needs 4 heads for this tolerance
 _DEFAULT_GATED_HEADS = 8
-_LEAST_TOLERANCE = 1e-12  # about float64 precision; float32 can represent relu's slope
+_LEAST_TOLERANCE = 1e-12  # close to float64 precision; the slope of relu fits in float32
 _LARGEST_LIMIT = 2.0**64  # well inside the range of float32
 _RELU_CONSTANT = 0.2784645427611  # the maximum of x / (1 + exp x), rounded up
 _EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
@@ -104,7 +104,7 @@ class BilinearGate:
 
     @property
     def gated(self) -> bool:
-        """True for gates of gated MLPs, whose mixture approximates α(q) and whose value is u."""
+        """True for a gated MLP's gate, where the mixture approximates α(q) and the value is u."""
         return self.limit < math.inf
 
     @property
@@ -134,10 +134,10 @@ class BilinearGate:
         return torch.stack([query.sigmoid(), (-query).sigmoid()], dim=-1).to(q.dtype)
 
     def mixture(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return Σ_j w_j σ(b_j q + c_j) in at least float32: about α(q) / q; for gated MLPs, α(q).
+        """Return Σ_j w_j σ(b_j q + c_j) ≈ α(q) / q (in gated MLPs, ≈ α(q)), in at least float32.
 
-        Heads are added in place, one at a time, which saves time and needs 1/m of the memory. This
-        is safe because the backward pass of σ needs only the output of σ, which is not overwritten.
+        Heads are added in place, one at a time, which saves time and needs 1/m of the memory.
+        In-place addition is safe, since the backward pass of σ needs only the output of σ.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -270,7 +270,7 @@ def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
 def _slope_bound(act_fn: str, slope: float) -> float:
     """Bound how far SiLU(slope · q) / slope is from a gelu, for a slope from 1 to 3.2.
 
-    The error is even in q. It is computed on a grid with spacing h = 2^-10.
+    The error is even in q, and is computed on a grid with spacing h = 2^-10.
     `analyses/tools/certificates.py` proves that the error between grid points is larger by at most
     h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and that the error is below 5e-8 for q > 20.
     """

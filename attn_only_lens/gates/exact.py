@@ -65,7 +65,7 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of q for which a token attends mostly to itself: -1 if the slope is negative."""
+        """The sign of q for which a token attends mostly to itself: -1 for a negative slope."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
@@ -149,7 +149,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return a step function of q with a zero gradient, as part of q's autograd graph."""
+    """Return a step function of q, which stays in q's autograd graph with a zero gradient."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

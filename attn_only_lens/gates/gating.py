@@ -31,9 +31,10 @@ class GeneralizedSiLU:
     """The activation a_1 SiLU(a_2 x), for `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
     `convert` checks the coefficients against the activation that the model computes. Each neuron is
-    exactly one head, with attention weight σ(a_2 q) on its own token, the value a_1 a_2 q (times u
-    in a gated MLP), and the output vector W_out[i]. SiLU has a_1 = a_2 = 1; Swish with β has a_1 =
-    1/β and a_2 = β; quick_gelu, which needs no `gate`, has a_1 = 1/1.702 and a_2 = 1.702.
+    represented exactly by one head, with attention weight σ(a_2 q) on its own token, the value a_1
+    a_2 q (times u in a gated MLP), and the output vector W_out[i]. The coefficients are a_1 = a_2 =
+    1 for SiLU, a_1 = 1/β and a_2 = β for Swish with β, and a_1 = 1/1.702 and a_2 = 1.702 for
+    quick_gelu, which needs no `gate`.
 
     A generalized SiLU only approximates gelu or relu; for such models, use `Bilinear(slope=…)`.
 
@@ -82,7 +83,7 @@ class GeneralizedSiLU:
 
     @property
     def gate(self) -> Gate:
-        """The exact gate. Equal coefficients give the same object."""
+        """The exact gate; for equal coefficients, the same object."""
         return _silu_gate(float(self.a_1), float(self.a_2))
 
 
@@ -139,7 +140,7 @@ class Gating:
         return _bilinear_gate(act_fn, self.heads_per_neuron, self.slope, limit)
 
     def activation(self, act_fn: str) -> Gate:
-        """Return the activation's exact gate; raise ValueError if it has none."""
+        """Return the exact gate of an activation; raise ValueError for unknown activations."""
         if self.silu is not None:
             return self.silu.gate
         if act_fn not in GATES:
@@ -147,12 +148,12 @@ class Gating:
         return GATES[act_fn]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
+        """Return the fields as JSON-compatible data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Gating":
-        """Rebuild a `Gating` from `to_json` output; raise TypeError or ValueError if invalid."""
+        """Rebuild a `Gating` from JSON data; raise TypeError or ValueError for invalid data."""
         ranges, silu = data["ranges"], data["silu"]
         ranges = None if ranges is None else tuple(ranges)  # JSON has no tuples
         silu = None if silu is None else GeneralizedSiLU(**silu)

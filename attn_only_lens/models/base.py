@@ -104,7 +104,7 @@ class HookChecks(HookedTransformer):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return the hook name or name filter that TransformerLens gets instead of `wanted`."""
+        """Return the hook name or name filter to pass to TransformerLens in place of `wanted`."""
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:

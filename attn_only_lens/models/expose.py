@@ -1,4 +1,4 @@
-"""Expose neurons as attention heads in place: MLPs keep their code and get new hook points."""
+"""Expose neurons as attention heads in place, by adding hook points to the existing MLPs."""
 
 from contextlib import ExitStack
 from typing import Any, cast
@@ -167,7 +167,7 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return why a model cannot be exposed, as far as is known before its MLPs are examined."""
+    """Return why a model cannot be exposed or copied, before examining its MLPs."""
     if copy_weights and not copy:
         return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
@@ -253,7 +253,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
         seen: list[Tensor] = []
         stack.callback(heads.hook_z.register_forward_hook(lambda *a: seen.append(a[-1])).remove)
         live = run_mlp(heads.mlp, heads.mlp_points, x)
-    # Check the sum of the heads for one token only, since it has d_mlp · d_model terms per token.
+    # Sum the heads for one token only, because the sum has d_mlp · d_model terms per token.
     token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
     with heads.passing.new_pass({(heads.layer, "written"): token}):
         summed = heads.write(live[:1, :1])

@@ -108,7 +108,7 @@ _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
 class Bilinear:
     """The option for bilinear gates, as in `convert(model, gate=Bilinear(heads=4))`.
 
-    All attention patterns of the model are then softmaxes over bilinear scores, as in the theorem.
+    All attention patterns of the model are then softmaxes over bilinear scores.
     Each neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output
     direction and approximate the neuron's activation within a certified bound (`bilinear_gate`). In
     a plain MLP, the bound holds for every real input, and silu is exact with one head. In a gated
@@ -154,7 +154,7 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> tuple[Gating, list[str]]:
-    """Return the gates for a `gate` option, and the reasons if there are no such gates."""
+    """Return the gates that a `gate` option selects, and reasons if no gates fit the model."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT, []
     if isinstance(gate, GeneralizedSiLU):
@@ -197,7 +197,7 @@ def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
     ranges = option.calibration.ranges
     if len(ranges) != n_layers:
         raise ValueError(
-            f"the calibration has {len(ranges)} layers, the model {n_layers}: calibrate this model"
+            f"the calibration is for {len(ranges)} layers, not {n_layers}: calibrate this model"
         )
     heads: set[int] = set()
     wrong: dict[str, list[int]] = {}

@@ -120,7 +120,7 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: dict[str, Any]) -> list[str]:
-    """Return why a model is refused: it was trained for another task, such as classification."""
+    """Return an error text if a model was trained for another task, such as classification."""
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [
@@ -207,7 +207,7 @@ def _build(
 
 
 def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
-    """Return which weights in a folder do not match the configuration there."""
+    """Return which weights in a folder do not match the folder's configuration."""
     kinds = {
         "missing": sorted(info["missing_keys"]),
         "of another shape": sorted(f"{key[0]} {list(key[1])}" for key in info["mismatched_keys"]),
@@ -222,7 +222,7 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return whether an unexpected weight belongs to an existing module or to a list of layers.
+    """Return whether an unexpected weight is part of an existing module or of any layer.
 
     All other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
     """

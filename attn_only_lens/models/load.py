@@ -48,7 +48,7 @@ def load(
 
     If `model` is both a name and an existing folder, the folder is loaded. Only safetensors and
     JSON files are read, never pickles, and code in the folder is not run. Loading a folder needs no
-    network access. Loading by name does, unless the model is in the hub's cache.
+    network access. Loading by name needs network access, unless the model is in the hub's cache.
 
     A BOS token is prepended to texts if TransformerLens does so for the model family (GPT-2, LLaMA
     and Gemma, but not Qwen, Phi and GPT-NeoX) and the tokenizer has a BOS token.

@@ -6,8 +6,8 @@ number per token), the head computes x W' from the stream x (a row vector), with
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-With a norm after a head with output o (OLMo 2 has such norms; Gemma 2 has both kinds), the head
-adds o N to the stream. If queries and keys are normalised (Qwen 3, Gemma 3, OLMo 2), their folded
+If a norm follows a head with output o, as in OLMo 2, the head adds o N to the stream. (Gemma 2 has
+both kinds of norms.) If queries and keys are normalised (Qwen 3, Gemma 3, OLMo 2), their folded
 weights are W_Q N and W_K N. With frozen scales, this folding is exact for composition scores, in
 which positive factors cancel.
 
@@ -163,7 +163,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, with norms that centre."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, with centring norms."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # not BERT, where no single module runs the whole MLP
     blocks = []
@@ -283,7 +283,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """Replace a zero output, as of an inserted layer, by noise that can be recognised later."""
+    """Replace a zero output (as of an inserted layer) by noise, to see where the output goes."""
     first = output[0] if isinstance(output, tuple | list) else output
     if first.any():
         return None

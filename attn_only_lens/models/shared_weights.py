@@ -6,7 +6,7 @@ what each model computes, except for one step: fold_ln multiplies the gains of n
 weights, but removes the gains from the norms of only one model. In the other models, the gains then
 act twice. (Bridges are not affected, because their weights are not processed in place.)
 
-So a model is refused if both are true: another model with the same weights has new norms, and the
+A model is therefore refused if another model with the same weights has new norms and the refused
 model's weights differ from a sample taken when sharing began. (Without the second condition, models
 whose weights were moved or cast, and so are no longer shared, would also be refused.) Weights are
 compared only if norms are new, so that a forward pass costs one comparison per norm.
@@ -40,7 +40,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return why a model no longer computes what it did before, as error texts."""
+    """Return error texts if a model no longer computes the same function as before."""
     if model not in _groups:
         return []
     group, before = _groups[model]
@@ -61,7 +61,7 @@ def parted_reasons(model: nn.Module) -> list[str]:
 
 
 def sharing_reasons(model: nn.Module) -> list[str]:
-    """Return why the norms of a model must not be folded, as error texts."""
+    """Return error texts if the norms of a model must not be folded."""
     if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [

@@ -95,7 +95,7 @@ def load_source(
 
 
 def refuse(reasons: Sequence[str], problem: str) -> None:
-    """Raise CheckpointError if there are reasons, listing only the first five."""
+    """Raise CheckpointError if there are any reasons; the error lists the first five."""
     if reasons:
         more = [f"and {len(reasons) - 5} more"] * (len(reasons) > 5)
         raise CheckpointError(f"{problem}: {'; '.join([*reasons[:5], *more])}")
@@ -248,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the floating-point type with this name; raise CheckpointError if not in `DTYPES`."""
+    """Return the floating-point type with this name; raise CheckpointError for other types."""
     parsed = DTYPES.get(str(dtype).removeprefix("torch."))
     if parsed is None:
         raise CheckpointError(f"got dtype={dtype!r}; expected one of {', '.join(DTYPES)}")

@@ -199,7 +199,7 @@ def _fill(source: Any, target: TransformerBlock) -> None:
         heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
         write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
         return
-    # The attributes of `old` repeat grouped keys and values for each head. Queries are divided by #
+    # The attributes of `old` repeat grouped keys and values for each head. Queries are divided by
     # the scale of the scores, because the stock layer does not scale them.
     heads = {name: getattr(old, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
     heads |= {"W_Q": old.W_Q / old.attn_scale, "b_Q": old.b_Q / old.attn_scale}
@@ -208,7 +208,7 @@ def _fill(source: Any, target: TransformerBlock) -> None:
     heads["sinks"] = old.sinks if old.cfg.use_attention_sinks else no_sinks
     positions = old.cfg.positional_embedding_type
     write_heads(attn, heads, coordinate=_ALIBI if positions == "alibi" else 0)
-    if positions == "alibi" and old.attn_type == "global":  # with window 1, biases are 0
+    if positions == "alibi" and old.attn_type == "global":  # ALiBi is 0 in a window of 1
         slopes = old.create_alibi_multipliers(n_heads, old.b_Q.device)
         attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(old.cfg.n_ctx)
         attn.b_K[:n_heads, 0] = 1.0
@@ -299,8 +299,8 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
     """Return why `to_stock` refuses this model, without allocating weights."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
-            f"got a {type(model).__module__}.{type(model).__qualname__}; expected what "
-            f"attn_only_lens.convert returns{USE_INSTEAD}"
+            f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
+            f"model from attn_only_lens.convert{USE_INSTEAD}"
         ]
     if reasons := host_of(model).reasons():
         return reasons
@@ -375,7 +375,7 @@ def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
     now = sum(tensor.nbytes for tensor in model.state_dict().values())
     return {
         f"its weights would take {size:,} bytes ({size / _GIB:.3g} GiB), {stock_cfg.n_layers} "
-        f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, and "
+        f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, but "
         f"max_bytes is {max_bytes:,}. Use a source with fewer layers or a smaller d_mlp, raise "
         "max_bytes, or use the converted model itself, which takes "
         f"{now:,} bytes ({now / _GIB:.3g} GiB)": size > max_bytes,

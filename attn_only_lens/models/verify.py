@@ -1,4 +1,4 @@
-"""Compare the logits and residual stream of a converted or exposed model with the source's."""
+"""Compare the logits and residual stream of a converted or exposed model with its source."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -85,10 +85,10 @@ class Verification:
         """True if all tested differences are within their bounds.
 
         With exact gates, the logits without hooks must be bitwise equal to the source's logits, and
-        the logits with all hooks live must be within the tolerance. With bilinear gates, the logits
-        must equal those of the source with approximated activations up to rounding, and the error
-        of each activation must be within the certified bound. The effect of the approximation on
-        the logits is reported, but not tested.
+        the logits with hooks on all neuron-heads must be within the tolerance. With bilinear gates,
+        the logits must equal those of the source with approximated activations up to rounding, and
+        the error of each activation must be within the certified bound. The effect of the
+        approximation on the logits is reported, but not tested.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -307,7 +307,7 @@ def _row(point: str, expected: Tensor, computed: Tensor) -> dict[str, str | floa
 
 def _kl(expected: Tensor, computed: Tensor) -> Tensor:
     log_p, log_q = (to_float64_device(x).double().log_softmax(-1) for x in (expected, computed))
-    # Σ p (e^d - 1 - d) equals the KL divergence, because Σ p e^d = 1. No term is negative, so #
-    # rounding does not hide the tiny differences of an accurate conversion.
+    # Σ p (e^d - 1 - d) equals the KL divergence, because Σ p e^d = 1. No term is negative, so
+    # the sum does not lose tiny differences to rounding.
     difference = log_q - log_p
     return (log_p.exp() * (difference.expm1() - difference)).sum(-1)

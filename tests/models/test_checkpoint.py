@@ -354,7 +354,10 @@ DAMAGE = {
     "no layer": (lambda f: edit_manifest(f, layers=[]), "expected 3 layers"),
     "tied to nothing": (lambda f: edit_manifest(f, tied={"x": "y"}), "x is not a parameter"),
     "frozen nothing": (lambda f: edit_manifest(f, frozen=["x"]), "x is not a parameter"),
-    "other sizes": (other_sizes, "d_mlp=37.* expected 3 layers, the first LayerSizes.*d_mlp=53"),
+    "other sizes": (
+        other_sizes,
+        "d_mlp=37.* expected 3 layers, and LayerSizes.*d_mlp=53.* as the first",
+    ),
     "unknown field": (unknown_field, "warp_drive"),
     "unknown activation": (unknown_activation, "solu"),
     "tensors exchanged": (

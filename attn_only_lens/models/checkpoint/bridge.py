@@ -1,8 +1,8 @@
 """Save TransformerBridges with neuron-heads in place, as Hugging Face folders where possible.
 
 A Hugging Face folder holds the weights of the wrapped model under its own names, so
-`from_pretrained` and `boot_transformers` open it. Such a folder cannot hold processed weights,
-models from `boot_native`, or layer sizes that transformers does not support
+`from_pretrained` and `boot_transformers` can open such a folder. The folder cannot hold processed
+weights, models from `boot_native`, or layer sizes that transformers does not support
 (`transformers_module.py`). In these cases the tensors are saved in `bridge.safetensors`, under
 their names in the bridge. Only `load` reads this file: it builds the model from its configuration,
 repeats the weight processing, and fills in the tensors.
@@ -62,7 +62,7 @@ _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _POS = 7  # the number of positions in the comparison of logits
-# The attention implementations of transformers. Others could be code from the hub.
+# Only transformers' own attention implementations: others could be code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
@@ -226,7 +226,9 @@ def _from_config(
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
         cfg = TransformerBridgeConfig.from_dict(config | chosen)
         model: Any = NativeModel(cfg).to(dtype=dtype)
-        cfg.seed = config.get("seed")  # building with a seed would reset the random generators
+        cfg.seed = config.get(
+            "seed"
+        )  # a seed in `cfg` at build time would reset the random generators
         return {"model": model, "architecture": architecture, "tl_config": cfg}
     name = next(iter(config.get("architectures") or ()), None)
     kind: Any = getattr(transformers, str(name), None)
@@ -243,14 +245,14 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors. Tensors that share memory keep sharing it if their values agree."""
+    """Copy values into tensors, which still share memory afterwards unless the values differ."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # also changes other modules that hold this tensor
+            tensor.data = values[name]  # also changes other modules with this tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
@@ -319,7 +321,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
         wrong += [f"its {what} {', '.join(names[:5])} would differ"] * bool(names)
     attached, rebuilt = (find_hooks(bridge) for bridge in (model, twin))
     if attached != rebuilt:
-        wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
+        wrong.append(f"hooks from TransformerLens would be on {rebuilt.placeholders + rebuilt.own}")
     tensors, twin_tensors = _named(model), _named(twin)
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - twin_tensors)]
     wrong += [f"{name} is missing" for name in sorted(twin_tensors.keys() - tensors)]

@@ -2,7 +2,7 @@
 
 A model is built from the configuration of its source, and then filled with its tensors. `save` and
 `load` refuse tensors that do not fit. The layers of a converted model may differ in size: the
-configuration holds the sizes of layer 0, and `layers` holds those of every layer.
+configuration holds the sizes of layer 0, and `layers` holds the sizes of every layer.
 """
 
 from dataclasses import asdict
@@ -73,7 +73,7 @@ def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
 
 
 def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a model's manifest entries and its tensors, each tied tensor only once."""
+    """Return a model's manifest entries and its tensors, including each tied tensor only once."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
         layout, cfg, gating = "two blocks a layer", model.cfg.layer_cfg(0), model.cfg.gating
@@ -151,11 +151,11 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     first = [size.stock_fields for size in sizes[:1]]
     if (len(sizes), *first) != (source.cfg.n_layers, source_sizes.stock_fields):
         raise CheckpointError(
-            f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
-            f"first {source_sizes}"
+            f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, and "
+            f"{source_sizes} as the first"
         )
     if manifest["layout"] == "two blocks a layer":
         return converted_skeleton(source, gating, sizes)
     if set(sizes) != {source_sizes}:
-        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {source_sizes} for all")
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {source_sizes} in all")
     return source

@@ -63,8 +63,7 @@ class _Manifest(TypedDict):
 class _Kind(NamedTuple):
     """A kind of model: its manifest entries, and the functions that write and read its files.
 
-    `closed` lists patterns of files that loading reads; a matching file that the manifest does not
-    list is an error.
+    `closed` lists file patterns; loading fails if a file that matches them is not in the manifest.
     """
 
     fields: Any
@@ -86,11 +85,11 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     """Save a model with neuron-heads to a folder, completely or not at all.
 
     A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
-    `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes its
+    `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the
     neuron-heads. Only `load` can open other bridges: those with weights processed by
-    `enable_compatibility_mode`, those from `boot_native`, and grown ones whose sizes transformers
-    does not support. A saved bridge is loaded again and compared with the model, which briefly
-    needs memory for a second model.
+    `enable_compatibility_mode`, those from `boot_native`, and grown bridges with sizes that
+    transformers does not support. A saved bridge is loaded again and compared with the model, which
+    briefly needs memory for a second model.
 
     Args:
         model: a model that `convert` or `load` returned, or a model with exposed neuron-heads, in
@@ -156,7 +155,7 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Return whether `save` wrote this folder."""
+    """Return whether a folder was written by `save`."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):

@@ -2,8 +2,8 @@
 
 A bridge replaces modules of the wrapped model by bridge components: for example, `block.mlp.out`
 takes the place of `layer.mlp.down_proj`. If a user later puts another module there, such as an
-adapter, this module reads activations before edits, and the bridge's weights do not include its
-effect. (Joint attention keeps the wrapped model's own module.) `known_mlps` and
+adapter, this module reads activations before edits, and the bridge's weights do not include the
+module's effect. (Joint attention keeps the wrapped model's own module.) `known_mlps` and
 `require_bridge_weights` check the modules inside a component.
 """
 
@@ -19,12 +19,12 @@ _WRAPPED = "_original_component"
 
 
 def component_reasons(model: Any) -> list[str]:
-    """Return which components of a bridge are not run by the wrapped model, as error texts."""
+    """Return error texts for components of a bridge that the wrapped model does not run."""
     blocks = set(model._modules["blocks"])
     return [
         f"{name}: got a {_kind(placed)} as {path} of the model that the bridge wraps; expected "
         "this component of the bridge: put it back, or build the bridge again from a model "
-        "without adapters (merge_and_unload() of peft breaks a bridge, so call it before)"
+        "without adapters (peft's merge_and_unload() breaks a bridge: call it before building)"
         for name, component, owner, path in _components(model)
         if (placed := _module_at(owner, path)) is not None
         and placed is not component
@@ -46,7 +46,7 @@ def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
 
 
 def _components(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield the name, module, parent module and path from this parent of each bridge component."""
+    """Yield each bridge component's name, module, parent module, and path from the parent."""
     for name, module in model._modules.items():
         if name == "blocks":
             for layer, block in enumerate(module):

@@ -101,9 +101,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
         try:
             super().set_use_attn_result(use_attn_result)
         except NotImplementedError as error:
-            warnings.warn(
-                f"only {_RESULT} is switched, but not attn.hook_result: {error}", stacklevel=2
-            )
+            warnings.warn(f"set_use_attn_result affects only {_RESULT}: {error}", stacklevel=2)
         for heads in exposed_heads(self):
             heads.results = use_attn_result
 
@@ -129,18 +127,18 @@ class _ExposedMLPBridge:
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does, with head values that belong only to this run."""
+        """Run the MLP as TransformerLens does, with separate storage for head values."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """An MLP of a HookedTransformer with neuron-heads; it has no hook point for its output."""
+    """An MLP of a HookedTransformer with neuron-heads, without a hook point for the output."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the MLP's output, passed through hook_neuron_write if that hook point is used."""
+        """Return the MLP's output, passed through hook_neuron_write if there are hooks there."""
         heads = vars(self).get("_neuron_heads")
         if heads is None:  # after undo(), if torch.nn.utils.parametrize has changed the class
             return super().forward(x)  # type: ignore[misc]
@@ -186,7 +184,7 @@ _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 
 def show(model: Any, heads: list[InPlace]) -> None:
-    """Attach the neuron-heads of all layers to a stock model, and make the model an exposed one."""
+    """Attach the neuron-heads of all layers to a stock model, and switch to the exposed class."""
     for layer in heads:
         layer.attach()
         layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
@@ -220,5 +218,5 @@ def hidden(model: Any) -> Iterator[Any]:
 
 
 def exposed_heads(model: object) -> list[InPlace]:
-    """Return each layer's neuron-heads of an exposed model; an empty list for other models."""
+    """Return the neuron-heads of each layer, or an empty list if the model is not exposed."""
     return model._host(model).neurons if isinstance(model, _Exposed) else []

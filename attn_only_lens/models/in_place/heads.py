@@ -10,8 +10,8 @@ u → hook_pre_linear. The MLP's own code still runs. Neuron-heads tap the MLP's
 An edit at one hook point affects all later hook points, in this order: hook_pre, hook_q, hook_k,
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` lists the names
 that the hook points of heads have in the MLP.) An edit of a neuron at hook_post is split equally
-among the neuron's heads, so that the results sum to the output without the output bias. Exact heads
-replace nothing while their hook points have no hooks. Bilinear heads always replace the
+among the neuron's heads, so that the results sum to the MLP's output minus the output bias. Exact
+heads replace nothing while their hook points have no hooks. Bilinear heads always replace the
 activations.
 """
 
@@ -41,7 +41,7 @@ from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.host import POINTS, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # rounding errors allowed for an activation, which is computed in several steps
+_ROUNDINGS = 16  # rounding errors allowed, since activations are computed in several steps
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _every_example(value: Tensor) -> Tensor:
 
 
 class InPlace(NeuronHeads):
-    """The exact neuron-heads of one MLP in place. Their hook points are modules of the MLP."""
+    """The exact neuron-heads of one MLP, added in place as hook points of the MLP."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class InPlace(NeuronHeads):
 
     @property
     def points(self) -> dict[str, HookPoint]:
-        """The hook points of the heads, by their names in the MLP."""
+        """The hook points of the heads, keyed by their names in the MLP."""
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
@@ -196,7 +196,7 @@ class InPlace(NeuronHeads):
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
-        """Return the new input of hook_post instead of `post`, and z if hook_result has hooks."""
+        """Return hook_post's input instead of `post`, and z if hook_result has hooks."""
         values = self.passing.values
         q, up = (values.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
         if q is None:
@@ -301,7 +301,7 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """The bilinear neuron-heads of one MLP in place, with several heads per neuron."""
+    """The bilinear neuron-heads of one MLP, added in place, with several heads per neuron."""
 
     @property
     def _recomputes(self) -> bool:
@@ -394,7 +394,7 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     missing = [name for name in ("in", "out") if name not in linears]
     if missing:
         raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
-    # An adapted or quantised W_out computes more than its weight.
+    # A W_out with an adapter or quantisation does more than multiply by its weight.
     W_out = getattr(linears["out"], "original_component", None)
     kind = type(W_out)
     if kind not in (nn.Linear, Conv1D):
@@ -407,7 +407,7 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
                 "component with an adapter `layer`, call layer.merge() and "
                 "component.set_original_component(layer.get_base_layer())"
             )
-        raise UnknownMLPError(f"its W_out is a {got}, expected a Linear or a Conv1D: {advice}")
+        raise UnknownMLPError(f"its W_out is a {got}; expected a Linear or a Conv1D: {advice}")
     q = linears["gate" if "gate" in linears else "in"].hook_out
     u = linears["in"].hook_out if "gate" in linears else None
     layer = mlp.original_component if mlp.name is None else None

@@ -67,7 +67,7 @@ class _InPlaceHost(ModelHost):
         return [self.model.cfg.n_heads] * len(self.model.blocks)
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the index of a layer's block, which is the layer's own index."""
+        """Return the index of the block, which equals the index of the layer."""
         return layer
 
     def _mlp_reasons(self) -> list[str]:
@@ -88,12 +88,12 @@ class _InPlaceHost(ModelHost):
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the name of a residual stream hook point, as in TransformerLens."""
+        """Return TransformerLens' name of a hook point of the residual stream."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
 class HookedHost(HookedTransformerHost, _InPlaceHost):
-    """The host of an exposed `HookedTransformer`, which finds norms by the configuration."""
+    """The host of an exposed `HookedTransformer`, whose norms follow from the configuration."""
 
     def reasons(self) -> list[str]:
         """Return which MLPs were replaced, and which modules have an unknown class."""
@@ -113,7 +113,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
 
 
 class BridgeHost(_InPlaceHost):
-    """The host of an exposed `TransformerBridge`, which runs the bridge to find norms."""
+    """The host of an exposed `TransformerBridge`, whose norms are found by running the bridge."""
 
     def reasons(self) -> list[str]:
         """Return which MLPs or other components were replaced or wrapped."""
@@ -139,7 +139,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Check modules and hooks, and that each matrix is the one that its module applies."""
+        """Check modules and hooks, and check the weight matrices of the bridge."""
         super().require_weights()
         require_bridge_weights(self.model)
 

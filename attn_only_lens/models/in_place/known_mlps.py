@@ -1,4 +1,4 @@
-"""Recognise, by what they compute, MLPs whose neurons can be exposed as heads.
+"""Recognise MLPs whose neurons can be exposed as heads, based on what the MLPs compute.
 
 An MLP is known if the input of hook_post is act(q), act(q) · u or act(q) · u + b_in, for an
 activation act that has a gate. To check this, the MLP is run with random u, and with q from -12 to
@@ -40,7 +40,7 @@ from attn_only_lens.tl import GatedMLP, HookedTransformer
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
-_FAR = 1e4  # small enough for its product with u in float16
+_FAR = 1e4  # the product with u must fit in float16
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 def reasons_against_copying(model: Any) -> list[str]:
-    """Return why a model cannot be copied, as error texts."""
+    """Return error texts if a model cannot be copied."""
     if type(model) not in (TransformerBridge, HookedTransformer):
         return [
             f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "
@@ -60,7 +60,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
     for block in getattr(copied, "blocks", ()):
         block._teardown_capture_hooks()
     for module in [copy_ for copy_ in memo.values() if isinstance(copy_, nn.Module)]:
-        # In joint attention, this method is bound to the original model's adapter.
+        # In joint attention, split_qkv_matrix is bound to the original model's adapter.
         split: Any = vars(module).get("split_qkv_matrix")
         if getattr(split, "__self__", None) is model.adapter:
             vars(module)["split_qkv_matrix"] = getattr(copied.adapter, split.__name__)

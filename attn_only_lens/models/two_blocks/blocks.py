@@ -1,4 +1,4 @@
-"""The two blocks that replace a source layer: attention heads, and neurons as heads.
+"""The two blocks that replace a source layer: one for attention heads, one for neuron-heads.
 
 For a token with normalised residual x, the head of neuron i of a plain MLP computes
 
@@ -65,7 +65,7 @@ class QKAndOV:
 
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
-    """The d_mlp neuron-heads of one source MLP, with the MLP's parameters, names and shapes.
+    """The d_mlp neuron-heads of one source MLP, which keep the names of the MLP's parameters.
 
     `W_Q`, `W_K`, `W_V` and `W_O` are views with the shapes of head weights.
     """
@@ -136,45 +136,45 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     # Weights with the shapes of head weights
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """Repeat each neuron's row per head, times the head's "value", "w", "b" or "c" factor."""
+        """Repeat each neuron's row for each head, multiplied by the head's `factor`."""
         return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Query weights: W_in, or W_gate in a gated MLP; for bilinear heads, times slope b_j."""
+        """The query weights: b_j W_in, or b_j W_gate in a gated MLP (b_j = 1 for exact heads)."""
         weights = self.W_in if self.W_gate is None else self.W_gate
         return self._scale("b", weights.T.unsqueeze(-1))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_in, or zero in a gated MLP; for bilinear heads, times b_j, plus c_j."""
+        """The query biases: b_j b_in + c_j, or c_j in a gated MLP (c_j = 0 for exact heads)."""
         return self._scale("b", self._bias)
 
     @property
     def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Key weights: zero, since a neuron-head's keys do not depend on the token."""
+        """The key weights: zero, because the keys of neuron-heads do not depend on the token."""
         return torch.zeros_like(self.W_Q)
 
     @property
     def b_K(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Key biases for the token itself: zero (the bias token's key is a constant)."""
+        """The key biases for the token itself: zero (the bias token's key is a constant)."""
         return torch.zeros_like(self.b_Q)
 
     @property
     def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Value weights: W_in, sharing memory with W_Q; for a generalized SiLU, times a_1 a_2."""
+        """The value weights: a_1 a_2 W_in for a generalized SiLU, otherwise W_in itself."""
         self._refuse_product_value("W_V")
         return self._scale("value", self.W_in.T.unsqueeze(-1))
 
     @property
     def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Value biases: b_in, or zero in a gated MLP."""
+        """The value biases: b_in (for a generalized SiLU, a_1 a_2 b_in), or zero if gated."""
         self._refuse_product_value("b_V")
         return self._scale("value", self._bias)
 
     @property
     def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
-        """Output weights: W_out; for bilinear heads, times the weight w_j."""
+        """The output weights: w_j W_out, where w_j = 1 for exact heads."""
         return self._scale("w", self.W_out.unsqueeze(-2))
 
     @property
@@ -185,8 +185,8 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         if self.value_is_product:
             raise UnsupportedCallError(
                 f"a neuron-head in a gated MLP has no {name}: its value is the product "
-                "(x · W_gate) · (x · W_in), which no value matrix computes. Use W_gate and W_in of "
-                "model.blocks[i].attn, or hook_v for the values themselves"
+                "(x · W_gate) · (x · W_in), which no value matrix can compute. Use W_gate and W_in "
+                "of model.blocks[i].attn, or hook_v for the values themselves"
             )
 
 
@@ -209,7 +209,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_j b_in[i] + c_j, where c_j = ∞ is replaced by a large number."""
+        """The query biases b_j b_in[i] + c_j, in which a large number replaces c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Build converted models from a source model, or from a configuration and tensors.
 
 Without a source model, a skeleton is built on the meta device, so that nothing is computed and no
-random numbers are drawn. If a layer has other sizes than layer 0, its block is built from a
-separate configuration.
+random numbers are drawn. A layer whose sizes differ from those of layer 0 is built from a separate
+configuration.
 """
 
 import copy
@@ -139,9 +139,9 @@ def rebuild(
 ) -> AttentionOnlyTransformer:
     """Build a model like `model` with other weights, layer sizes or number of layers.
 
-    `tensors` holds all parameters and buffers by name. It omits the names in `tied`, which maps
-    each additional name of a tied parameter to the first name. `frozen` lists parameters that need
-    no gradient. `changes` are fields of the source's configuration, such as `d_model`.
+    `tensors` holds all parameters and buffers by name. For tied parameters, `tensors` has only the
+    first name, and `tied` maps the other names to the first. `frozen` lists parameters that need no
+    gradient. `changes` are fields of the source's configuration, such as `d_model`.
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
     gating = model.cfg.gating if gating is None else gating
@@ -160,7 +160,7 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return why tensors do not fit a skeleton, which needs no tensors for names in `tied`."""
+    """Return why tensors do not fit a skeleton; names in `tied` do not need tensors."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
@@ -171,7 +171,7 @@ def skeleton_misfits(
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return which tensors are missing, unknown or of another shape, as error texts."""
+    """Return which tensors do not fit; `growing` tensors may have any length along axis 0."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
     for name in filter(tensors.__contains__, expected):

@@ -32,8 +32,9 @@ def refuse_mlp_input(mlp_input: bool) -> None:
     """Refuse `mlp_input`, since blocks of a converted model have no input in the middle."""
     if mlp_input:
         raise UnsupportedCallError(
-            "mlp_input on a converted model: a block has one input. The input of the neurons of "
-            "source layer l is that of block 2l + 1: pass layer=2 * l + 1 and no mlp_input"
+            "mlp_input is not available on a converted model: a block has one input. The input "
+            "of the neurons of source layer l is that of block 2l + 1: pass layer=2 * l + 1 and "
+            "no mlp_input"
         )
 
 
@@ -42,8 +43,8 @@ class HeadRows(Tensor):
 
     Code for stock models splits these rows into `cfg.n_layers` parts. In a converted model,
     `cfg.n_layers` counts two blocks per layer, so each part would silently hold only half the heads
-    of a layer. This class raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`. If
-    the first axis of an operation's result has the same length, the result is again a `HeadRows`,
+    of a layer. This class raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`.
+    The result of an operation is again a `HeadRows` if the length of the first axis stays the same,
     otherwise a plain tensor.
 
     Example:
@@ -95,7 +96,7 @@ class HeadRows(Tensor):
                 raise UnsupportedCallError(
                     f"a stack of {len(rows)} heads was split into cfg.n_layers = {rows.n_blocks} "
                     "rows: a converted model has two blocks for each source layer, so a row would "
-                    f"hold half the heads of a layer. Split it into its {rows.n_blocks // 2} "
+                    f"hold half the heads of a layer. Split it into {rows.n_blocks // 2} "
                     "layers: layer=model.cfg.n_layers // 2"
                 )
             return cls.of(result, rows.n_blocks) if len(result) == len(rows) else result
@@ -133,11 +134,11 @@ class AttentionOnlyCache(ActivationCache):
             key = get_act_name(*path)
             if any(name in key for name in _MLP_POINTS):
                 raise UnsupportedCallError(
-                    f"{key} on a converted model: the MLP of source layer l is block 2l + 1. Use "
-                    'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
-                    'and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with '
-                    "bilinear gates, these are of heads: model.blocks[2l+1].attn.neuron_outputs(z) "
-                    "sums those of each neuron)"
+                    f"a converted model has no {key}: the MLP of source layer l is block 2l + 1. "
+                    'Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
+                    'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post '
+                    "(with bilinear gates, q and z are per head: blocks[2l+1].attn.neuron_outputs "
+                    "sums z over the heads of each neuron)"
                 )
         return self.cache_dict[key]
 
@@ -177,7 +178,7 @@ class AttentionOnlyCache(ActivationCache):
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Any:
-        """Return the outputs of the blocks before block `layer`, with neuron blocks as MLPs."""
+        """Return the outputs of the blocks before block `layer`; neuron blocks count as MLPs."""
         refuse_mlp_input(mlp_input)
         if mode not in ("all", "attn", "mlp"):
             raise ValueError(f"got mode={mode!r}; expected 'all', 'attn' or 'mlp'")
@@ -205,7 +206,7 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of the attention heads before block `layer`.
 
-        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … Split rows by layer with
+        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … Split by layer with
         `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
@@ -279,7 +280,7 @@ class AttentionOnlyCache(ActivationCache):
         return_labels: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Return head and neuron (or neuron block) outputs, the embeddings and the biases."""
+        """Return the outputs of heads and neurons (or neuron blocks), embeddings and biases."""
         refuse_mlp_input(mlp_input)
         stack = _Stack(self, layer, pos_slice, apply_ln, project_output_onto)
         for block in range(0, stack.end, 2):
@@ -383,7 +384,7 @@ class _OutputNorm:
             self.scale = positions.apply(scale, dim=-2)
 
     def rescale(self, written: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Centre output vectors and multiply by the gain, which do not depend on the position."""
+        """Centre output vectors and multiply them by the gain, independently of the position."""
         return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
@@ -444,7 +445,9 @@ class _Stack:
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
         every = torch.arange(self.cache.model.cfg.layer_sizes[layer].d_mlp, device="cpu")
-        neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # keeps the axis for an integer
+        neurons = (
+            _slice(wanted).apply(every, dim=0).reshape(-1)
+        )  # keeps the axis even for an integer
         results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.components.append(results.movedim(-2, 0))
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
@@ -475,5 +478,5 @@ class _Stack:
 
 
 def _slice(wanted: Any) -> Slice:
-    """Return a TransformerLens `Slice`, in which an integer removes the axis."""
+    """Return a TransformerLens `Slice`; indexing with an integer removes the axis."""
     return wanted if isinstance(wanted, Slice) else Slice(wanted)

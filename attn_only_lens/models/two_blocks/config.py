@@ -98,7 +98,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     `n_layers` is the number of blocks. Reading `n_heads` raises an error, because code that loops
     over `n_layers` × `n_heads` would silently skip most neuron-heads. If source layers differ in
     size, `n_key_value_heads`, `d_head` (of queries and keys) and `attn_scale` have the values of
-    layer 0. Reading `d_mlp` raises an error if layers differ in it.
+    layer 0. Reading `d_mlp` raises an error if layers differ in their number of neurons.
     """
 
     gating: Gating
@@ -138,8 +138,8 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         m = self.gating.heads_per_neuron
         counts = by_layer([f"{sizes.n_heads} and {sizes.d_mlp * m}" for sizes in self.layer_sizes])
         raise UnsupportedCallError(
-            f"cfg.n_heads of a converted model: its {self.n_layers} blocks alternate between "
-            f"attention heads and neuron-heads ({counts}), so there is no single number. Use "
+            f"a converted model has no cfg.n_heads: its {self.n_layers} blocks alternate between "
+            f"attention heads and neuron-heads ({counts}), so no single number is correct. Use "
             "model.blocks[i].cfg.n_heads for a block, "
             "model.cfg.layer_sizes[l].n_heads for the attention heads of a source layer, and "
             "model.all_head_labels(neurons=True) for every head. Instead of TransformerLens' "
@@ -156,7 +156,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         counts = [sizes.d_mlp for sizes in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
-                f"cfg.d_mlp of a converted model whose layers differ ({by_layer(counts)}): use "
+                f"cfg.d_mlp has no single value, since layers differ ({by_layer(counts)}): use "
                 "model.cfg.layer_sizes[l].d_mlp, or model.blocks[i].cfg.d_mlp"
             )
         return counts[0]
@@ -168,12 +168,12 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return the source's stock configuration; raise an error if a stock model cannot exist."""
+        """Return the source's stock configuration; raise an error unless `has_stock_sizes`."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
-                "source_cfg of a converted model whose layers differ, or whose values have another "
-                "width than queries and keys: no stock model has these sizes. "
-                f"It has {by_layer(self.layer_sizes)}. Use model.cfg for common settings, "
+                "this model has no source_cfg, because its layers differ in size, or values and "
+                "queries differ in width: no stock model has these sizes. "
+                f"The sizes are {by_layer(self.layer_sizes)}. Use model.cfg for common settings, "
                 "model.cfg.layer_sizes[l] or model.blocks[i].cfg for sizes, and "
                 "model.cfg.layer_cfg(l) for a stock configuration with every layer like layer l"
             )

@@ -47,7 +47,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A descriptor that stacks a weight over all source layers; None if layers lack this weight."""
+    """A weight, stacked over all source layers, or None if the layers have no such weight."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -161,7 +161,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates of each layer as plain data, which is the same for all layers."""
+        """Return the gates of each layer as plain data; all layers have the same gates."""
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
@@ -281,7 +281,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return the gate of one neuron, summed over the neuron's heads."""
+        """Return the gate of one neuron, a weighted sum over the neuron's heads."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
@@ -344,11 +344,11 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return out, cache
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Turn `hook_mlp_in` on or off, a separate copy of each neuron block's input."""
+        """Turn `hook_mlp_in`, a separate copy of each neuron block's input, on or off."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Turn `hook_attn_in` of attention heads on or off; refuse grouped-query attention."""
+        """Turn `hook_attn_in` on or off; raise an error for grouped-query attention."""
         if use_attn_in and any(sizes.n_key_value_heads for sizes in self.cfg.layer_sizes):
             raise UnsupportedCallError(
                 "hook_attn_in with grouped-query attention: call set_use_split_qkv_input instead"

@@ -68,7 +68,7 @@ _REFUSED: tuple[_Refusal, ...] = (
     ),
 )
 
-# The endings of hook names that fire only if a flag of cfg is set, and the flag.
+# Endings of hook names, and the flags of cfg that these hook points need to fire.
 _SWITCHES = {
     "attn.hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",
@@ -88,7 +88,7 @@ def _refuse_all() -> None:
     for names, kind, reason, instead in _REFUSED:
         for name in names:
             use = instead.format(name)
-            text = f"{name} on a converted model: {reason}. Use {use}"
+            text = f"{name} is not available on a converted model: {reason}. Use {use}"
 
             def refuse(self: object, *args: object, text: str = text, **kwargs: object) -> NoReturn:
                 raise UnsupportedCallError(text)
