@@ -28,8 +28,7 @@ absolute error. Half precision cannot represent the outputs of single heads.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
 `fit_gated_gates.py`). Each w is a multiple of 2^-23, so float32 represents every partial sum
-exactly. The bounds hold in real arithmetic (`analyses/tools/certificates.py`); rounding adds
-further error.
+exactly. The bounds, which `analyses/tools/certificates.py` proves, exclude rounding errors.
 """
 
 import json
@@ -169,15 +168,13 @@ def bilinear_gate(
     """Return the bilinear gate of an activation, with its coefficients and certified bound.
 
     For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is within
-    `tolerance`. For gated MLPs, this is the gate with the smallest tabulated limit that is at least
-    `limit`.
+    `tolerance`. For gated MLPs, this is the gate with the smallest tabulated limit >= `limit`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
     one-head gates.
 
     Args:
-        act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh or relu; in plain MLPs also
-            quick_gelu.
+        act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, relu or (plain MLPs) quick_gelu.
         heads: the number of heads per neuron. In plain MLPs it is 1, 2, 4, 6 or 8 for the gelus and
             1 for the other activations; in gated MLPs it is 4, 6, 8 (the default) or 12.
         tolerance: in plain MLPs, the largest error over all real q, at least 1e-12; 1e-3 by
@@ -188,8 +185,7 @@ def bilinear_gate(
         limit: in gated MLPs, the largest |q| to cover.
 
     Raises:
-        ValueError: the activation, number of heads or limit is unknown, or no gate is within the
-            tolerance.
+        ValueError: an argument is invalid, or no gate is within the tolerance.
 
     Example:
         >>> from attn_only_lens.gates import bilinear_gate

@@ -107,8 +107,7 @@ def expose_neuron_heads(
     v, attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
     point of the result fires only after `model.set_use_attn_result(True)`.
 
-    To check that the outputs stay the same, each MLP is run on a small random batch before and
-    after exposing.
+    Each MLP is run on a random batch before and after exposing, to check that its outputs agree.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.

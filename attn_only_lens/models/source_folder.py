@@ -1,9 +1,8 @@
 """Read a HookedTransformer from a folder with `config.json` and `model.safetensors`.
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`. `model.safetensors` holds the
-state dict; masks and rotary tables, which TransformerLens computes, may be missing. A tokenizer, if
-any, is in `tokenizer/`. If the command `grow` wrote the folder, `provenance.json` holds a digest of
-every file.
+state dict; masks and rotary tables, which TransformerLens computes, may be missing. `tokenizer/` is
+optional. If the command `grow` wrote the folder, `provenance.json` holds digests.
 """
 
 import os
@@ -176,8 +175,7 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 def original_tokenizer(tokenizer: Any) -> Any:
     """Return a tokenizer as loaded from its files, or unchanged if its files are missing or differ.
 
-    TransformerLens makes tokenizers prepend BOS, and uses EOS in place of a missing BOS or padding
-    token. This function undoes both changes.
+    TransformerLens makes tokenizers prepend BOS, and replaces missing special tokens by EOS.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))

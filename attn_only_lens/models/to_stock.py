@@ -73,9 +73,8 @@ def to_stock(
     head j of neuron i. In the pattern [batch, head_index, query_pos, key_pos], the diagonal holds
     the weight of each token on itself; all other entries are 0.
 
-    `max_bytes` limits only the weights. In each layer, a forward pass also allocates a pattern with
-    heads · pos · pos numbers per prompt, and a key-value cache has 2 · heads · d_head numbers per
-    token.
+    `max_bytes` limits only the weights. In each layer, a forward pass also allocates heads · pos ·
+    pos numbers per prompt for the pattern, and a key-value cache has 2 · heads · d_head per token.
 
     Padding tokens do not attend to themselves in a stock model, so their logits differ from those
     of the converted model. The logits of all other tokens agree.

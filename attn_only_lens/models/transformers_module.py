@@ -4,8 +4,8 @@
 to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. The
 forward passes do not need these restrictions, because they read sizes from matrices or module
 attributes. So this module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers of
-different sizes. Since only this package reads `d_mlp_by_layer`, transformers cannot open a folder
-that uses this entry.
+different sizes. transformers cannot open a folder with `d_mlp_by_layer`, which only this package
+reads.
 
 *Quantised weights* are refused, because analyses read, slice, scale and compare the matrices of
 heads. Packed or scaled integers do not allow this, and libraries unpack them differently on each

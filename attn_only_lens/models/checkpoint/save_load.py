@@ -63,7 +63,7 @@ class _Manifest(TypedDict):
 class _Kind(NamedTuple):
     """A kind of model: its manifest entries, and the functions that write and read its files.
 
-    `closed` lists file patterns; loading fails if a file that matches them is not in the manifest.
+    `closed` lists file patterns; matching files that are not in the manifest are refused.
     """
 
     fields: Any
@@ -94,8 +94,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     Args:
         model: a model that `convert` or `load` returned, or a model with exposed neuron-heads, in
             its current state. Hooks are not saved.
-        folder: the destination. An earlier save there is replaced; a folder with other files is
-            refused.
+        folder: the destination. An earlier save there is replaced; other files are refused.
         source_name: the name of the source; by default `cfg.model_name`.
 
     Returns:

@@ -11,8 +11,7 @@ An edit at one hook point affects all later hook points, in this order: hook_pre
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` lists the names
 that the hook points of heads have in the MLP.) An edit of a neuron at hook_post is split equally
 among the neuron's heads, so that the results sum to the MLP's output minus the output bias. Exact
-heads replace nothing while their hook points have no hooks. Bilinear heads always replace the
-activations.
+heads replace nothing unless they have hooks. Bilinear heads always replace the activations.
 """
 
 from collections.abc import Iterator
@@ -69,8 +68,7 @@ def activation_error(
 ) -> Float[Tensor, ""]:
     """Return the largest |post - (act(q) · u + b_in)|, divided by the allowed rounding error.
 
-    `gate` is the exact gate of act, `post` the input of hook_post, and `b_in` the bias of a
-    GatedMLP.
+    `gate` is the exact gate of act, `post` the input of hook_post, `b_in` a GatedMLP's bias.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in

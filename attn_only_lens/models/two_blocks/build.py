@@ -1,8 +1,7 @@
 """Build converted models from a source model, or from a configuration and tensors.
 
 Without a source model, a skeleton is built on the meta device, so that nothing is computed and no
-random numbers are drawn. A layer whose sizes differ from those of layer 0 is built from a separate
-configuration.
+random numbers are drawn. Layers of other sizes than layer 0 are built from separate configurations.
 """
 
 import copy

@@ -3,8 +3,7 @@
 As in the rest of TransformerLens' API, `layer` is the index of a block. Labels name source layers
 (`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads and neurons cannot
 be used: they assume that all layers have the same number of heads, end only at whole layers, and
-ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), without which the components do not sum to the
-stream.
+ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), so components would not sum to the stream.
 """
 
 import copy
@@ -44,8 +43,7 @@ class HeadRows(Tensor):
     Code for stock models splits these rows into `cfg.n_layers` parts. In a converted model,
     `cfg.n_layers` counts two blocks per layer, so each part would silently hold only half the heads
     of a layer. This class raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`.
-    The result of an operation is again a `HeadRows` if the length of the first axis stays the same,
-    otherwise a plain tensor.
+    Operations that change the length of the first axis return plain tensors.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -216,8 +214,7 @@ class AttentionOnlyCache(ActivationCache):
             pos_slice: positions; all by default.
             apply_ln: whether to apply the norm at the input of block `layer`.
             neurons: whether to add neuron-heads, block by block. This takes d_mlp vectors of size
-                d_model per token; `stack_neuron_results` with `project_output_onto` takes far less
-                memory.
+                d_model per token; `stack_neuron_results` with `project_output_onto` takes far less.
         """
         stack = _Stack(self, layer, pos_slice, apply_ln)
         for block in range(stack.end):
@@ -402,8 +399,7 @@ class _Stack:
     """Components of the stream before a block at given positions, optionally normed and projected.
 
     For a projection P and a fixed scale s, LN(x) @ P = x @ (P - mean of P over d_model) / s, since
-    centring is a symmetric map. So components are projected first, and the norm is applied to the
-    small results.
+    centring is symmetric. So components are projected first, and then normed.
     """
 
     def __init__(

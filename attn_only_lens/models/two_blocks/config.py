@@ -2,8 +2,8 @@
 
 Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
 Since the output of a block is a sum over heads, layers may differ in their numbers of heads and
-neurons (`rebuild`), and values may have another width than queries and keys. Only d_model is the
-same everywhere.
+neurons (`rebuild`), and values may have another width than queries and keys. All layers share
+d_model.
 """
 
 import copy

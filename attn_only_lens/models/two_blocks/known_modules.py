@@ -26,8 +26,7 @@ def reasons_against(
 ) -> list[str]:
     """Return why this model cannot be converted exactly. (`hook_reasons` checks hooks.)
 
-    If `needs_mlp` is False, models without MLPs are allowed. If `silu` is given, the activation
-    must be this one.
+    `needs_mlp=False` allows models without MLPs. If `silu` is given, `silu` must be the activation.
     """
     if not isinstance(model, HookedTransformer):
         return [
