@@ -83,7 +83,7 @@ class GeneralizedSiLU:
 
     @property
     def gate(self) -> Gate:
-        """The exact gate; for equal coefficients, the same object."""
+        """The exact gate, which is cached: equal coefficients give the same object."""
         return _silu_gate(float(self.a_1), float(self.a_2))
 
 

@@ -14,7 +14,7 @@ which positive factors cancel.
 In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
 norms differ between versions, so the bridge is run once on two tokens (attached hooks fire). A norm
 precedes a sublayer if the norm's output equals the sublayer's input, and follows a sublayer if the
-norm's input equals the sublayer's output. A bridge's W_Q, W_in and so on are compared with its
+norm's input equals the sublayer's output. A bridge's W_Q, W_in and so on are checked against its
 modules.
 """
 

@@ -245,7 +245,7 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors, which still share memory afterwards unless the values differ."""
+    """Copy values into tensors. Tensors that share memory still do so if their values agree."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:

@@ -194,7 +194,7 @@ class InPlace(NeuronHeads):
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
-        """Return hook_post's input instead of `post`, and z if hook_result has hooks."""
+        """Return the new input of hook_post, and z if hook_result has hooks."""
         values = self.passing.values
         q, up = (values.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
         if q is None:
