@@ -1,33 +1,34 @@
-"""Bilinear gates: an activation as several heads per neuron, with softmax over bilinear scores.
+"""Bilinear gates: approximate an activation with several softmax attention heads per neuron.
 
-If the activation α is not silu, a neuron needs m heads, which share one value and one output
-vector. Let q be the pre-activation that the gate reads:
+A neuron has m heads, which share one value and one output vector (m = 1 suffices for silu). Let q
+be the neuron's pre-activation (in a gated MLP, x · W_gate[:, i]). Then
 
     head j   scores  0 for the token itself, -(b_j q + c_j) for the bias token
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
              output  w_j · σ(b_j q + c_j) · value · W_out[i]
 
-The heads sum to value · p(q) · W_out[i] with the mixture p(q) = Σ_j w_j σ(b_j q + c_j).
+The head outputs sum to value · p(q) · W_out[i], where p(q) = Σ_j w_j σ(b_j q + c_j) is the mixture.
 
-In a plain MLP, the value is q, and q · p(q) approximates α(q) within `bound` for every real q. This
-needs Σ_j w_j = 1. silu (b = 1) and quick_gelu (b = 1.702) are exact with one head, by Theorem 3 of
-"Attention-Only Transformers and Implementing MLPs with Attention Heads". gelu and its tanh forms
-take 1, 2, 4, 6 or 8 heads. One head has an error of .0203 with the paper's slope 1.702 and .0139
-with the best slope; four heads have an error of 2.4e-5. relu is approximated by one head of slope
-k, with an error of at most W(1/e)/k = .27846…/k (Lambert's W); its scores grow to k |q|.
+In a plain MLP, the value is q, and q · p(q) approximates the activation α(q) within `bound` for
+every real q, which requires Σ_j w_j = 1. silu (b = 1) and quick_gelu (b = 1.702) are exact with one
+head, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads". gelu
+and its tanh forms take 1, 2, 4, 6 or 8 heads. For gelu, one head has an error of .0203 with the
+paper's slope 1.702 and .0139 with the best slope; four heads have an error of 2.4e-5. relu is
+approximated by one head of slope k, with scores up to k |q| and an error of at most W(1/e)/k =
+.27846…/k, where W is the Lambert function.
 
-In a gated MLP, a neuron is α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The value is
-u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b = 0 and
-c = ∞, so it is linear, as in Theorem 7. The paper covers only plain MLPs; we know no publication
-about gated MLPs. A sum of sigmoids is bounded and α is not, so no number of heads covers every q.
-The linear part of α comes from wide sigmoids that cancel, which costs about 2^-22 Σ|w| in float32.
-For relu, one fit on [-1, 1] serves all limits: multiply its error and weights by the limit. The
-bound is absolute, and half precision cannot represent the outputs of single heads.
+In a gated MLP, a neuron computes α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The
+value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b
+= 0 and c = ∞, so this head is linear, as in Theorem 7. The paper covers only plain MLPs; we know of
+no publication that covers gated MLPs. A sum of sigmoids is bounded and α is not, so no finite
+number of heads can approximate α for every q. The linear part of α comes from wide sigmoids that
+nearly cancel, which costs about 2^-22 Σ|w| of precision in float32. For relu, a single fit on
+[-1, 1] serves all limits, because its error and its weights scale with the limit. `bound` is an
+absolute error. Half precision cannot represent the outputs of single heads.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
 `fit_gated_gates.py`). Each w is a multiple of 2^-23, so float32 represents every partial sum
-exactly. The bounds hold in real arithmetic (`analyses/tools/certificates.py`); rounding adds to
-them.
+exactly. The bounds, which `analyses/tools/certificates.py` proves, exclude rounding errors.
 """
 
 import json
@@ -47,16 +48,16 @@ from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
 _DEFAULT_TOLERANCE = 1e-3  # gelu needs 4 heads for this tolerance
 _DEFAULT_GATED_HEADS = 8
-_LEAST_TOLERANCE = 1e-12  # about float64 precision; float32 can represent relu's slope
-_LARGEST_LIMIT = 2.0**64  # far inside the range of float32
-_RELU_CONSTANT = 0.2784645427611  # max of x / (1 + exp x), rounded up
+_LEAST_TOLERANCE = 1e-12  # close to float64 precision; the slope of relu fits in float32
+_LARGEST_LIMIT = 2.0**64  # well inside the range of float32
+_RELU_CONSTANT = 0.2784645427611  # the maximum of x / (1 + exp x), rounded up
 _EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
 _SPELLINGS = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
 @dataclass(frozen=True)
 class BilinearGate:
-    """Approximate an activation with the m heads of one neuron, by softmax over bilinear scores.
+    """Approximate an activation with the m softmax attention heads of one neuron.
 
     Attributes:
         name: the activation α, as in TransformerLens (`cfg.act_fn`).
@@ -102,7 +103,7 @@ class BilinearGate:
 
     @property
     def gated(self) -> bool:
-        """True for gated MLPs, where the mixture approximates α(q) and the value is u."""
+        """True for a gated MLP's gate, where the mixture approximates α(q) and the value is u."""
         return self.limit < math.inf
 
     @property
@@ -112,7 +113,7 @@ class BilinearGate:
 
     @property
     def amplification(self) -> float:
-        """The mixture's rounding error divided by α's: Σ_j |w_j| / limit, at least 1."""
+        """The mixture's rounding error relative to that of α: max(1, Σ_j |w_j| / limit)."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
@@ -122,20 +123,20 @@ class BilinearGate:
         return (q * q.new_tensor(self.b) + q.new_tensor(self.c)).clamp(-largest, largest)
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head key=2"]:
-        """Return the scores of (self, bias) of each head: (0, -(b_j q + c_j))."""
+        """Return each head's attention scores of (self, bias): (0, -(b_j q + c_j))."""
         bias = -self.query(q).to(q.dtype)
         return torch.stack([torch.zeros_like(bias), bias], dim=-1)
 
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head key=2"]:
-        """Return the pattern over (self, bias) of each head: (σ(b_j q + c_j), σ(-b_j q - c_j))."""
+        """Return each head's attention to (self, bias): (σ(b_j q + c_j), σ(-b_j q - c_j))."""
         query = self.query(q)
         return torch.stack([query.sigmoid(), (-query).sigmoid()], dim=-1).to(q.dtype)
 
     def mixture(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return Σ_j w_j σ(b_j q + c_j), in float32 or float64: α(q) / q, or α(q) for a gated MLP.
+        """Return Σ_j w_j σ(b_j q + c_j) ≈ α(q) / q (in gated MLPs, ≈ α(q)), in at least float32.
 
-        Heads are added one by one and in place, which saves time and needs 1/m of the memory. The
-        backward pass of σ needs only its output, so no step overwrites a value that it needs.
+        Heads are added in place, one at a time, which saves time and needs 1/m of the memory.
+        In-place addition is safe, since the backward pass of σ needs only the output of σ.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -152,7 +153,7 @@ class BilinearGate:
 
 
 def largest_query(dtype: torch.dtype) -> float:
-    """Return a quarter of a dtype's largest number, which leaves room for edits of the key."""
+    """Return a quarter of the dtype's largest number, so that edits of the key do not overflow."""
     return torch.finfo(dtype).max / 4
 
 
@@ -167,15 +168,13 @@ def bilinear_gate(
     """Return the bilinear gate of an activation, with its coefficients and certified bound.
 
     For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is within
-    `tolerance`. For gated MLPs, it is the gate with the smallest limit in the table that covers
-    `limit`.
+    `tolerance`. For gated MLPs, this is the gate with the smallest tabulated limit >= `limit`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
-    gates with one head.
+    one-head gates.
 
     Args:
-        act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh or relu; in plain MLPs also
-            quick_gelu.
+        act_fn: silu, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, relu or (plain MLPs) quick_gelu.
         heads: the number of heads per neuron. In plain MLPs it is 1, 2, 4, 6 or 8 for the gelus and
             1 for the other activations; in gated MLPs it is 4, 6, 8 (the default) or 12.
         tolerance: in plain MLPs, the largest error over all real q, at least 1e-12; 1e-3 by
@@ -186,8 +185,7 @@ def bilinear_gate(
         limit: in gated MLPs, the largest |q| to cover.
 
     Raises:
-        ValueError: the activation, number of heads or limit is unknown, or no gate is within the
-            tolerance.
+        ValueError: an argument is invalid, or no gate is within the tolerance.
 
     Example:
         >>> from attn_only_lens.gates import bilinear_gate
@@ -225,7 +223,7 @@ def bilinear_gate(
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the gate for plain MLPs with the fewest heads within a tolerance, or with `heads`."""
+    """Return the plain-MLP gate with the fewest heads (or exactly `heads`) within a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -244,7 +242,7 @@ def _within(act_fn: str, heads: int | None, tolerance: float | None) -> Bilinear
 
 @cache
 def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
-    """Return a gate with one head for plain MLPs."""
+    """Return the one-head gate with a given slope, for plain MLPs."""
     gate = _plain(act_fn, _DEFAULT_TOLERANCE)[0]
     if slope == "paper" and act_fn not in ("relu", *_EXACT_SLOPES):
         slope = QUICK_GELU_SLOPE
@@ -268,9 +266,9 @@ def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
 def _slope_bound(act_fn: str, slope: float) -> float:
     """Bound how far SiLU(slope · q) / slope is from a gelu, for a slope from 1 to 3.2.
 
-    The error is even in q. `analyses/tools/certificates.py` proves that between grid points with
-    spacing h = 2^-10 the error is at most h²/8 · (3.1 + 0.87 · 3.2) < 7e-7 larger than at the grid
-    points, and that it is below 5e-8 for q > 20.
+    The error is even in q, and is computed on a grid with spacing h = 2^-10.
+    `analyses/tools/certificates.py` proves that the error between grid points is larger by at most
+    h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and that the error is below 5e-8 for q > 20.
     """
     q = torch.arange(20 * 2**10 + 1, dtype=torch.float64, device="cpu") / 2**10
     error = q * (torch.sigmoid(-slope * q) - GATES[act_fn].bias_weight(q))
@@ -278,7 +276,7 @@ def _slope_bound(act_fn: str, slope: float) -> float:
 
 
 def _plain(act_fn: str, relu_tolerance: float) -> Sequence[BilinearGate]:
-    """Return the gates for plain MLPs, fewest heads first."""
+    """Return the gates for plain MLPs, sorted by the number of heads."""
     if act_fn == "relu":
         slope = _RELU_CONSTANT / relu_tolerance
         return [BilinearGate(act_fn, (1.0,), (slope,), (0.0,), relu_tolerance)]
@@ -294,7 +292,7 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
             f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}, the largest "
             "|q| to cover"
         )
-    if act_fn == "relu":  # fit once and rescale by a power of two, without rounding
+    if act_fn == "relu":  # rescale the only fit by a power of two, without rounding
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
         gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
         w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)
@@ -303,8 +301,8 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     if not covering:
         largest = max(gate.limit for gate in gates)
         raise ValueError(
-            f"got limit={limit:g}; {act_fn} has gates up to {largest:g}: use the exact gate, or "
-            f"pass limit={largest:g} and let `verify` measure the error on larger inputs"
+            f"got limit={limit:g}; {act_fn} gates cover |q| <= {largest:g}: use the exact gate "
+            f"or pass limit={largest:g} and let `verify` measure the error on larger inputs"
         )
     return min(covering, key=lambda gate: gate.limit)
 
@@ -332,13 +330,13 @@ def _fitted(
 
 @cache
 def table(kind: Literal["plain", "gated"]) -> tuple[BilinearGate, ...]:
-    """Return every fitted gate for one kind of MLP, fewest heads first for each activation."""
+    """Return all fitted gates for one kind of MLP, in the order of the JSON file."""
     file = resources.files("attn_only_lens.gates").joinpath(f"{kind}.json")
     return gates_from_json(file.read_text("utf-8"))
 
 
 def gates_from_json(text: str) -> tuple[BilinearGate, ...]:
-    """Read gates from JSON: a list of objects with the fields of `BilinearGate`."""
+    """Read gates from a JSON list of objects with the fields of `BilinearGate`."""
     return tuple(
         BilinearGate(**entry | {name: tuple(entry[name]) for name in "wbc"})
         for entry in json.loads(text)

@@ -1,21 +1,20 @@
 """Exact gates: an activation function as the attention pattern of a neuron-head.
 
-An activation α with α(q) = q · p(q) and p(q) in [0, 1] is a head that attends to its own token
-with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value is zero and
-the token's own value is q, so the head's output is p(q) · q = α(q). (A generalized SiLU has one
-more factor, which belongs to the value; see `gating.py`.)
+An activation α with α(q) = q · p(q) and p(q) in [0, 1] is computed by a head that attends to its
+own token with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value
+is zero and the token's own value is q, so the head's output is p(q) · q = α(q). (For a generalized
+SiLU, the value has one more factor; see `gating.py`.)
 
-As in the paper, the score of the token itself is 0. So we need
+As in the paper, the token's score for itself is 0. So we need
 
     score of the bias token = -logit p(q) = -log_odds(q)
 
-so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu `log_odds` is
-linear in q, exactly as in the paper's Theorem 3; for the other activations, the score is a monotone
-function of a bilinear form. ("Attention-Only Transformers and Implementing MLPs with Attention
-Heads", Theorem 3.)
+so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu, `log_odds` is linear
+in q, exactly as in Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
+Heads". For the other activations, the score is a monotone function of a bilinear form.
 
-A gate's weights are computed in the model's dtype, or in float32 for models in half precision,
-because the cubic inside gelu_new overflows float16 near |q| = 100, long before the activation does.
+Attention weights are computed in the model's dtype, but in float32 for half-precision models,
+because the cubic term of gelu_new overflows float16 near |q| = 100, long before gelu_new does.
 """
 
 import math
@@ -37,7 +36,7 @@ _GELU_FAST_SLOPE = 2.0 * 0.7978845608
 
 @dataclass(frozen=True)
 class Gate:
-    """Split attention between a token and the bias token as one activation function requires.
+    """Split attention between a token and the bias token so that the head computes an activation.
 
     Attributes:
         name: the activation's name in TransformerLens (`cfg.act_fn`).
@@ -65,15 +64,15 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of q for which a token attends to itself; it is -1 if the slope is negative."""
+        """The sign of q for which a token attends mostly to itself: -1 for a negative slope."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
-        """Return the scores of (self, bias) before the softmax: (0, -logit p(q)).
+        """Return the attention scores for (self, bias): (0, -logit p(q)).
 
-        Scores are finite: if the log-odds exceed the range of the dtype (for relu they are ±∞
-        everywhere), they are clamped to the dtype's largest numbers. This does not change the
-        softmax, and arithmetic on cached scores never computes ∞ - ∞.
+        Log-odds outside the range of the dtype (for relu, ±∞ everywhere) are clamped to the dtype's
+        largest finite numbers. Clamping does not change the softmax, and ensures that arithmetic on
+        cached scores never computes ∞ - ∞.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
@@ -81,28 +80,28 @@ class Gate:
         return torch.stack([torch.zeros_like(bias), bias], dim=-1)
 
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
-        """Return the pattern over (self, bias): (p(q), 1 - p(q)).
+        """Return the attention pattern over (self, bias): (p(q), 1 - p(q)).
 
-        Each gate satisfies p(-q) = 1 - p(q) (except relu at zero), so neither weight is computed
-        by a subtraction that loses digits.
+        Since p(-q) = 1 - p(q) (except for relu at zero), the weight 1 - p(q) is computed without a
+        subtraction, which would lose digits.
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
         return torch.stack(weights, dim=-1).to(q.dtype)
 
     def bias_weight(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return 1 - p(q), without cancellation."""
+        """Return 1 - p(q), computed without cancellation."""
         if self.name == "relu":
-            return 1.0 - self.self_weight(q)  # exact, for 0 and 1
+            return 1.0 - self.self_weight(q)  # exact, because the weight is 0 or 1
         return self.self_weight(-q)
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return scale · q · p(q), the activation."""
+        """Return the activation, scale · q · p(q)."""
         working = float32_if_half(q)
         return (self.self_weight(working) * self.values(working)).to(q.dtype)
 
     def values(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return scale · q, the value of a token in a plain MLP; q itself if the scale is 1."""
+        """Return the value of a token in a plain MLP: scale · q, or q itself if the scale is 1."""
         return q if self.scale == 1.0 else self.scale * q
 
 
@@ -111,12 +110,12 @@ def _logistic(name: str, log_odds: Callable[[Tensor], Tensor]) -> Gate:
 
 
 def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
-    """Return the gate of scale · q · σ(slope · q)."""
+    """Return the gate of the activation scale · q · σ(slope · q)."""
     return replace(_logistic(name, lambda q: slope * q), slope=slope, scale=scale)
 
 
 def _clamp(q: Tensor) -> Tensor:
-    """Clamp q far in the tails, where p is 0 or 1, so that the log-odds have finite gradients."""
+    """Clamp q to ±1e9, where p is 0 or 1, so that the log-odds have finite gradients."""
     return q.clamp(-1e9, 1e9)
 
 
@@ -149,7 +148,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return a step function at 0 that is in q's autograd graph, so that its gradient is zero."""
+    """Return a step function of q, which stays in q's autograd graph with a zero gradient."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

@@ -1,8 +1,8 @@
-"""The choice of gates for the neurons of a model, and generalized SiLU functions.
+"""The gates chosen for the neurons of a model, and generalized SiLU functions.
 
-A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). The score of the bias token is
--a_2 q, which is linear in q, and the token's value is a_1 a_2 q. So Theorem 3 holds exactly. The
-paper splits the same product into other factors, W_Q = W_V = a_2 V_1 and W_O = a_1 V_2.
+A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). Theorem 3 holds exactly,
+because the bias token's score, -a_2 q, is linear in q; the token's value is a_1 a_2 q. The paper
+factors the same product as W_Q = W_V = a_2 V_1 and W_O = a_1 V_2.
 """
 
 from dataclasses import asdict, dataclass
@@ -30,13 +30,13 @@ _SIZE = "with an absolute value from 2^-126 to 2^127"
 class GeneralizedSiLU:
     """The activation a_1 SiLU(a_2 x), for `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
-    `convert` compares the coefficients with the activation that the model computes. Each neuron is
-    exactly one head, with the attention σ(a_2 q) to its own token, the value a_1 a_2 q (times u in
-    a gated MLP), and the output W_out[i]. SiLU has a_1 = a_2 = 1; Swish with β has a_1 = 1/β and
-    a_2 = β; quick_gelu, which needs no `gate`, has 1/1.702 and 1.702.
+    `convert` checks the coefficients against the activation that the model computes. Each neuron is
+    represented exactly by one head, with attention weight σ(a_2 q) on its own token, the value a_1
+    a_2 q (times u in a gated MLP), and the output vector W_out[i]. The coefficients are a_1 = a_2 =
+    1 for SiLU, a_1 = 1/β and a_2 = β for Swish with β, and a_1 = 1/1.702 and a_2 = 1.702 for
+    quick_gelu, which needs no `gate`.
 
-    For a model with gelu or relu, a generalized SiLU is only an approximation; use
-    `Bilinear(slope=…)`.
+    A generalized SiLU only approximates gelu or relu; for such models, use `Bilinear(slope=…)`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2 and
     Theorem 3.
@@ -83,7 +83,7 @@ class GeneralizedSiLU:
 
     @property
     def gate(self) -> Gate:
-        """The exact gate; equal coefficients give the same object."""
+        """The exact gate, which is cached: equal coefficients give the same object."""
         return _silu_gate(float(self.a_1), float(self.a_2))
 
 
@@ -98,7 +98,7 @@ def _silu_gate(a_1: float, a_2: float) -> Gate:
 
 @dataclass(frozen=True)
 class Gating:
-    """The choice of gates that turns the neurons of a model into heads.
+    """The gates chosen to turn the neurons of a model into heads.
 
     Attributes:
         kind: "exact", where each neuron has one head and its pattern comes from the activation; or
@@ -119,9 +119,9 @@ class Gating:
     def __post_init__(self) -> None:
         bilinear_fields = self.heads_per_neuron, self.slope, self.ranges
         if self.kind == "exact" and bilinear_fields != (1, None, None):
-            raise ValueError(f"got {self}; expected exact gates to have one head and nothing else")
+            raise ValueError(f"got {self}; exact gates have one head, no slope and no ranges")
         if self.kind == "bilinear" and self.silu is not None:
-            raise ValueError(f"got {self}; expected exact gates for a generalized SiLU")
+            raise ValueError(f"got {self}; expected kind='exact' for a generalized SiLU")
 
     def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
         """Raise ValueError if these gates do not fit the MLPs of a model."""
@@ -133,14 +133,14 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for a source layer's neurons; raise ValueError if there is none."""
+        """Return the gate for a source layer's neurons; raise ValueError if no gate fits."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]
         return _bilinear_gate(act_fn, self.heads_per_neuron, self.slope, limit)
 
     def activation(self, act_fn: str) -> Gate:
-        """Return the exact gate of the activation; raise ValueError if there is none."""
+        """Return the exact gate of an activation; raise ValueError for unknown activations."""
         if self.silu is not None:
             return self.silu.gate
         if act_fn not in GATES:
@@ -148,12 +148,12 @@ class Gating:
         return GATES[act_fn]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
+        """Return the fields as JSON-compatible data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Gating":
-        """Rebuild a gating from `to_json` output; raise TypeError or ValueError for other data."""
+        """Rebuild a `Gating` from JSON data; raise TypeError or ValueError for invalid data."""
         ranges, silu = data["ranges"], data["silu"]
         ranges = None if ranges is None else tuple(ranges)  # JSON has no tuples
         silu = None if silu is None else GeneralizedSiLU(**silu)

@@ -1,6 +1,6 @@
-"""The kinds of models with neuron-heads, and the functions that act on a whole model.
+"""Models with neuron-heads, and functions that act on whole models.
 
-`__init__.pyi` lists the public result classes, which are imported at their first use.
+The public result classes, listed in `__init__.pyi`, are imported at their first use.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""Code that converted and exposed models share: their hosts, and the checks of user-added hooks.
+"""Base classes for converted and exposed models: hosts, and checks of user-added hooks.
 
-TransformerLens ignores hooks that can never fire; these models refuse them.
+TransformerLens silently accepts hooks that can never fire; these models refuse such hooks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,15 +21,15 @@ class ModelHost(Host):
     """A host that checks modules and torch hooks before an analysis reads the weights."""
 
     def require_weights(self) -> None:
-        """Refuse replaced modules, and torch hooks that may change the result of a weight."""
+        """Refuse replaced modules, and torch hooks that may change what a weight computes."""
         InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
 
     def norm_modules(self) -> list[nn.Module]:
-        """Return the norm modules of the residual stream, and those of queries and keys."""
+        """Return the norm modules of the residual stream, the queries and the keys."""
         return norm_modules(self.model)
 
     def norms_of(self, seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-        """Identify the norm that each module computes, from one input and its output."""
+        """Identify the norm that each module computes, from an input and the module's output."""
         return norms_of(seen)
 
 
@@ -41,7 +41,7 @@ class HookedTransformerHost(ModelHost):
         return known_norm(getattr(self.model, "ln_final", None))
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in a key-value cache, by the keys of the first block."""
+        """Return the number of tokens in the key-value cache, counted by the first block's keys."""
         entry = kwargs.get("past_kv_cache_entry")
         return 0 if entry is None else int(entry.past_keys.shape[1])
 
@@ -50,22 +50,22 @@ class HookChecks(HookedTransformer):
     """A HookedTransformer that refuses hooks on hook points that would never fire."""
 
     def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return TransformerLens' caching hooks, only for hook points that now fire."""
+        """Return TransformerLens' caching hooks for the selected hook points that can fire."""
         return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Add TransformerLens' caching hooks, only to hook points that now fire."""
+        """Add TransformerLens' caching hooks to the selected hook points that can fire."""
         return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     @contextmanager
     def hooks(
         self,
-        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
+        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never mutated
         bwd_hooks: list[Any] = [],  # noqa: B006
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
-        """Add hooks as TransformerLens does, but first refuse hooks that could never fire.
+        """Add hooks as TransformerLens does, but refuse hooks that could never fire.
 
         Raises:
             UnsupportedCallError: a hook point does not exist, or does not fire under the current
@@ -84,7 +84,7 @@ class HookChecks(HookedTransformer):
     def add_hook(
         self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Add a hook as TransformerLens does, after the same checks as in `hooks`."""
+        """Add a hook as TransformerLens does, after the checks that `hooks` makes."""
         self._require_all([name])
         wanted = self._wanted(name)
         if callable(wanted):
@@ -104,17 +104,17 @@ class HookChecks(HookedTransformer):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return the name, or the filter of names, to pass to TransformerLens for `wanted`."""
+        """Return the hook name or name filter to pass to TransformerLens in place of `wanted`."""
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse a group of hooks, added in one call, if one of them would never fire."""
+        """Refuse hooks that are added in one call if any of the hooks would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)
 
     def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """Return a filter that selects hook points that fire; refuse the names of others."""
+        """Return a name filter for hook points that can fire; refuse names of other hook points."""
         if isinstance(names_filter, str):
             names_filter = [names_filter]
         if isinstance(names_filter, list | tuple | set | frozenset):

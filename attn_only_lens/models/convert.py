@@ -14,25 +14,25 @@ from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import HookedTransformer
 
 
-@torch.inference_mode(False)  # weights made in inference mode could never be trained
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def convert(
     model: HookedTransformer, *, gate: GateOption = "exact", copy_weights: bool = False
 ) -> AttentionOnlyTransformer:
     """Return an attention-only model with the same logits as `model`.
 
-    It has two blocks for each layer of the source. Block 2l holds the attention heads of source
-    layer l. Block 2l + 1 holds its d_mlp neurons, as heads of width 1 under `attn`. Each token
-    attends to itself with weight p(q) and to a static bias token with weight 1 - p(q), where
-    act(q) = q · p(q). With no hook on a neuron block, the logits are bitwise those of `model`; with
-    hooks they agree up to rounding. Filters for the hooks of heads, such as
-    `name.endswith("hook_z")`, also select the hooks of neuron-heads.
+    The returned model has two blocks per source layer. Block 2l holds the attention heads of source
+    layer l. Block 2l + 1 holds the layer's d_mlp neurons, as heads of width 1 under `attn`. In a
+    neuron-head, each token attends to itself with weight p(q) and to a static bias token with
+    weight 1 - p(q), where act(q) = q · p(q). Without hooks on neuron blocks, the logits are bitwise
+    equal to those of `model`; with hooks, the logits agree up to rounding. Name filters for
+    attention heads, such as `name.endswith("hook_z")`, also select the hook points of neuron-heads.
 
-    With `gate=Bilinear(...)`, several heads per neuron approximate the activation. The model then
-    computes the approximation, with hooks or without.
+    With `gate=Bilinear(...)`, several heads per neuron approximate the activation. The converted
+    model then computes the approximation, with or without hooks.
 
-    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
-    and 4, with p in place of σ for activations other than SiLU. The paper does not cover gated
-    MLPs, where the value g · u is a product.
+    Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2 and
+    4, with p in place of σ for activations other than SiLU. The paper does not cover gated MLPs,
+    where the value is the product q · u of two projections.
 
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see
@@ -45,7 +45,7 @@ def convert(
             source, a converted model that shares its weights raises an error wherever it is used.
 
     Returns:
-        The converted model, with the device and dtype of `model`, but without its hooks.
+        The converted model, with the device and dtype of `model`.
 
     Raises:
         UnsupportedModelError: the model cannot be converted exactly. The error lists all reasons,

@@ -1,4 +1,4 @@
-"""Expose neuron-heads in place: the model keeps its class and modules; its neurons become heads."""
+"""Expose neurons as attention heads in place, by adding hook points to the existing MLPs."""
 
 from contextlib import ExitStack
 from typing import Any, cast
@@ -40,10 +40,10 @@ _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
 
 class ExposedNeurons:
-    """A model with exposed neuron-heads; `undo` hides them again.
+    """A model with exposed neuron-heads, which `undo` hides again.
 
-    As a context manager it returns the model. At the end of the block it hides the neuron-heads,
-    unless they were already exposed before.
+    As a context manager, this object returns the model. When the `with` block ends, the
+    neuron-heads are hidden again, unless they were already exposed before.
 
     Attributes:
         model: the model; with `copy=True`, the copy.
@@ -67,8 +67,7 @@ class ExposedNeurons:
     def undo(self) -> None:
         """Restore the model's class, hook points and hook registries.
 
-        Hooks on the hook points of neuron-heads are removed; all other hooks stay. A second call
-        does nothing.
+        Hooks on neuron-heads are removed; all other hooks stay. A second call does nothing.
         """
         hide(self.model)
 
@@ -89,27 +88,26 @@ def expose_neuron_heads(
 ) -> ExposedNeurons:
     """Expose the neurons of a model as attention heads, next to its MLPs.
 
-    `convert` builds a new model with blocks of neuron-heads. This function instead adds hook points
-    with the shapes of heads to the MLPs of the model itself:
+    Instead of building a new model, as `convert` does, this function adds hook points for
+    neuron-heads to the MLPs of the model itself:
 
         q        blocks.{l}.mlp.hook_neuron_query     attn_scores  blocks.{l}.mlp.hook_neuron_logits
         k        blocks.{l}.mlp.hook_neuron_key       pattern      blocks.{l}.mlp.hook_neuron_probs
         v        blocks.{l}.mlp.hook_neuron_value     z            blocks.{l}.mlp.hook_neuron_act
                                                       result       blocks.{l}.mlp.hook_neuron_write
 
-    `HeadName.hook` returns these names. They differ from the names of attention hooks, so a filter
-    such as `name.endswith("hook_z")` selects only attention hooks, as on other models.
+    `HeadName.hook` returns these names. Name filters such as `name.endswith("hook_z")` still select
+    only attention heads, because the new hook points have different names.
 
-    All names, weights and tools of the model stay, and every hook fires as before. With exact gates
-    and no hook on the new hook points, only the model's own code runs, so its logits stay bitwise
-    the same. With such hooks, the logits agree up to rounding.
+    The model keeps its names, weights and methods, and existing hooks fire as before. With exact
+    gates and no hooks on the new hook points, only the model's own code runs, so the logits stay
+    bitwise the same. With hooks on the new hook points, the logits agree up to rounding.
 
-    An edit at a hook point affects all later hook points: hook_pre, then q, k, v, attn_scores,
-    pattern and z of the heads, then hook_post, then the result of the heads. As with attention
-    heads, the result fires only after `model.set_use_attn_result(True)`.
+    An edit at a hook point affects all later hook points, in this order: hook_pre; the heads' q, k,
+    v, attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
+    point of the result fires only after `model.set_use_attn_result(True)`.
 
-    Each MLP runs on a small random batch before and after exposing, to check that its outputs are
-    the same.
+    Each MLP is run on a random batch before and after exposing, to check that its outputs agree.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.
@@ -118,8 +116,8 @@ def expose_neuron_heads(
         model: a `HookedTransformer`, or a `TransformerBridge` before or after
             `enable_compatibility_mode`. It is changed in place, unless copied.
         gate: "exact", `GeneralizedSiLU(...)` or `Bilinear(...)`, as in `convert`. With bilinear
-            gates the model computes the approximation until `undo`, even if its activation is
-            replaced meanwhile.
+            gates, the model computes the approximation until `undo`, even if the model's activation
+            is replaced in the meantime.
         copy: expose the neuron-heads of a copy, with separate modules, hook points and settings,
             and leave `model` unchanged.
         copy_weights: copy the weights too. By default the copy shares them with `model` and costs
@@ -151,7 +149,7 @@ def expose_neuron_heads(
     silu = gate if isinstance(gate, GeneralizedSiLU) else None
     UnsupportedModelError.raise_if(_model_reasons(model, copy, copy_weights, silu), _PROBLEM)
     if copy:
-        with torch.inference_mode(False):  # weights made in inference mode could never be trained
+        with torch.inference_mode(False):  # weights created in inference mode cannot be trained
             source, model = model, copy_model(model, copy_weights=copy_weights)
         if isinstance(model, HookedTransformer) and not copy_weights:
             share_weights(source, model)
@@ -168,7 +166,7 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return the reasons against exposing a model that are known before its MLPs are examined."""
+    """Return why a model cannot be exposed or copied, before examining its MLPs."""
     if copy_weights and not copy:
         return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
@@ -188,7 +186,7 @@ def _model_reasons(
 
 
 def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose the neuron-heads of recognised MLPs, after checking that the gates fit the MLPs."""
+    """Expose the neuron-heads of recognised MLPs, if the gates fit the MLPs."""
     try:
         gated = mlps[0].points.pre_linear is not None
         gating.require_fit(mlps[0].act_fn, gated, len(mlps))
@@ -197,7 +195,7 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
     if heads := exposed_heads(model):
         if gating != heads[0].gating:
             raise UnsupportedModelError(
-                [f"they are exposed already, with {heads[0].gating}: call undo() first"], _PROBLEM
+                [f"they are already exposed, with {heads[0].gating}: call undo() first"], _PROBLEM
             )
         return ExposedNeurons(model, first=False)
     with evaluation_without_hooks(getattr(block, "mlp", None) for block in model.blocks):
@@ -214,7 +212,7 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
 @full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
-    """Show the heads if every MLP has the same output before, after, and with all hooks live."""
+    """Expose the heads, and check that no MLP output changes, even with hooks on the heads."""
     try:
         inputs = [
             normal_numbers((2, 7, layer.W_out.shape[1]), 2).to(layer.W_out) for layer in heads
@@ -228,7 +226,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
                 measured.append((layer, _differences(layer, x, expected)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer.layer}: {error}")
-        # Read the values of all layers at once, since each read waits for the device.
+        # Copy the values of all layers at once, since each copy waits for the device.
         together = [x.to(before[0].device) for _, x in measured]
         numbers = torch.stack(together).tolist() if together else []
         for (layer, x), row in zip(measured, numbers, strict=True):
@@ -236,16 +234,16 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
                 f"layer {layer.layer}: {reason}" for reason in _reasons(layer, x.dtype, row)
             ]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    except BaseException:  # even an interruption must not leave a model half exposed
+    except BaseException:  # even KeyboardInterrupt must not leave a model half exposed
         hide(model)
         raise
 
 
 def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "4"]:
-    """Return the largest |Δ output| of three comparisons, and the largest |output|, of an MLP.
+    """Return the largest differences between three pairs of MLP outputs, and the largest output.
 
-    The compared outputs are: the sum of the heads and the MLP with hooks on its heads; the MLP
-    after and before exposing, without such hooks; the MLP with and without such hooks.
+    The pairs are: with hooks on the heads, the output and the sum of the heads; without hooks, the
+    outputs after and before exposing; and the outputs of the exposed MLP with and without hooks.
     """
     silent = run_mlp(heads.mlp, heads.mlp_points, x)
     with ExitStack() as stack:
@@ -254,7 +252,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
         seen: list[Tensor] = []
         stack.callback(heads.hook_z.register_forward_hook(lambda *a: seen.append(a[-1])).remove)
         live = run_mlp(heads.mlp, heads.mlp_points, x)
-    # Sum the heads for one token only, since the sum has d_mlp · d_model terms per token.
+    # Sum the heads for one token only, because the sum has d_mlp · d_model terms per token.
     token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
     with heads.passing.new_pass({(heads.layer, "written"): token}):
         summed = heads.write(live[:1, :1])
@@ -264,7 +262,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return why an MLP cannot be exposed, given the result of `_differences`."""
+    """Return why an MLP cannot be exposed, given the output of `_differences`."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:

@@ -1,4 +1,4 @@
-"""The `gate=` option of `convert` and `expose_neuron_heads`, and the calibration of gated MLPs."""
+"""The `gate` option of `convert` and `expose_neuron_heads`, and the calibration of gated MLPs."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _PROBLEM = "this model cannot be calibrated"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The ranges that bilinear gates of gated MLPs must cover.
+    """The ranges of pre-activations that the bilinear gates of gated MLPs must cover.
 
     Attributes:
         ranges: for each source layer, `margin` times the largest |g| seen, where g = x · W_gate.
@@ -39,11 +39,11 @@ class Calibration:
 def calibrate(
     model: HookedTransformer | TransformerBridge, tokens: Tokens | str, *, margin: float = 1.25
 ) -> Calibration:
-    """Measure the range of gate pre-activations in every layer.
+    """Measure the range of the gate pre-activations in each layer.
 
-    A sum of sigmoids is bounded and the activation is not, so bilinear heads can approximate a gate
-    only on a range (`gates/bilinear.py`). Beyond this range they saturate; `verify` reports the
-    largest pre-activation of a given input, and the resulting error.
+    Bilinear heads can approximate the activation of a gated MLP only on a bounded range, because a
+    sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). `verify` reports the
+    largest pre-activation on a given input, and the resulting error.
 
     Args:
         model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
@@ -51,7 +51,7 @@ def calibrate(
         margin: the factor by which the largest value seen is multiplied.
 
     Returns:
-        The ranges, to pass to `convert(model, gate=Bilinear(calibration=…))`.
+        The ranges, for use in `convert(model, gate=Bilinear(calibration=…))`.
 
     Raises:
         UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), cannot
@@ -77,7 +77,7 @@ def calibrate(
         raise UnsupportedModelError([reason], _PROBLEM)
     margin = as_plain(margin)
     if not is_number(margin, 1):
-        raise InputError([f"got margin={margin!r}; expected a number, at least 1"], _PROBLEM)
+        raise InputError([f"got margin={margin!r}; expected a number of at least 1"], _PROBLEM)
     tokens = checked_tokens(model, tokens)
     largest = [0.0] * len(mlps)
 
@@ -90,7 +90,7 @@ def calibrate(
             stack.enter_context(mlp.points.pre.register_forward_hook(hook))
         model(tokens)
     if infinite := [layer for layer, value in enumerate(largest) if not value < float("inf")]:
-        reason = f"its gate pre-activations are not finite in layers {infinite}"
+        reason = f"the pre-activations of its gates are not finite in layers {infinite}"
         raise UnsupportedModelError([reason], _PROBLEM)
     ranges = tuple(max(margin * value, 1e-6) for value in largest)
     return Calibration(ranges, margin, tokens.numel())
@@ -106,12 +106,13 @@ _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Bilinear:
-    """Ask for bilinear gates: `convert(model, gate=Bilinear(heads=4))`.
+    """The option for bilinear gates, as in `convert(model, gate=Bilinear(heads=4))`.
 
-    The model then uses only softmax over bilinear scores, as in the theorem. Each neuron becomes m
-    heads `L5N1234.0 … .m-1` that share one output direction, and approximate its activation within
-    a certified bound (`bilinear_gate`). In a plain MLP the bound holds for every real input, and
-    silu is exact with one head; in a gated MLP the bound holds on the calibrated range.
+    All attention patterns of the model are then softmaxes over bilinear scores.
+    Each neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output
+    direction and approximate the neuron's activation within a certified bound (`bilinear_gate`). In
+    a plain MLP, the bound holds for every real input, and silu is exact with one head. In a gated
+    MLP, the bound holds on the calibrated range.
 
     Attributes:
         heads: m, the number of heads per neuron; by default the smallest number with an error
@@ -142,7 +143,7 @@ class Bilinear:
             value = as_plain(getattr(self, name))
             object.__setattr__(self, name, value)
             named = name == "slope" and value == "paper"
-            if value is not None and not named and type(value) not in types:  # True is not a number
+            if value is not None and not named and type(value) not in types:  # refuses bool
                 wrong.append(f"got {name}={value!r}; expected {expected}")
         InputError.raise_if(wrong, "Bilinear cannot use these values")
 
@@ -153,7 +154,7 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> tuple[Gating, list[str]]:
-    """Return the gates that an option asks for, and the reasons if they do not exist."""
+    """Return the gates that a `gate` option selects, and reasons if no gates fit the model."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT, []
     if isinstance(gate, GeneralizedSiLU):
@@ -176,11 +177,11 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
             "got a calibration for plain MLPs, whose gates hold for every input: leave it out"
         )
     gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
-    # The factor 64 leaves room for pre-activations.
+    # The scores, slope · q, must not overflow for pre-activations q up to 64.
     slope, room = max(gate.b), torch.finfo(dtype).max / 64
     if slope > room:
         raise ValueError(
-            f"the gate's slope would be {slope:.3g}, too steep for attention scores in {dtype}: "
+            f"the gate's slope, {slope:.3g}, would be too steep for attention scores in {dtype}: "
             f"pass a tolerance of {gate.bound * slope / room:.1g} or more, or convert in float32"
         )
     chosen = act_fn == "relu" or option.slope is not None
@@ -196,7 +197,7 @@ def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
     ranges = option.calibration.ranges
     if len(ranges) != n_layers:
         raise ValueError(
-            f"the calibration has {len(ranges)} layers; expected {n_layers}: calibrate this model"
+            f"the calibration is for {len(ranges)} layers, not {n_layers}: calibrate this model"
         )
     heads: set[int] = set()
     wrong: dict[str, list[int]] = {}

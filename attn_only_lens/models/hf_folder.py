@@ -1,8 +1,8 @@
 """Load a Hugging Face folder as a TransformerBridge, from safetensors and JSON files only.
 
-The bridge equals the one that `TransformerBridge.boot_transformers` builds. transformers only warns
-when it fills missing weights with random numbers, or leaves out unknown weights; here both are
-errors.
+The bridge is the same as the one that `TransformerBridge.boot_transformers` builds. Missing
+weights, which transformers fills with random numbers, and unexpected weights, which transformers
+ignores, are errors here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -67,18 +67,17 @@ def read_hf_folder(
     device: torch.device,
     attention: str | None = None,
 ) -> TransformerBridge:
-    """Return the bridge for a Hugging Face folder; `name` becomes its `cfg.model_name`.
+    """Load the bridge from a Hugging Face folder; `name` becomes the bridge's `cfg.model_name`.
 
-    `attention` is transformers' attention implementation, by default the same as in
-    `boot_transformers`.
+    `attention` is transformers' attention implementation, by default that of `boot_transformers`.
     """
     try:
         return _bridge(folder, name, dtype, device, attention)
-    except Exception as error:  # transformers and TransformerLens raise errors of all kinds
+    except Exception as error:  # transformers and TransformerLens raise errors of many kinds
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # the error's text is only the key
+            kind = "KeyError: " * isinstance(error, KeyError)  # str(error) is only the key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -110,7 +109,7 @@ def _bridge(
         device=device,
         model_name=name,
     )
-    if not has_bos:  # TransformerLens now uses EOS as BOS, and would begin every text with it
+    if not has_bos:  # TransformerLens now uses EOS as BOS, and would prepend EOS to every text
         bridge.cfg.default_prepend_bos = False
     return bridge
 
@@ -121,7 +120,7 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: dict[str, Any]) -> list[str]:
-    """Return the reason to refuse a model trained for another task, such as classification."""
+    """Return an error text if a model was trained for another task, such as classification."""
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [
@@ -132,7 +131,7 @@ def _other_task(config: dict[str, Any]) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the model's safetensors files, and the reasons if they cannot be read."""
+    """Return the paths of the model's safetensors files, and reasons why files are unusable."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], []
     if (folder / _INDEX).is_file():
@@ -141,9 +140,9 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
         if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
             return [], [f"{_INDEX} has no weight_map that maps weight names to files"]
         names = sorted(set(shards.values()))
-        # Check names, not resolved paths: files in the hub's cache are links to other folders.
+        # Check names, not resolved paths: the hub's cache has links to files in other folders.
         if odd := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-            return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside of the folder"]
+            return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside the folder"]
         missing = [name for name in names if not (folder / name).is_file()]
         return [folder / name for name in names], [f"{name} is missing" for name in missing]
     unread = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
@@ -155,7 +154,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Return meta tensors with the names, shapes and dtypes of the tensors in safetensors files."""
+    """Return meta tensors with the names, shapes and dtypes of the stored tensors."""
     tensors = {}
     for path in files:
         try:
@@ -171,7 +170,7 @@ def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
-    """Return which weights are stored as integers, or in fewer than 16 bits and so with a scale."""
+    """Return which weights are quantised: stored as integers, or in fewer than 16 bits."""
     kinds = {
         str(tensor.dtype).removeprefix("torch."): key
         for key, tensor in tensors.items()
@@ -187,7 +186,7 @@ def _build(
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **offline)
     architecture = determine_architecture_from_hf_config(config)
-    # The options of the architecture's adapter, as in `boot_transformers`.
+    # Use the options of the architecture's adapter, as in `boot_transformers`.
     cfg = build_bridge_config_from_hf(config, architecture, name, dtype)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
     options: dict[str, Any] = {"config": config, "dtype": dtype}
@@ -203,12 +202,12 @@ def _build(
         output_loading_info=True,
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # some classes keep parameters in float32
+        parameter.data = parameter.data.to(dtype)  # some model classes keep parameters in float32
     return model.eval(), architecture, info
 
 
 def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
-    """Return which weights in a folder do not match its configuration."""
+    """Return which weights in a folder do not match the folder's configuration."""
     kinds = {
         "missing": sorted(info["missing_keys"]),
         "of another shape": sorted(f"{key[0]} {list(key[1])}" for key in info["mismatched_keys"]),
@@ -223,9 +222,9 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return True if a weight belongs to a module or a layer that the model should have.
+    """Return whether an unexpected weight is part of an existing module or of any layer.
 
-    Other weights belong to parts that the model's class does not have, such as BERT's pooler.
+    All other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
     """
     module: Any = model
     *path, _ = key.split(".")
@@ -239,12 +238,12 @@ def _belongs(model: nn.Module, key: str) -> bool:
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Read the tokenizer; return None if the folder has no vocabulary."""
+    """Load the tokenizer; return None if the folder has no vocabulary file."""
     if not any(path for pattern in _VOCABULARIES for path in folder.glob(pattern)):
-        return None  # transformers would make an empty tokenizer for some classes
+        return None  # for some classes, transformers would create an empty tokenizer
     try:
         return read_tokenizer(folder, add_bos_token=True)  # as boot_transformers does
     except CheckpointError as error:
         if not isinstance(error.__cause__, ValueError):
             raise
-        return read_tokenizer(folder)  # this tokenizer has no BOS
+        return read_tokenizer(folder)  # the tokenizer has no BOS token

@@ -28,7 +28,7 @@ _EXPECTED = (
 FolderKind = Literal["saved", "Hugging Face", "HookedTransformer"]
 
 
-@torch.inference_mode(False)  # weights made in inference mode could never be trained
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def load(
     model: str | os.PathLike[str],
     *,
@@ -46,16 +46,16 @@ def load(
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 
-    If a folder has the given name, the folder is loaded. Only safetensors and JSON files are read:
-    pickles are not read, and code in the folder is not run. Loading a folder needs no network;
-    loading a name does, unless the model is in the hub's cache.
+    If `model` is both a name and an existing folder, the folder is loaded. Only safetensors and
+    JSON files are read, never pickles, and code in the folder is not run. Loading a folder needs no
+    network access. Loading by name needs network access, unless the model is in the hub's cache.
 
-    Texts begin with BOS if TransformerLens adds one for that family (GPT-2, LLaMA, Gemma; not Qwen,
-    Phi, GPT-NeoX) and the tokenizer has one.
+    A BOS token is prepended to texts if TransformerLens does so for the model family (GPT-2, LLaMA
+    and Gemma, but not Qwen, Phi and GPT-NeoX) and the tokenizer has a BOS token.
 
-    A bridge has the original weights, as with `TransformerBridge.boot_transformers`; its
-    `enable_compatibility_mode` folds and centres them. A `HookedTransformer` loaded by name has
-    folded and centred weights, as with `HookedTransformer.from_pretrained`.
+    A bridge has the original weights, as with `TransformerBridge.boot_transformers`; to fold and
+    centre the weights, call its `enable_compatibility_mode`. A `HookedTransformer` loaded by name
+    has folded and centred weights, as with `HookedTransformer.from_pretrained`.
 
     Args:
         model: a name or a folder.
@@ -103,7 +103,7 @@ def load(
 
 
 def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
-    """Return the kind of model in a folder; raise CheckpointError if there is none."""
+    """Return the kind of model in a folder; raise CheckpointError if the folder holds no model."""
     folder = open_folder(model)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {model}; expected {_EXPECTED}")
@@ -111,7 +111,7 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
         return "saved"
     if not (folder / CONFIG).exists():
         raise CheckpointError(
-            f"no model in {folder}: neither {CONFIG} nor {MANIFEST} is there; expected {_EXPECTED}"
+            f"no model in {folder}: it has neither {CONFIG} nor {MANIFEST}; expected {_EXPECTED}"
         )
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
@@ -123,7 +123,7 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
 
 
 def is_hooked(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds a HookedTransformer, by its files."""
+    """Return whether a folder holds a HookedTransformer, judging by the files."""
     kind: str = folder_kind(folder)
     if kind == "saved":
         kind = read_manifest(open_folder(folder))["model"]
@@ -131,7 +131,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return True if the text cannot be a model name, or if it is the path of a file."""
+    """Return whether a text is the path of an existing file, or cannot be a model name."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)
@@ -141,7 +141,7 @@ def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     official = next((new for new, aliases in MODEL_ALIASES.items() if name in aliases), name)
     try:
         folder = snapshot_download(official, allow_patterns=list(FILES))
-    except (OSError, ValueError) as error:  # all hub errors derive from these two
+    except (OSError, ValueError) as error:  # all errors of huggingface_hub derive from these two
         raise _not_found(name, error) from error
     return read_hf_folder(Path(folder), official, dtype, device)
 
@@ -158,16 +158,16 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
             )
     except (OSError, ValueError) as error:
         raise _not_found(name, error) from error
-    except Exception as error:  # TransformerLens raises errors of all kinds
+    except Exception as error:  # TransformerLens raises errors of many kinds
         raise CheckpointError(
             f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "
-            f"{first_words(error)}; without hooked=True (--hooked) it is loaded as a "
+            f"{first_words(error)}; without hooked=True (--hooked), it is loaded as a "
             "TransformerBridge"
         ) from error
 
 
 def _not_found(name: str, error: Exception) -> CheckpointError:
-    # TransformerLens lists hundreds of names after this text.
+    # Cut off TransformerLens' list of hundreds of model names.
     reason = str(error).strip().partition(" Valid official model names")[0]
     reason = first_words(ValueError(reason.partition("\n")[0] or type(error).__name__))
     if "trust_remote_code" in str(error):

@@ -1,20 +1,21 @@
-"""Find the norms between the residual stream and a layer's heads, and the order of its sublayers.
+"""Find the norms of each layer, and whether attention and MLP run in parallel.
 
-If a norm stands before a head with weights W, the head computes x W' from the stream x (a row
-vector), with W' = N W, apart from the norm's bias and its scale, which is one number per token:
+A norm before a head with weights W can be folded into W: up to the norm's bias and scale (one
+number per token), the head computes x W' from the stream x (a row vector), with W' = N W and
 
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-If a norm stands after a head with output o (OLMo 2; Gemma 2 has both kinds of norms), the head adds
-o N to the stream. If queries and keys are normalised again (Qwen 3, Gemma 3, OLMo 2), their weights
-are W_Q N and W_K N. A positive factor cancels in a composition score, so with frozen scales nothing
-is approximated.
+If a norm follows a head with output o, as in OLMo 2, the head adds o N to the stream. (Gemma 2 has
+both kinds of norms.) If queries and keys are normalised (Qwen 3, Gemma 3, OLMo 2), their folded
+weights are W_Q N and W_K N. With frozen scales, this folding is exact for composition scores, in
+which positive factors cancel.
 
-The configuration of a `HookedTransformer` says where its norms are. The names of a bridge's norms
-differ between versions, so the bridge runs once on two tokens (attached hooks fire). A norm stands
-before heads if its output equals their input, and after heads if its input equals their output. The
-matrices that a bridge calls W_Q, W_in and so on are compared with what its modules compute.
+In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
+norms differ between versions, so the bridge is run once on two tokens (attached hooks fire). A norm
+precedes a sublayer if the norm's output equals the sublayer's input, and follows a sublayer if the
+norm's input equals the sublayer's output. A bridge's W_Q, W_in and so on are checked against its
+modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,25 +44,25 @@ _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The linear part of a norm, without its scale."""
+    """The linear part of a norm, without the scale."""
 
     weight: Float[Tensor, "d_model"] | None  # w; None for ones
-    centres: bool  # whether it subtracts the mean
-    bias: Float[Tensor, "d_model"] | None = None  # added last; None for zero
-    module: nn.Module | None = None  # the module that computes it; None if there is no norm
+    centres: bool  # whether the norm subtracts the mean
+    bias: Float[Tensor, "d_model"] | None = None  # added after scaling; None for zero
+    module: nn.Module | None = None  # the norm module; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """Return N W, for weights W that are applied to this norm's output."""
+        """Return N W for weights W that are applied to this norm's output."""
         if self.weight is not None:
             weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
-        """Return o N, for outputs o that pass through this norm."""
+        """Return o N for outputs o that pass through this norm."""
         return self.gain(self.centred(rows))
 
     def centred(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Return x without its mean, if the norm subtracts it."""
+        """Return x without its mean if the norm subtracts the mean, else x."""
         return x - x.mean(dim=-1, keepdim=True) if self.centres else x
 
     def gain(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
@@ -77,20 +78,20 @@ NO_NORM = Norm(None, centres=False)
 class LayerNorms:
     """The norms of one source layer."""
 
-    attention: tuple[Norm, Norm]  # before and after its attention
-    neuron: tuple[Norm, Norm]  # before and after its MLP
-    query: Norm  # the norm of the queries, for each head or for all heads together
+    attention: tuple[Norm, Norm]  # the norms before and after attention
+    neuron: tuple[Norm, Norm]  # the norms before and after the MLP
+    query: Norm  # the norm of the queries, per head or over all heads
     key: Norm  # the norm of the keys
-    parallel: bool  # whether attention and MLP read the same stream
+    parallel: bool  # whether attention and the MLP read the same stream
 
 
 def hooked_norms(
     cfg: Any, attention: Sequence[Any], modules: Sequence[Sequence[Any]]
 ) -> list[LayerNorms]:
-    """Return the norms of each source layer of a HookedTransformer, by its configuration.
+    """Return the norms of each source layer of a HookedTransformer.
 
-    `modules` holds, for each layer, the norms before attention and MLP, then the norms after them;
-    None stands for no norm.
+    For each layer, `modules` holds the norm modules before attention, before the MLP, after
+    attention and after the MLP; None means no norm.
     """
     layers = []
     for attn, norms in zip(attention, modules, strict=True):
@@ -104,7 +105,7 @@ def hooked_norms(
 
 
 def bridge_final_norm(model: Any) -> Norm:
-    """Run a bridge on two tokens, and return the norm before its unembedding."""
+    """Run a bridge on two tokens, and return the norm before the unembedding."""
     last = getattr(model, "ln_final", None)
     traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"ln_final": last}))
     _record_two_tokens(model, [traffic])
@@ -118,7 +119,7 @@ def bridge_final_norm(model: Any) -> Norm:
 
 
 def known_norm(norm: Any) -> Norm:
-    """Return the `Norm` for a norm module of a HookedTransformer; other classes were refused."""
+    """Return the `Norm` for a norm module of a known HookedTransformer class."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(norm, (*STOCK_NORMS, nn.Identity))
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
@@ -127,13 +128,13 @@ def known_norm(norm: Any) -> Norm:
 
 
 def norm_modules(model: Any) -> list[nn.Module]:
-    """Return the norm modules of a model: those of the stream, and those of queries and keys."""
+    """Return the norm modules of a model, for the residual stream, queries and keys."""
     kinds = (*STOCK_NORMS, NormalizationBridge)
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-    """Identify each module's norm from an input and its output; raise InputError if none fits."""
+    """Identify each module's norm from an input and an output; raise InputError if no norm fits."""
     bridges = [module for module in seen if isinstance(module, NormalizationBridge)]
     names = [f"{type(module).__name__} {i}" for i, module in enumerate(bridges)]
     traffic = _Traffic(dict(zip(names, bridges, strict=True)))
@@ -148,7 +149,7 @@ def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module,
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Run a bridge on two tokens, and return its norms by layer; raise InputError if unknown."""
+    """Run a bridge on two tokens, and return each layer's norms; refuse unknown norms."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     _record_two_tokens(model, blocks)
     layers, reasons = [], []
@@ -162,9 +163,9 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, with norms that centre."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, with centring norms."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
-        return False  # in BERT, no single module runs the whole MLP
+        return False  # not BERT, where no single module runs the whole MLP
     blocks = []
     for block in model.blocks:
         modules = {"attn": block.attn, "o": getattr(block.attn, "o", None)}
@@ -186,11 +187,11 @@ def stream_is_centred(model: Any) -> bool:
 
 
 class _UnknownError(Exception):
-    """The structure of a bridge's layer is unknown; the text says why."""
+    """An error that says why the structure of a bridge's layer is unknown."""
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, and the gains and biases of norms."""
+    """The recorded inputs and outputs of modules, and the gains and biases of norms."""
 
     def __init__(self, modules: dict[str, Any]) -> None:
         self.modules = modules
@@ -223,8 +224,8 @@ class _Traffic:
 
 @torch.no_grad()
 def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
-    """Run a bridge on two tokens, and record the inputs and outputs of modules."""
-    first = model.cfg.d_vocab - 1  # no tokenizer uses it for padding
+    """Run a bridge on two tokens, recording the inputs and outputs of modules."""
+    first = model.cfg.d_vocab - 1  # a token that is never padding
     with ExitStack() as stack:
         for traffic in blocks:
             traffic.watch(stack)
@@ -233,7 +234,7 @@ def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
 
 
 def _read(blocks: Sequence[_Traffic]) -> None:
-    """Move all recorded tensors to the CPU at once, since each read waits for the device."""
+    """Move all recorded tensors to the CPU in one copy, since each copy waits for the device."""
     sides: list[dict[Any, Tensor]] = []
     for traffic in blocks:
         sides += [traffic.inputs, traffic.outputs, traffic.vectors]
@@ -243,7 +244,7 @@ def _read(blocks: Sequence[_Traffic]) -> None:
 
 
 class _BlockTraffic(_Traffic):
-    """Inputs and outputs of the sublayers and norms of a bridge's block."""
+    """The recorded inputs and outputs of the sublayers and norms in one block of a bridge."""
 
     @classmethod
     def of(cls, block: Any) -> "_BlockTraffic":
@@ -282,7 +283,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """Replace an output of zero, as inserted layers have, by noise that shows where it goes."""
+    """Replace a zero output (as of an inserted layer) by noise, to see where the output goes."""
     first = output[0] if isinstance(output, tuple | list) else output
     if first.any():
         return None
@@ -298,7 +299,7 @@ def _fitted(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Norm:
-    """Return the norm that computes these outputs; return NO_NORM if they equal the inputs."""
+    """Return the norm that maps the inputs to the outputs, or NO_NORM if both are equal."""
     if torch.equal(inputs, outputs):
         return NO_NORM
     x, y = inputs.double(), outputs.double()
@@ -307,7 +308,7 @@ def _fitted(
     for centres, offset in product((True, False), (0.0, 1.0)):
         centred = x - x.mean(-1, keepdim=True) if centres else x
         scale = centred.square().mean(-1, keepdim=True).sqrt()
-        # The gain is rounded in its own dtype.
+        # Add the offset in the gain's own dtype, as the model does.
         expected = (centred if weight is None else centred * (weight + offset).double()) / scale
         fits.append(((expected - y).norm().item(), expected, centres, offset))
     _, expected, centres, offset = min(fits, key=lambda fit: fit[0])
@@ -320,14 +321,14 @@ def _fitted(
 
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
-    """Return whether each row of a is a positive multiple of b's, up to half precision."""
+    """Return whether each row of a is a positive multiple of b's row, within half precision."""
     cosine = torch.cosine_similarity(a.double(), b.double(), dim=-1)
     return bool((cosine > 1 - 1e-3).all())
 
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
-    """Check that a bridge's W_Q, W_in and so on are the matrices that its modules apply."""
+    """Check that the modules of a bridge apply its weight matrices, such as W_Q and W_in."""
     texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
@@ -344,7 +345,7 @@ def require_bridge_weights(model: Any) -> None:
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
-    """Return whether a bridge's module multiplies by this matrix, with its heads concatenated."""
+    """Return whether a bridge's module multiplies by this matrix, with all heads concatenated."""
     linear = getattr(module, "original_component", None)
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)

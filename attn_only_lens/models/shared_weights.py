@@ -1,16 +1,15 @@
-"""Models that share weights: detect that the norms of one were folded into the weights of all.
+"""Models that share weights: detect whether one model's norms were folded into the shared weights.
 
-`convert` and `expose_neuron_heads(copy=True)` share the weights of their source, so training
-changes all of these models in the same way. TransformerLens' weight processing preserves the
-function of all of them except for one step: fold_ln multiplies the gains of the norms into the next
-weights, and replaces the norms of one model only. The other models keep their norms, and the gains
-act twice. (Bridges are not affected: their weights are not processed in place.)
+Models made by `convert` or `expose_neuron_heads(copy=True)` share the weights of their source, so
+training changes all of these models in the same way. TransformerLens' weight processing preserves
+what each model computes, except for one step: fold_ln multiplies the gains of norms into the shared
+weights, but removes the gains from the norms of only one model. In the other models, the gains then
+act twice. (Bridges are not affected, because their weights are not processed in place.)
 
-So a model is refused if another model of its group has new norms, and its own weights differ from a
-sample that was taken when it joined the group. The function of a model is unchanged if only the
-norms were replaced, or if its weights were moved or cast before folding and so are no longer
-shared. The weights are compared only if norms are new, so a forward pass costs one comparison for
-each norm.
+A model is therefore refused if another model with the same weights has new norms and the refused
+model's weights differ from a sample taken when sharing began. (Without the second condition, models
+whose weights were moved or cast, and so are no longer shared, would also be refused.) Weights are
+compared only if norms are new, so that a forward pass costs one comparison per norm.
 """
 
 import weakref
@@ -20,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 64  # entries of each parameter
-_CLOSE = 1e-2  # for entries that were cast to half precision and back
+_SAMPLED = 64  # entries per parameter
+_CLOSE = 1e-2  # allows casts to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
-# The models that share weights, each with its norms when it joined.
+# The models that share weights, each with the norms that it had when sharing began.
 _Group = weakref.WeakKeyDictionary[nn.Module, list[nn.Module | None]]
-# The group of each model, and a sample of its weights when it joined.
+# The group of each model, and a sample of the model's weights from when sharing began.
 _groups = weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]()
 
 
 def share_weights(source: nn.Module, model: nn.Module) -> None:
-    """Remember that two models share their weights."""
+    """Register that two models share their weights."""
     group = _groups[source][0] if source in _groups else _Group()
     for member in (source, model):
         if member not in group:
@@ -41,7 +40,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return why a model no longer computes the same as before; empty if it does."""
+    """Return error texts if a model no longer computes the same function as before."""
     if model not in _groups:
         return []
     group, before = _groups[model]
@@ -62,7 +61,7 @@ def parted_reasons(model: nn.Module) -> list[str]:
 
 
 def sharing_reasons(model: nn.Module) -> list[str]:
-    """Return why the norms of a model must not be folded; empty if it shares no weights."""
+    """Return error texts if the norms of a model must not be folded."""
     if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [

@@ -1,8 +1,8 @@
-"""Read a source model from a folder: `config.json`, `model.safetensors`, perhaps `tokenizer/`.
+"""Read a HookedTransformer from a folder with `config.json` and `model.safetensors`.
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`. `model.safetensors` holds the
-state dict; masks and rotary tables, which TransformerLens computes, may be missing. If the command
-`grow` wrote the folder, `provenance.json` has a digest of every file.
+state dict; masks and rotary tables, which TransformerLens computes, may be missing. `tokenizer/` is
+optional. If the command `grow` wrote the folder, `provenance.json` holds digests.
 """
 
 import os
@@ -50,7 +50,7 @@ DTYPES = {
 
 
 class GrownFields(TypedDict):
-    """The fields of `provenance.json` that are read with the model: digests of the other files."""
+    """The fields of `provenance.json` that loading a model needs: digests of the other files."""
 
     files: dict[str, FileDigest]
 
@@ -62,12 +62,12 @@ GROWN = Document("attn_only_lens.Grown", 3, GrownFields)
 def load_source(
     folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
 ) -> HookedTransformer:
-    """Read a stock model from a folder, without pickles, network, custom code or other folders."""
+    """Load a stock model from its folder alone, without pickles, network access or custom code."""
     folder = open_folder(folder)
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
     require_hooked_transformer()
-    # The tokenizer is read from the folder, never from a hub.
+    # Never load a tokenizer from the hub.
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     checked = {key: value for key, value in config.items() if key not in chosen}
@@ -76,7 +76,7 @@ def load_source(
     fields = checked | chosen
     with limit_size(state), checkpoint_errors(no_model):
         expected = stock_skeleton(fields).state_dict()
-    # Tensors that TransformerLens computes may be missing.
+    # Allow tensors to be missing if TransformerLens computes them.
     needed = {
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
     }
@@ -94,7 +94,7 @@ def load_source(
 
 
 def refuse(reasons: Sequence[str], problem: str) -> None:
-    """Raise CheckpointError with the first reasons and the number of others, if there are any."""
+    """Raise CheckpointError if there are any reasons; the error lists the first five."""
     if reasons:
         more = [f"and {len(reasons) - 5} more"] * (len(reasons) > 5)
         raise CheckpointError(f"{problem}: {'; '.join([*reasons[:5], *more])}")
@@ -102,7 +102,7 @@ def refuse(reasons: Sequence[str], problem: str) -> None:
 
 @contextmanager
 def checkpoint_errors(problem: str) -> Iterator[None]:
-    """Raise a CheckpointError instead of any error from building a model."""
+    """Convert every exception in this context to a CheckpointError."""
     try:
         yield
     except AttnOnlyLensError:
@@ -112,7 +112,7 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
 
 
 def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
-    """List why no HookedTransformer can be built from a configuration."""
+    """Return why no HookedTransformer can be built from a configuration."""
     reasons = [*type_mismatches(config, HookedTransformerConfig, name)]
     reasons += out_of_range(config, name)
     act_fn = config.get("act_fn")
@@ -121,18 +121,18 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
         reasons.append(f"{name}.act_fn: got {act_fn!r}; expected one of {known}")
     if config.get("load_in_4bit"):
         reasons.append(
-            f"{name}.load_in_4bit is set, and weights in 4 bits are not read; expected a model in "
+            f"{name}.load_in_4bit is set, but 4-bit weights cannot be loaded; expected a model in "
             f"{', '.join(DTYPES)}"
         )
     return reasons
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer from `tokenizer/` in a folder, without opening other folders."""
+    """Load the tokenizer from `tokenizer/` in a folder, without opening other folders."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
-            f"{tokenizer_folder} is missing, and the model was saved with a tokenizer: save the "
+            f"{tokenizer_folder} is missing, but the model was saved with a tokenizer: save the "
             "model again"
         )
     for path in tokenizer_folder.rglob("*"):
@@ -141,7 +141,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
-    """Read the tokenizer in a folder, but never run code from it.
+    """Load the tokenizer in a folder, without running code from the folder.
 
     `options` are passed to `AutoTokenizer.from_pretrained`.
     """
@@ -154,13 +154,13 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
         )
     files = [key for key in settings if str(key).endswith("_file") and settings[key] is not None]
     if any(os.path.exists(str(settings[key])) for key in files):
-        raise CheckpointError(f"{path} names files outside of its folder: {', '.join(files)}")
+        raise CheckpointError(f"{path} names files outside its folder: {', '.join(files)}")
     options |= {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
         tokenizer.encode("")
         return tokenizer
-    except Exception as error:  # tokenizers raise errors of all kinds
+    except Exception as error:  # tokenizers raise errors of many kinds
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"the tokenizer in {tokenizer_folder} needs its own code, which is never run from "
@@ -173,9 +173,9 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def original_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer as its files define it; unchanged if the files are missing or differ.
+    """Return a tokenizer as loaded from its files, or unchanged if its files are missing or differ.
 
-    TransformerLens makes tokenizers add a BOS, and uses EOS for a missing BOS or padding token.
+    TransformerLens makes tokenizers prepend BOS, and replaces missing special tokens by EOS.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -186,29 +186,29 @@ def original_tokenizer(tokenizer: Any) -> Any:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the start of an error's text, on one line."""
+    """Return the beginning of an error message, on one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return why a tokenizer does not fit the model; tokens added later do not count."""
+    """Return why a tokenizer does not fit the model, not counting tokens that were added later."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [
-        f"its tokenizer has {tokenizer.vocab_size} tokens, and the model embeds {d_vocab}: "
+        f"its tokenizer has {tokenizer.vocab_size} tokens, but the model embeds {d_vocab}: "
         "expected the tokenizer that the model was trained with"
     ]
 
 
 def memory_reasons(n_bytes: int) -> list[str]:
-    """Return the reason if a model of this size does not fit into memory."""
+    """Return an error text if a model of this size does not fit in memory."""
     free = free_bytes(torch.device("cpu"))
     text = f"the model needs {n_bytes:,} bytes of memory, but only {free:,} are free"
     return [text] if n_bytes > free else []
 
 
 def check_grown(folder: Path) -> None:
-    """Compare the files of a folder that `grow` wrote with the digests in its provenance."""
+    """Compare the files in a folder that `grow` wrote with the digests in `provenance.json`."""
     if not (folder / PROVENANCE).exists():
         return
     files = GROWN.read(path_inside(folder, PROVENANCE))["files"]
@@ -222,7 +222,7 @@ def check_grown(folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the configuration and the state dict; the configuration's values are not checked."""
+    """Read the configuration and the state dict, without checking the configuration's values."""
     check_grown(folder)
     config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
@@ -233,7 +233,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def plain_config(cfg: Any) -> dict[str, Any]:
-    """Return a configuration as JSON values, without the device, which is chosen on loading."""
+    """Return a configuration as JSON values, except the device, which is chosen at loading."""
     return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
 
 
@@ -246,7 +246,7 @@ def _plain(value: Any) -> Any:
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a floating-point type by name; raise CheckpointError unless it is in `DTYPES`."""
+    """Return the floating-point type with this name; raise CheckpointError for other types."""
     parsed = DTYPES.get(str(dtype).removeprefix("torch."))
     if parsed is None:
         raise CheckpointError(f"got dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -254,14 +254,14 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """Return a device by name; raise CheckpointError if this machine cannot use it."""
+    """Return the device with this name; raise CheckpointError if the device is not available."""
     try:
         parsed = torch.device(device)
         torch.zeros(1, device=parsed).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"got device={str(device)!r}, which cannot be used here ({reason}); expected 'cpu', or "
+            f"got device={str(device)!r}, which is not available ({reason}); expected 'cpu' or "
             "a device of this machine, such as 'cuda', 'cuda:1' or 'mps'"
         ) from error
     return parsed

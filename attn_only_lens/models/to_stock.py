@@ -1,30 +1,30 @@
-"""Turn a converted model into a plain `HookedTransformer`, which needs no code from this package.
+"""Turn a converted model into a stock `HookedTransformer`, which needs no code from this package.
 
-Layer 2l is global, and holds the attention heads of source layer l. Layer 2l + 1 is local, with
-window 1 and sinks, and holds the neurons. A stock model has the same number and width of heads in
-all layers, so smaller heads are padded with zeros, and patterns are pos x pos. This makes the stock
-model large.
+Layer 2l of the stock model holds the attention heads of source layer l. Layer 2l + 1 holds the
+neurons, as heads with local attention (window 1) and attention sinks. The stock model is large: all
+its layers have the same number and width of heads, so smaller layers and heads are padded with
+zeros, and every attention pattern is pos x pos.
 
 **Neurons.** A stock head with a sink of logit s attends with softmax([scores, s]) and drops the
-sink's share. So head (i, j) of a neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j) computes
+sink's weight. For neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j), head (i, j) has
 
     W_Q = W_V = W_in[:, i]    query and value q = x · W_in[:, i] + b_in[i]
     W_K = 0, b_K = b_j        score of the token itself b_j q
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-The outputs add up to q p(q) W_out[i]. This is Theorem 3 of "Attention-Only Transformers and
-Implementing MLPs with Attention Heads", with the sink in place of the bias token. In a gated MLP
-W_Q = W_gate[:, i]. Attention heads without sinks get a sink with the lowest value of the dtype,
-whose share is exactly 0.
+The outputs of the heads of neuron i sum to q p(q) W_out[i]. This is Theorem 3 of "Attention-Only
+Transformers and Implementing MLPs with Attention Heads", with the sink in place of the bias token.
+In a gated MLP, W_Q = W_gate[:, i]. Attention heads without sinks get a sink logit with the lowest
+value of the dtype, so that the sink's weight is exactly 0.
 
-**ALiBi** becomes rotary embeddings of two more coordinates. Stock alibi layers cannot be used:
-their slopes depend on the number of heads, and TransformerLens' biases differ by a constant in each
-row, which a sink does not cancel. If two coordinates are rotated by θ per position, query
-(0, m_h / θ) and key (1, 0) give m_h sin(θ (j - i)) / θ, which is the bias m_h (j - i) of head h up
-to rounding: θ is a power of two with θ n_ctx <= 2^-28, where sin x rounds to x. Half precision is
-refused. Linear RoPE scaling sets θ: with rotary_dim = 2, TransformerLens rotates by
-1 / rotary_scaling_factor.
+**ALiBi** is replaced by rotary embeddings of two extra coordinates. TransformerLens' ALiBi cannot
+be used: its slopes depend on the number of heads, and its biases are shifted by a constant in each
+row, which matters if there is a sink. If two coordinates are rotated by θ per position, query (0,
+m_h / θ) and key (1, 0) give the score m_h sin(θ (j - i)) / θ. Up to rounding, this is the ALiBi
+bias m_h (j - i) of head h, because θ is a power of two with θ n_ctx <= 2^-28, and sin x rounds to x
+for such small x. Half precision is refused. θ is set by linear RoPE scaling: with rotary_dim = 2,
+TransformerLens rotates by 1 / rotary_scaling_factor.
 """
 
 import math
@@ -52,33 +52,32 @@ from attn_only_lens.tl import (
 )
 
 _PROBLEM = "this model cannot be built from TransformerLens' own modules"
-_ALIBI = 2  # the first coordinates of each head, which hold alibi positions
+_ALIBI = 2  # the number of leading coordinates of each head that hold ALiBi positions
 _GIB = 2**30
 _BOTH = "would act on the neurons too: a stock model has one setting for all layers"
 
 
-@torch.inference_mode(False)  # weights made in inference mode could never be trained
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def to_stock(
     attn_only: AttentionOnlyTransformer, *, max_bytes: int = 8 * 2**30
 ) -> HookedTransformer:
-    """Make a plain `HookedTransformer` with the same logits as a converted model.
+    """Return a stock `HookedTransformer` with the same logits as a converted model.
 
-    It consists of TransformerLens' own modules, with `attn_only=True`, so its `cfg` and its state
-    dict suffice to run it:
+    The stock model consists of TransformerLens' own modules, with `attn_only=True`. To run it, only
+    its `cfg` and its state dict are needed:
 
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
     Layer 2l + 1 holds the neurons of source layer l. With m heads per neuron, head i · m + j is
-    head j of neuron i; its pattern [batch, head_index, query_pos, key_pos] has the weight on the
-    token itself on the diagonal, and 0 elsewhere.
+    head j of neuron i. In the pattern [batch, head_index, query_pos, key_pos], the diagonal holds
+    the weight of each token on itself; all other entries are 0.
 
-    `max_bytes` limits only the weights. In each layer, a forward pass also makes a pattern of
-    heads · pos · pos numbers per prompt, and a key-value cache holds 2 · heads · d_head numbers per
-    token.
+    `max_bytes` limits only the weights. In each layer, a forward pass also allocates heads · pos ·
+    pos numbers per prompt for the pattern, and a key-value cache has 2 · heads · d_head per token.
 
-    In a stock model a masked token (padding) does not attend to itself, so its logits differ from
-    those of the converted model; the logits of all other tokens agree.
+    Padding tokens do not attend to themselves in a stock model, so their logits differ from those
+    of the converted model. The logits of all other tokens agree.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 6.
 
@@ -123,7 +122,7 @@ def to_stock(
 
 
 def mixture(gate: AnyGate) -> BilinearGate | None:
-    """Return a gate as a sum of sigmoids, one per head; return None if its score is not linear."""
+    """Return a gate as a sum of sigmoids, one per head, or None if its score is not linear."""
     if isinstance(gate, BilinearGate):
         return gate
     if gate.slope is None:
@@ -141,7 +140,7 @@ def neuron_heads(
 ) -> dict[str, Tensor]:
     """Return the neurons of one MLP as d_mlp · m heads of width 1 (see the module docstring).
 
-    The result maps names to parameters of a local layer with window 1 and unscaled scores.
+    The result maps parameter names to tensors, for a local layer with window 1 and unscaled scores.
     """
     m, d_mlp = len(gate.w), len(b_in)
     weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in (gate.w, gate.b, gate.c))
@@ -149,7 +148,7 @@ def neuron_heads(
     def per_head(per_neuron: Tensor) -> Tensor:
         return per_neuron.unsqueeze(-1).repeat_interleave(m, dim=0)
 
-    # TransformerLens adds b_in after the product of a gated MLP, so it acts as an output bias.
+    # In a gated MLP, TransformerLens adds b_in after the product, so b_in acts as an output bias.
     bias, b_O = (b_in, b_out) if W_gate is None else (0.0 * b_in, b_in @ W_out + b_out)
     queries = per_head((W_in if W_gate is None else W_gate).T)
     return {
@@ -166,7 +165,7 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Copy weights into the first heads of `attn`, starting at a coordinate; zero the rest."""
+    """Copy weights into the first heads of `attn` from a given coordinate on; zero the rest."""
     for parameter in attn.parameters():
         parameter.zero_()
     n_heads = len(heads["b_Q"])
@@ -181,14 +180,14 @@ def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> N
 
 
 def stock_bytes(cfg: HookedTransformerConfig) -> int:
-    """Return the size in bytes of a state dict with this configuration, without allocating it."""
+    """Return the size in bytes of a stock model's state dict, without allocating the tensors."""
     with torch.device("meta"):
         shapes = HookedTransformer(cfg, move_to_device=False)
     return sum(tensor.nbytes for tensor in shapes.state_dict().values())
 
 
 def _fill(source: Any, target: TransformerBlock) -> None:
-    """Copy an attention block or a neuron block of a converted model into a stock block."""
+    """Copy the weights of a converted model's block into a stock block."""
     for name in ("ln1", "ln1_post"):
         if hasattr(target, name):
             getattr(target, name).load_state_dict(getattr(source, name).state_dict())
@@ -199,8 +198,8 @@ def _fill(source: Any, target: TransformerBlock) -> None:
         heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
         write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
         return
-    # Keys and values of groups are repeated for each head. Queries are divided by the scale of the
-    # scores, because the padded layer would use another scale.
+    # The attributes of `old` repeat grouped keys and values for each head. Queries are divided by
+    # the scale of the scores, because the stock layer does not scale them.
     heads = {name: getattr(old, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
     heads |= {"W_Q": old.W_Q / old.attn_scale, "b_Q": old.b_Q / old.attn_scale}
     n_heads = len(heads["b_Q"])
@@ -208,12 +207,12 @@ def _fill(source: Any, target: TransformerBlock) -> None:
     heads["sinks"] = old.sinks if old.cfg.use_attention_sinks else no_sinks
     positions = old.cfg.positional_embedding_type
     write_heads(attn, heads, coordinate=_ALIBI if positions == "alibi" else 0)
-    if positions == "alibi" and old.attn_type == "global":  # with window 1, the bias is 0
+    if positions == "alibi" and old.attn_type == "global":  # ALiBi is 0 in a window of 1
         slopes = old.create_alibi_multipliers(n_heads, old.b_Q.device)
         attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(old.cfg.n_ctx)
         attn.b_K[:n_heads, 0] = 1.0
     elif positions == "rotary":
-        # Copy the tables, since a cast model keeps those of its original precision.
+        # Copy the rotary tables, since a cast model has tables in its original precision.
         attn.rotary_sin = old.rotary_sin.clone()
         attn.rotary_cos = old.rotary_cos.clone()
 
@@ -224,7 +223,7 @@ def _inverse_angle(n_ctx: int) -> float:
 
 
 def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
-    """Return the stock model with the tokenizer, before its weights are set."""
+    """Build the stock model with the tokenizer, without setting the weights."""
     stock = HookedTransformer(_stock_config(attn_only.cfg, _heads_per_neuron(attn_only)))
     stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
     stock.tokenizer = attn_only.tokenizer
@@ -236,18 +235,19 @@ def _gates(model: AttentionOnlyTransformer) -> set[AnyGate]:
 
 
 def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
-    """Return the largest number of heads per neuron; 1 if the gate is refused."""
+    """Return the largest number of heads per neuron, or 1 if no gate has a linear score."""
     mixtures = (mixture(gate) for gate in _gates(model))
     return max((len(m.w) for m in mixtures if m is not None), default=1)
 
 
 def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
-    """Return the configuration: two attention layers for each source layer, with heads of one size.
+    """Return the stock configuration, with two layers per source layer and heads of equal width.
 
-    The last coordinate of a head holds a neuron. Rotary embeddings rotate the first `rotary_dim`
-    coordinates. If these are all `d_head` coordinates, each head gets one more coordinate, so that
-    positions do not affect the scores of neurons. The configuration has no seed, which would reset
-    the random generators of the process, and no tokenizer name, which TransformerLens would load.
+    Neurons use the last coordinate of a head. Rotary embeddings rotate the first `rotary_dim`
+    coordinates. If these are all `d_head` coordinates, heads get one extra coordinate, so that
+    positions do not affect the scores of neurons. The configuration has no seed, since
+    TransformerLens would reset the global random generators, and no tokenizer name, since
+    TransformerLens would load the tokenizer.
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
@@ -280,7 +280,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
             for layer in range(source.n_layers)
             for kind in (kinds[layer] if kinds else "global", "local")
         ],
-        # The settings that turn hook points on are not part of the model.
+        # Settings that only turn on hook points are not copied.
         "use_attn_result": False,
         "use_attn_in": False,
         "use_split_qkv_input": False,
@@ -295,11 +295,11 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Return why `to_stock` refuses this model, without allocating its weights."""
+    """Return why `to_stock` refuses this model, without allocating weights."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
-            f"got a {type(model).__module__}.{type(model).__qualname__}; expected what "
-            f"attn_only_lens.convert returns{USE_INSTEAD}"
+            f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
+            f"model from attn_only_lens.convert{USE_INSTEAD}"
         ]
     if reasons := host_of(model).reasons():
         return reasons
@@ -308,8 +308,8 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return the attention settings that no stock model can have, and whether they are on."""
-    cfg: Any = model.cfg.layer_cfg(0)  # these settings are the same in all layers
+    """Return error texts about attention settings, and whether each one applies to the model."""
+    cfg: Any = model.cfg.layer_cfg(0)  # the settings below are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -322,19 +322,19 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
             cfg.positional_embedding_type == "shortformer"
         ),
         f"its attention_dir is {cfg.attention_dir!r}: TransformerLens then applies no mask, so "
-        "a stock layer of window 1 would see every token": cfg.attention_dir != "causal",
+        "a stock layer with window 1 would see every token": cfg.attention_dir != "causal",
         f"its attention has local layers with window {cfg.window_size}: a stock model has one "
-        "window_size for all local layers, and the neurons' is 1": (
+        "window_size for all local layers, and neurons need window_size=1": (
             "local" in kinds and cfg.window_size != 1
         ),
         f"its clip_qkv={cfg.clip_qkv} {_BOTH}": cfg.clip_qkv is not None,
         f"its attn_scores_soft_cap={cfg.attn_scores_soft_cap} {_BOTH}": (
             cfg.attn_scores_soft_cap > 0
         ),
-        f"its use_logn_attn, a scale of queries by position, {_BOTH}": cfg.use_logn_attn,
+        f"its use_logn_attn, which scales queries by position, {_BOTH}": cfg.use_logn_attn,
         "its use_dynamic_ntk_rope rebuilds rotary tables as it runs: a state dict does not say "
         "for which length they were built last": cfg.use_dynamic_ntk_rope,
-        f"its alibi biases in {cfg.dtype} would be rounded too much to tell near positions apart; "
+        f"its alibi biases in {cfg.dtype} would be too coarse to distinguish nearby positions; "
         "call .to(torch.float32) first": half and cfg.positional_embedding_type == "alibi",
         f"its norms of queries and keys {_BOTH}": any(
             block.attn.q_norm is not None for block in model.blocks[::2]
@@ -343,7 +343,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return the kinds of neurons that no stock head computes, and whether the model has them."""
+    """Return error texts about the kind of neurons, and whether each one applies to the model."""
     cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -368,13 +368,13 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
-    """Return a text about the size of the stock model, and whether it is too large."""
+    """Return an error text about the stock model's size, and whether the model is too large."""
     stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())
     return {
         f"its weights would take {size:,} bytes ({size / _GIB:.3g} GiB), {stock_cfg.n_layers} "
-        f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, and "
+        f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, but "
         f"max_bytes is {max_bytes:,}. Use a source with fewer layers or a smaller d_mlp, raise "
         "max_bytes, or use the converted model itself, which takes "
         f"{now:,} bytes ({now / _GIB:.3g} GiB)": size > max_bytes,

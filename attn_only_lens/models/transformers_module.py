@@ -1,13 +1,14 @@
 """Build transformers models of any size, and refuse quantised models.
 
-*Sizes.* transformers' model classes have one size for all layers; some classes require hidden_size
-to be a multiple of the number of heads; GPT-2, GPT-NeoX and BERT have no `head_dim`. The forward
-passes do not need these restrictions: they use the widths of matrices, or attributes of the module.
-So this module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers that differ. Only
-this package reads `d_mlp_by_layer`, so transformers cannot open a folder that needs it.
+*Sizes.* In transformers, all layers of a model have the same size, some classes require hidden_size
+to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. The
+forward passes do not need these restrictions, because they read sizes from matrices or module
+attributes. So this module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers of
+different sizes. transformers cannot open a folder with `d_mlp_by_layer`, which only this package
+reads.
 
-*Quantised weights* are refused. Analyses read, slice, scale and compare the matrices of heads. This
-is not possible with packed or scaled integers, and libraries unpack these differently on each
+*Quantised weights* are refused, because analyses read, slice, scale and compare the matrices of
+heads. Packed or scaled integers do not allow this, and libraries unpack them differently on each
 device. Dequantised weights are accepted.
 """
 
@@ -31,17 +32,17 @@ _QUANTISERS = ("torchao", "bitsandbytes", "quanto", "hqq")
 
 
 def has_head_dim(config: PretrainedConfig) -> bool:
-    """Return True if the model's class reads the width of heads from its configuration."""
+    """Return whether the model class reads the width of heads from the configuration."""
     return config.model_type not in _WITHOUT_HEAD_DIM
 
 
 def intermediate_size(config: PretrainedConfig) -> str:
-    """Return the name of the configuration's entry for d_mlp."""
+    """Return the name of the configuration entry that holds d_mlp."""
     return "n_inner" if hasattr(config, "n_inner") else "intermediate_size"
 
 
 def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """Return a configuration with these fields, but do not check that they fit each other."""
+    """Return a configuration with these fields, without checking that the fields are consistent."""
     heads = fields.get("num_attention_heads")
     if heads is None or fields.get("head_dim") is None:
         return kind.from_dict(fields)
@@ -51,7 +52,7 @@ def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretrai
 
 
 def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model with a copy of this configuration and arbitrary weights."""
+    """Build a model with arbitrary weights from a copy of this configuration."""
     config = copy.deepcopy(config)
     with no_init_weights():
         if has_head_dim(config) or getattr(config, "head_dim", None) is None:
@@ -80,7 +81,7 @@ def _layers(model: Any) -> Any:
 
 
 def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model with one head, which always fits, then set the attention's sizes."""
+    """Build a model with one head, which every class allows, and then resize the attention."""
     n_heads, width, d_model = config.num_attention_heads, config.head_dim, config.hidden_size
     config.num_attention_heads = 1
     model: PreTrainedModel = kind(config)
@@ -111,17 +112,17 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def config_reasons(config: dict[str, Any], name: str) -> list[str]:
-    """Return the reason to refuse this configuration, if it is of a quantised model."""
+    """Return an error text if this is the configuration of a quantised model."""
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # an enum in a loaded configuration
+            kind = getattr(method, "value", method)  # loaded configurations have an enum
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 
 
 def weight_reasons(model: nn.Module) -> list[str]:
-    """Return the reason to refuse a model, if some of its modules or weights are quantised."""
+    """Return an error text if a module or weight of this model is quantised."""
     config = getattr(model, "config", None)
     entries = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     if reasons := config_reasons(entries, "its config"):

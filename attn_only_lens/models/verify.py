@@ -1,4 +1,4 @@
-"""Compare a model whose neurons are heads with its source, by logits and residual stream."""
+"""Compare the logits and residual stream of a converted or exposed model with its source."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,14 +26,14 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # allowed for an activation in float64, since the bound of silu is 0
+_ROUNDING = 1e-14  # the error allowed for an activation in float64, since the bound of silu is 0
 
 
 @dataclass(frozen=True)
 class Verification:
     """The differences that `verify` measured between a converted model and its source.
 
-    All differences except `bitwise` are measured with live hooks at every neuron-head's hook point.
+    All differences except `bitwise` are measured with hooks on all hook points of neuron-heads.
 
     Attributes:
         bitwise: True if without hooks the logits equal the source's bit for bit.
@@ -82,13 +82,13 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if all differences are within their bounds.
+        """True if all tested differences are within their bounds.
 
         With exact gates, the logits without hooks must be bitwise equal to the source's logits, and
-        the logits with all hooks live must be within the tolerance. With bilinear gates, the logits
-        must equal those of the source with approximated activations, up to rounding, and each
-        activation must be within its certified bound. The effect of the approximation on the logits
-        is reported, but not tested.
+        the logits with hooks on all neuron-heads must be within the tolerance. With bilinear gates,
+        the logits must equal those of the source with approximated activations up to rounding, and
+        the error of each activation must be within the certified bound. The effect of the
+        approximation on the logits is reported, but not tested.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -121,7 +121,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Run the source with the activations of each layer replaced by their approximation."""
+    """Run the source with each layer's activations replaced by the bilinear approximation."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -146,7 +146,7 @@ def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tens
 
 
 def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> list[dict[str, float]]:
-    """Measure the error of the activation in each layer of a model with bilinear gates."""
+    """Measure the error of each layer's bilinear activation."""
     layers = host.neurons
     act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]
     rows: list[dict[str, float]] = [{} for _ in layers]
@@ -184,12 +184,12 @@ def verify(
     converted: AttentionOnlyTransformer | HookedTransformer | TransformerBridge,
     tokens: Tokens | str,
 ) -> Verification:
-    """Run both models on the same input and compare them, without hooks and with all hooks live.
+    """Compare both models on the same input, without hooks and with hooks on all neuron-heads.
 
-    For bilinear gates, each layer's activations are also compared with their certified bound.
+    For bilinear gates, the error of each layer's activations is compared with the certified bound.
 
-    A model whose neuron-heads are exposed in place is its own source: pass it twice. Its
-    neuron-heads are hidden for the first run.
+    A model with neuron-heads exposed in place is its own source: pass this model twice. The
+    neuron-heads are hidden for the source's run.
 
     Args:
         source: the model before conversion; for a model exposed in place, also the model itself.
@@ -197,7 +197,7 @@ def verify(
         tokens: tokens [batch, pos], or a text if the models have a tokenizer.
 
     Returns:
-        The comparison; `print` it, or test `.ok`.
+        The differences, which can be printed; `.ok` is True if all are within their bounds.
 
     Raises:
         UnsupportedModelError: the two models differ in shapes, dtypes or kind.
@@ -226,7 +226,7 @@ def verify(
         approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
-    assert isinstance(live, Tensor)  # not a tuple, as for other return types
+    assert isinstance(live, Tensor)  # other return types are tuples
 
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
@@ -234,7 +234,7 @@ def verify(
     by_layer = [
         _row(point, stream[source_hook], cache[hook])
         for point, source_hook, hook in points
-        if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires its last hook point
+        if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires the last hook point
     ]
     activations = [] if exact else _activation_errors(host, source.cfg.act_fn, tokens)
     return Verification(
@@ -254,12 +254,12 @@ def verify(
 
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
-    """Return the name of each point of the stream, with its hook points in the two models."""
+    """Return the points of the residual stream: a name, and the hook points in the two models."""
     points, host = [], host_of(converted)
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
-            if hook in source.hook_dict:  # parallel blocks have no middle
+            if hook in source.hook_dict:  # parallel blocks have no resid_mid
                 points.append((f"{layer}_{point}", hook, host.stream_hook(layer, point)))
     last = source.cfg.n_layers - 1
     end = f"blocks.{last}.hook_resid_post", host.stream_hook(last, "post")
@@ -267,12 +267,12 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return the reasons why two models cannot be compared."""
+    """Return why two models cannot be compared."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [
-            f"converted: got {type(converted).__name__}; expected what attn_only_lens.convert or "
-            "attn_only_lens.load returns, or a model with attn_only_lens.expose_neuron_heads"
+            f"converted: got {type(converted).__name__}; expected a model from "
+            "attn_only_lens.convert or load, or one exposed by attn_only_lens.expose_neuron_heads"
         ]
     else:
         reasons = host_of(converted).reasons()
@@ -307,7 +307,7 @@ def _row(point: str, expected: Tensor, computed: Tensor) -> dict[str, str | floa
 
 def _kl(expected: Tensor, computed: Tensor) -> Tensor:
     log_p, log_q = (to_float64_device(x).double().log_softmax(-1) for x in (expected, computed))
-    # Σ p (e^d - 1 - d) equals the KL divergence, because Σ p e^d = 1. Every term is positive, so
-    # rounding does not hide the tiny differences of a good conversion.
+    # Σ p (e^d - 1 - d) equals the KL divergence, because Σ p e^d = 1. No term is negative, so
+    # the sum does not lose tiny differences to rounding.
     difference = log_q - log_p
     return (log_p.exp() * (difference.expm1() - difference)).sum(-1)

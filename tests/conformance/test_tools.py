@@ -175,7 +175,8 @@ def test_tools_that_count_heads_are_refused(tmp_path):
     with pytest.raises(UnsupportedCallError, match=r"blocks\[i\]\.cfg\.n_heads"):
         detect_head(converted, "w3 w5 w3", "previous_token_head")
     with pytest.raises(
-        UnsupportedCallError, match=r"tl_parameters on a converted model: SVDInterpreter"
+        UnsupportedCallError,
+        match=r"tl_parameters is not available on a converted model: SVDInterpreter",
     ):
         SVDInterpreter(converted)
     instead = converted.attention_heads.OV[1, 1].svd()

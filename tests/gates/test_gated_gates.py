@@ -234,7 +234,7 @@ def test_spellings_of_gelu_tanh(name):
     [
         (("tanh", 6, 8.0), "no bilinear gate for 'tanh' in gated MLPs.*gelu_fast.*silu"),
         (("silu", 5, 8.0), r"heads=5; silu has gates with \[4, 6, 8, 12\]"),
-        (("silu", 6, 128.1), "limit=128.1; silu has gates up to 128: use the exact gate"),
+        (("silu", 6, 128.1), r"limit=128.1; silu gates cover \|q\| <= 128: use the exact gate"),
         (("silu", 6, 0.0), "limit=0.0; expected a positive number"),
         (("relu", 6, math.inf), "limit=inf; expected a positive number"),
         (("gelu", 6, math.nan), "limit=nan; expected a positive number"),

@@ -221,7 +221,7 @@ REFUSED = {
     "another activation": (_another_activation, "modules .* would differ|logits would differ"),
     "a module more": (_a_probe, r"probe\.bias is not known"),
     "hooks": (_hooked, "hooks are attached to the model"),
-    "code of its own": (_own_class, "wraps a Mine, which transformers does not have"),
+    "code of its own": (_own_class, "wraps a Mine, which is not a class of transformers"),
 }
 
 
@@ -243,7 +243,9 @@ def test_bert_whose_hooks_of_transformer_lens_own_were_removed(tmp_path):
     assert "blocks.1.mlp.hook_in" in model.run_with_cache(tokens())[1]
     model.reset_hooks(including_permanent=True)
     assert "blocks.1.mlp.hook_in" not in model.run_with_cache(tokens())[1]
-    with pytest.raises(CheckpointError, match=r"own hooks would be on .*blocks\.0\.mlp\.in"):
+    with pytest.raises(
+        CheckpointError, match=r"hooks from TransformerLens would be on .*blocks\.0\.mlp\.in"
+    ):
         save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 

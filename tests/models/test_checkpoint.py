@@ -216,7 +216,7 @@ def test_a_model_that_could_not_be_loaded_is_not_saved(change, tmp_path, monkeyp
 
 @pytest.mark.parametrize("make", [lambda: build("gelu"), lambda: nn.Linear(2, 3)])
 def test_only_converted_models_are_saved(make, tmp_path):
-    with pytest.raises(CheckpointError, match=r"expected what attn_only_lens\.convert"):
+    with pytest.raises(CheckpointError, match=r"expected a model from attn_only_lens\.convert"):
         save(make(), tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
@@ -312,7 +312,7 @@ DAMAGE = {
                 "silu": None,
             },
         ),
-        "expected exact gates to have one head",
+        "exact gates have one head",
     ),
     "ranges of a plain model": (
         lambda f: edit_manifest(
@@ -354,7 +354,10 @@ DAMAGE = {
     "no layer": (lambda f: edit_manifest(f, layers=[]), "expected 3 layers"),
     "tied to nothing": (lambda f: edit_manifest(f, tied={"x": "y"}), "x is not a parameter"),
     "frozen nothing": (lambda f: edit_manifest(f, frozen=["x"]), "x is not a parameter"),
-    "other sizes": (other_sizes, "d_mlp=37.* expected 3 layers, the first LayerSizes.*d_mlp=53"),
+    "other sizes": (
+        other_sizes,
+        "d_mlp=37.* expected 3 layers, and LayerSizes.*d_mlp=53.* as the first",
+    ),
     "unknown field": (unknown_field, "warp_drive"),
     "unknown activation": (unknown_activation, "solu"),
     "tensors exchanged": (

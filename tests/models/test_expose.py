@@ -181,7 +181,7 @@ def test_twice_changes_nothing():
         with expose_neuron_heads(model) as again:
             assert again is model
         assert state(model) == before, "what the outer call has done stays"
-        with pytest.raises(UnsupportedModelError, match="exposed already"):
+        with pytest.raises(UnsupportedModelError, match="already exposed"):
             expose_neuron_heads(model, gate=Bilinear(2))
     exposed = expose_neuron_heads(model)
     expose_neuron_heads(model).undo()

@@ -193,7 +193,7 @@ def test_hook_result(name):
             call()
     assert mlp_hook("result") not in bridge.run_with_cache(x)[1]
     if name in NO_ATTENTION_RESULT:
-        with pytest.warns(UserWarning, match="only mlp.hook_neuron_write is on"):
+        with pytest.warns(UserWarning, match="affects only mlp.hook_neuron_write"):
             bridge.set_use_attn_result(True)
         with pytest.raises(ValueError, match="use_attn_result"):
             bridge.add_hook("blocks.0.attn.hook_result", print)

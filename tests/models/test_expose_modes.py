@@ -109,7 +109,7 @@ def test_twice_again_and_after_an_error():
         with expose_neuron_heads(bridge):
             assert state(bridge) == shown
         assert state(bridge) == shown, "what the outer call has done stays"
-        with pytest.raises(UnsupportedModelError, match="exposed already"):
+        with pytest.raises(UnsupportedModelError, match="already exposed"):
             expose_neuron_heads(bridge, gate=Bilinear(2))
         assert state(bridge) == shown
     assert state(bridge) == before

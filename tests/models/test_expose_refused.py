@@ -33,7 +33,7 @@ KINDS = {
     ),
     "mpt": (
         lambda: transformers.MptConfig(vocab_size=41, d_model=26, n_heads=2, n_layers=2),
-        "does not run alone",
+        "cannot be run separately",
     ),
     "mixtral": (lambda: transformers.MixtralConfig(**WIDE, num_local_experts=3), "MoEBridge"),
     "qwen2_moe": (
@@ -207,7 +207,7 @@ SPOILS = {
         "fired .* expected once",
     ),
     "tuple": (lambda b, m: setattr(b, "forward", lambda x: (x, None)), "returns a tuple"),
-    "fails": (lambda b, m: setattr(b, "forward", lambda x: {}["?"]), "does not run alone"),
+    "fails": (lambda b, m: setattr(b, "forward", lambda x: {}["?"]), "cannot be run separately"),
     "W_out adapted": (
         lambda b, m: setattr(b.out, "_original_component", Adapted(b.out.original_component)),
         "its W_out is a Adapted",

@@ -374,7 +374,7 @@ def test_models_that_cannot_be_compared():
     bridge = boot("llama")
     converted = exposed_copy(bridge)
     for a, b, message in (
-        (bridge, bridge, r"expected what attn_only_lens\.convert"),
+        (bridge, bridge, r"expected a model from attn_only_lens\.convert"),
         (converted, exposed_copy(boot("llama")), "source: got ExposedBridge"),
         (nn.Linear(2, 3), converted, "expected the model before conversion, a TransformerBridge"),
         (boot("llama", torch.float32), converted, "dtype: got torch.float32"),

@@ -273,7 +273,7 @@ DAMAGED = {
     "no such activation": (lambda f: change_config(f, hidden_act="frob"), "KeyError: 'frob'"),
     "weights elsewhere": (
         lambda f: move_weights(f, f.parent / "stolen.safetensors"),
-        r"names a file '\.\./stolen\.safetensors', which is outside of the folder",
+        r"names a file '\.\./stolen\.safetensors', which is outside the folder",
     ),
     "quantised": (
         lambda f: change_config(f, quantization_config=QUANTISED),
@@ -289,7 +289,7 @@ DAMAGED = {
     ),
     "a tokenizer of another model": (
         lambda f: tiny_tokenizer(D_VOCAB + 2, f),
-        f"tokenizer has {D_VOCAB + 2} tokens, and the model embeds {D_VOCAB}",
+        f"tokenizer has {D_VOCAB + 2} tokens, but the model embeds {D_VOCAB}",
     ),
     "half a tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),

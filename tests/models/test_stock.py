@@ -97,7 +97,7 @@ LOWER = [(name, torch.float32) for name in MODELS] + [
 def test_lower_precision(name, dtype):
     model = converted(name, dtype=dtype, scale=0.2)
     if model.cfg.positional_embedding_type == "alibi" and dtype != torch.float32:
-        with pytest.raises(UnsupportedModelError, match="tell near positions apart"):
+        with pytest.raises(UnsupportedModelError, match="distinguish nearby positions"):
             to_stock(model)
         return
     logits, expected = to_stock(model)(tokens()), model(tokens())

@@ -79,7 +79,7 @@ def test_models_that_cannot_be_compared():
     converted = convert(source)
     for a, b, message in (
         (converted, converted, "expected the model before conversion"),
-        (source, source, r"expected what attn_only_lens\.convert"),
+        (source, source, r"expected a model from attn_only_lens\.convert"),
         (build("gelu", d_mlp=53), converted, "d_mlp: got 53 in the source and 37"),
         (build("gelu", dtype=torch.float32), converted, "dtype"),
     ):

@@ -503,7 +503,7 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
     outside.write_text("{}")
     for changes, match in (
         ({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}, "never run"),
-        ({"tokenizer_file": str(outside)}, "outside of its folder"),
+        ({"tokenizer_file": str(outside)}, "outside its folder"),
         ({"model_max_length": "long"}, "cannot be loaded"),
     ):
         settings.write_text(json.dumps(json.loads(text) | changes))

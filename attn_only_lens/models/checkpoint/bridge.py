@@ -1,14 +1,15 @@
 """Save TransformerBridges with neuron-heads in place, as Hugging Face folders where possible.
 
 A Hugging Face folder holds the weights of the wrapped model under its own names, so
-`from_pretrained` and `boot_transformers` open it. It cannot hold processed weights, the models of
-`boot_native`, or sizes that only this package builds (`transformers_module.py`). In these cases the
-tensors are in `bridge.safetensors`, by their names in the bridge, and only `load` reads them: it
-builds the model from its configuration, with arbitrary weights, and processes it as before.
+`from_pretrained` and `boot_transformers` can open such a folder. The folder cannot hold processed
+weights, models from `boot_native`, or layer sizes that transformers does not support
+(`transformers_module.py`). In these cases the tensors are saved in `bridge.safetensors`, under
+their names in the bridge. Only `load` reads this file: it builds the model from its configuration,
+repeats the weight processing, and fills in the tensors.
 
-`save` reads the files that it has written, and compares the loaded model with the original:
-modules, hook points, tensors, settings, and the logits on a few tokens, which must be bitwise
-equal. If the rebuilt bridge differs from the model, `save` refuses it.
+`save` loads the files that it has written and compares the loaded model with the original: modules,
+hook points, tensors, settings, and the logits on a few tokens, which must be bitwise equal. If the
+loaded model differs from the original, `save` raises an error.
 """
 
 import copy
@@ -61,14 +62,14 @@ _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _POS = 7  # the number of positions in the comparison of logits
-# Other attention implementations could be code from the hub.
+# Only transformers' own attention implementations: others could be code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
 class BridgeFields(TypedDict):
-    """The entries of a manifest that only a TransformerBridge has.
+    """The manifest entries that only a TransformerBridge has.
 
-    `other_mode` lists the modules whose mode, training or evaluation, is not the model's.
+    `other_mode` lists the modules whose training mode differs from the model's.
     """
 
     layout: Literal["in place"]
@@ -85,7 +86,7 @@ class BridgeFields(TypedDict):
 
 
 def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write an exposed bridge to an empty folder, check it, and return its manifest's entries."""
+    """Write an exposed bridge to an empty folder, check it, and return the manifest entries."""
     entries = common | _describe(model)
     if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
@@ -123,13 +124,13 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
             _fill(_named(model), tensors)
             model.tokenizer = read_tokenizer(folder) if has_tokenizer else None
     if has_tokenizer and model.tokenizer is None:
-        raise CheckpointError(f"{folder} has no tokenizer, and the model was saved with one")
+        raise CheckpointError(f"{folder} has no tokenizer, but the model was saved with one")
     _restore(model, manifest)
     return model
 
 
 def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Process the weights of a bridge as those of the saved bridge were processed."""
+    """Process the weights of a bridge as described in the manifest of the saved bridge."""
     if manifest["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=manifest["quiet"], no_processing=not manifest["processed"]
@@ -139,7 +140,7 @@ def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> Non
 
 
 def _describe(model: TransformerBridge) -> dict[str, Any]:
-    """Return a bridge's manifest entries without `weights`; refuse it if it cannot be saved."""
+    """Return a bridge's manifest entries except `weights`; refuse a bridge that cannot be saved."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (is its input an image?), but is tested on tokens")
@@ -147,7 +148,7 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
     if model.cfg.architecture != _NATIVE:
         attention = getattr(config, "_attn_implementation", None)
         if getattr(transformers, kind, None) is not type(wrapped):
-            reasons.append(f"it wraps a {kind}, which transformers does not have")
+            reasons.append(f"it wraps a {kind}, which is not a class of transformers")
         if not isinstance(config, transformers.PretrainedConfig):
             reasons.append(f"the {kind} that it wraps has no transformers configuration")
         elif attention not in get_args(_Attention):
@@ -176,10 +177,10 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
 
 
 def _write_transformers(model: TransformerBridge, folder: Path) -> None:
-    """Write the wrapped model so that its class's `from_pretrained` can read it."""
+    """Write the wrapped model so that the `from_pretrained` of its class can read it."""
     wrapped: Any = model.original_model
     config = copy.deepcopy(wrapped.config)
-    config.output_attentions = False  # TransformerLens turns it on for its own use
+    config.output_attentions = False  # undo TransformerLens' own setting
     with torch.device("meta"):
         module = build_module(type(wrapped), config)
     named = {name.replace(_WRAPPED, ""): tensor for name, tensor in wrapped.state_dict().items()}
@@ -189,14 +190,14 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     if wrapped.can_generate():
         module.generation_config = copy.deepcopy(wrapped.generation_config)
     module.save_pretrained(folder, max_shard_size=2**60)  # one file
-    # transformers writes weights that only their owner can read.
+    # transformers makes the weights file readable only for its owner.
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
     if model.tokenizer is not None:
         original_tokenizer(model.tokenizer).save_pretrained(folder)
 
 
 def _write_tensors(model: TransformerBridge, folder: Path) -> None:
-    """Write the tensors of a bridge by name, and the configuration from which it can be built."""
+    """Write the tensors of a bridge by name, and the configuration from which `load` builds it."""
     wrapped: Any = model.original_model
     config = _settings(model)
     if model.cfg.architecture != _NATIVE:
@@ -213,7 +214,7 @@ def _write_tensors(model: TransformerBridge, folder: Path) -> None:
 def _from_config(
     folder: Path, manifest: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return arguments of `build_bridge_from_module` for a model with arbitrary weights."""
+    """Return the arguments of `build_bridge_from_module`, for a model with arbitrary weights."""
     config, architecture = read_json(folder / CONFIG), manifest["architecture"]
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -225,7 +226,9 @@ def _from_config(
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
         cfg = TransformerBridgeConfig.from_dict(config | chosen)
         model: Any = NativeModel(cfg).to(dtype=dtype)
-        cfg.seed = config.get("seed")  # building with it would reset the random generators
+        cfg.seed = config.get(
+            "seed"
+        )  # a seed in `cfg` at build time would reset the random generators
         return {"model": model, "architecture": architecture, "tl_config": cfg}
     name = next(iter(config.get("architectures") or ()), None)
     kind: Any = getattr(transformers, str(name), None)
@@ -233,7 +236,7 @@ def _from_config(
         raise ValueError(f"transformers has no PreTrainedModel named {name!r}")
     config_class: Any = kind.config_class
     hf_config = config_from(config_class, config)
-    # Do not use the implementations in the file, which could be code from the hub.
+    # Ignore the implementations that the file names, which could be code from the hub.
     hf_config._attn_implementation = manifest["attention"]
     hf_config._experts_implementation = "eager"
     model = build_module(kind, hf_config)
@@ -242,18 +245,18 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors. Shared memory stays shared, unless the values differ."""
+    """Copy values into tensors. Tensors that share memory still do so if their values agree."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # this also changes modules that share the tensor
+            tensor.data = values[name]  # also changes other modules with this tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Restore the settings, neuron-heads, frozen parameters and modes of a saved bridge."""
+    """Restore a saved bridge's settings, neuron-heads, frozen parameters and training modes."""
     current = _settings(model)
     for key, value in manifest["settings"].items():
         if current.get(key) != value:
@@ -279,12 +282,12 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
         try:
             settings[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            continue  # these entries are built from the wrapped model's configuration
+            continue  # rebuilt from the wrapped model's configuration
     return {key: value for key, value in settings.items() if key not in _DERIVED}
 
 
 def _named(model: Any) -> dict[str, Tensor]:
-    """Return the parameters, buffers and processed weights of all modules, each tensor once."""
+    """Return the parameters, buffers and processed weights of all modules, without duplicates."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
         # transformer-lens 3.9 keeps some processed weights as plain attributes.
@@ -296,7 +299,7 @@ def _named(model: Any) -> dict[str, Tensor]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the modules of the bridge, then the other modules of the wrapped model."""
+    """Return the bridge's modules, followed by those that only the wrapped model has."""
     modules = dict(model.named_modules())
     known = {id(module) for module in modules.values()}
     wrapped = model.original_model.named_modules(prefix="original_model")
@@ -305,7 +308,7 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _differences(model: Any, twin: Any) -> list[str]:
-    """List the differences between a model and its copy from files."""
+    """List the differences between a model and the copy loaded from its files."""
     wrong = []
     for what, read in (
         ("modules", lambda bridge: {name: type(module) for name, module in _modules(bridge)}),
@@ -318,7 +321,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
         wrong += [f"its {what} {', '.join(names[:5])} would differ"] * bool(names)
     attached, rebuilt = (find_hooks(bridge) for bridge in (model, twin))
     if attached != rebuilt:
-        wrong.append(f"TransformerLens' own hooks would be on {rebuilt.placeholders + rebuilt.own}")
+        wrong.append(f"hooks from TransformerLens would be on {rebuilt.placeholders + rebuilt.own}")
     tensors, twin_tensors = _named(model), _named(twin)
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - twin_tensors)]
     wrong += [f"{name} is missing" for name in sorted(twin_tensors.keys() - tensors)]

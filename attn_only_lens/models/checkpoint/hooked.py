@@ -1,8 +1,8 @@
-"""Save and read HookedTransformers that are converted, or that have neuron-heads in place.
+"""Save and read HookedTransformers that are converted or have neuron-heads in place.
 
-Both kinds are built from the configuration of the source, and then get their tensors. `save` and
-`load` refuse tensors that do not fit. Layers of a converted model may differ in size: the
-configuration has the sizes of layer 0, and `layers` holds the sizes of all layers.
+A model is built from the configuration of its source, and then filled with its tensors. `save` and
+`load` refuse tensors that do not fit. The layers of a converted model may differ in size: the
+configuration holds the sizes of layer 0, and `layers` holds the sizes of every layer.
 """
 
 from dataclasses import asdict
@@ -44,7 +44,7 @@ MISFIT = "the weights do not fit their manifest"
 
 
 class HookedFields(TypedDict):
-    """The entries of a manifest that only a HookedTransformer has."""
+    """The manifest entries that only a HookedTransformer has."""
 
     layout: Literal["two blocks a layer", "in place"]
     config: dict[str, Any]
@@ -53,7 +53,7 @@ class HookedFields(TypedDict):
 
 
 def write_hooked(model: HookedTransformer, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write a model to an empty folder, and return the entries of its manifest."""
+    """Write a model to an empty folder, and return its manifest entries."""
     entries, tensors = _describe(model)
     write_tensors(folder / WEIGHTS, tensors)
     if model.tokenizer is not None:
@@ -73,7 +73,7 @@ def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
 
 
 def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the entries of a model's manifest, and its tensors, with tied tensors only once."""
+    """Return a model's manifest entries and its tensors, including each tied tensor only once."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
         layout, cfg, gating = "two blocks a layer", model.cfg.layer_cfg(0), model.cfg.gating
@@ -82,13 +82,13 @@ def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tenso
         layout, cfg, gating = "in place", model.cfg, exposed_heads(model)[0].gating
         sizes = (sizes_of(cfg),) * cfg.n_layers
         with hidden(model):
-            # Hooks are not saved, as in a state dict.
+            # Hooks are allowed but not saved, as in a state dict.
             reasons = reasons_against(model, silu=gating.silu)
     if gating.silu is not None and any(
         neuron.module.act_fn != gating.silu for neuron in host_of(model).neurons
     ):
         reasons.append(
-            f"its activation is custom code, and a loaded model would run {gating.silu!r}: set "
+            f"its activation is custom code, but a loaded model would run {gating.silu!r}: set "
             "that as act_fn of every MLP of the source, and convert or expose the source again"
         )
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -117,7 +117,7 @@ def _rebuilt(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrong = skeleton_misfits(model, tensors, tied)
     wrong += [f"{name} is not a parameter" for name in {*tied, *tied.values(), *frozen} - names]
-    wrong += [f"{name} is tied to a tied name" for name in tied.keys() & tied.values()]
+    wrong += [f"{name} is tied to a tied parameter" for name in tied.keys() & tied.values()]
     refuse(wrong, MISFIT)
     fill(model, tensors, tied, set(frozen))
     if manifest["layout"] == "in place":
@@ -126,7 +126,7 @@ def _rebuilt(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def expose_again(model: Any, manifest: dict[str, Any]) -> None:
-    """Expose the neuron-heads of a model with the gates of its manifest."""
+    """Expose the neuron-heads of a model with the gates that its manifest names."""
     problem = "its neuron-heads cannot be exposed again"
     try:
         gating = Gating.from_json(manifest["gate"])
@@ -136,11 +136,11 @@ def expose_again(model: Any, manifest: dict[str, Any]) -> None:
 
 
 def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
-    """Return the model without weights, and without exposed neuron-heads."""
+    """Build the model that a manifest describes, without weights or exposed neuron-heads."""
     require_hooked_transformer()
     config = manifest["config"]
     refuse(reasons_against_config(config, "config"), "this is not a valid configuration")
-    # Code from the hub never runs, even if the file asks for it.
+    # Never run code from the hub, even if the file asks for it.
     chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
     source = stock_skeleton({"device": "cpu", **config, **chosen})
     gating = Gating.from_json(manifest["gate"])
@@ -151,11 +151,11 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     first = [size.stock_fields for size in sizes[:1]]
     if (len(sizes), *first) != (source.cfg.n_layers, source_sizes.stock_fields):
         raise CheckpointError(
-            f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, the "
-            f"first {source_sizes}"
+            f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, and "
+            f"{source_sizes} as the first"
         )
     if manifest["layout"] == "two blocks a layer":
         return converted_skeleton(source, gating, sizes)
     if set(sizes) != {source_sizes}:
-        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {source_sizes} for all")
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {source_sizes} in all")
     return source

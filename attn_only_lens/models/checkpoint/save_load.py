@@ -1,12 +1,12 @@
-"""Save a model with neuron-heads to a folder of safetensors and JSON, and load it without pickles.
+"""Save models with neuron-heads to folders of safetensors and JSON files, and load them again.
 
     gate.json           the manifest: kind of model, gate, state, digest of every file
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
     tokenizer/          the tokenizer's own files; for a bridge they are in the folder itself
     config.json         the configuration, only for a bridge
 
-A bridge is saved as a Hugging Face folder where possible (`bridge.py`). A folder is written next to
-its destination, and moved there when it is complete.
+A bridge is saved as a Hugging Face folder where possible (`bridge.py`). A folder is first written
+next to its destination, and moved there once it is complete.
 """
 
 import os
@@ -61,9 +61,9 @@ class _Manifest(TypedDict):
 
 
 class _Kind(NamedTuple):
-    """A kind of model: its entries in the manifest, and its functions to save and load it.
+    """A kind of model: its manifest entries, and the functions that write and read its files.
 
-    `closed` has patterns of files that are read with the model, so no such file may be added.
+    `closed` lists file patterns; matching files that are not in the manifest are refused.
     """
 
     fields: Any
@@ -82,19 +82,19 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 
 @torch.inference_mode(False)  # as in `load`
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
-    """Write a model with neuron-heads to a folder, completely or not at all.
+    """Save a model with neuron-heads to a folder, completely or not at all.
 
-    A `TransformerBridge` without processed weights is written as a Hugging Face folder, with its
-    neuron-heads in `gate.json`: `from_pretrained` and `TransformerBridge.boot_transformers` open
-    it, too. Weights that `enable_compatibility_mode` processed, models of `boot_native` and grown
-    sizes that transformers does not know are written in a form that only `load` opens. The files
-    are read again and compared with the model, which needs memory for a second model for a moment.
+    A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
+    `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the
+    neuron-heads. Only `load` can open other bridges: those with weights processed by
+    `enable_compatibility_mode`, those from `boot_native`, and grown bridges with sizes that
+    transformers does not support. A saved bridge is loaded again and compared with the model, which
+    briefly needs memory for a second model.
 
     Args:
         model: a model that `convert` or `load` returned, or a model with exposed neuron-heads, in
             its current state. Hooks are not saved.
-        folder: the destination. An earlier save there is replaced; a folder with other files is
-            refused.
+        folder: the destination. An earlier save there is replaced; other files are refused.
         source_name: the name of the source; by default `cfg.model_name`.
 
     Returns:
@@ -118,8 +118,8 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     folder = open_folder(folder)
     if not has_neuron_heads(model):
         raise CheckpointError(
-            f"got a {type(model).__name__}; expected what attn_only_lens.convert or load returns, "
-            "or a model with attn_only_lens.expose_neuron_heads"
+            f"got a {type(model).__name__}; expected a model from attn_only_lens.convert or load, "
+            "or one exposed by attn_only_lens.expose_neuron_heads"
         )
     if reasons := host_of(model).reasons():
         raise CheckpointError("; ".join(reasons))
@@ -139,7 +139,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
 
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Read a saved model, without pickles, network, custom code or other folders."""
+    """Load a saved model from its folder alone, without pickles, network access or custom code."""
     manifest = read_manifest(folder)
     kind = _KINDS[manifest["model"]]
     check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)
@@ -149,12 +149,12 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
         model.tokenizer.padding_side = manifest["padding_side"]
     if dtype is not None:
         model.to(dtype, print_details=False)
-    # Pass the name, since a HookedTransformer ignores the index of a torch.device.
+    # Pass a string, since a HookedTransformer ignores the index of a torch.device.
     return model.to(str(device), print_details=False)
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Return True for a folder that `save` wrote."""
+    """Return whether a folder was written by `save`."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
@@ -162,19 +162,19 @@ def is_saved(folder: str | os.PathLike[str]) -> bool:
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
-    """Write the manifest of a model whose other files are already in the folder."""
+    """Write the manifest into a folder that already holds the model's other files."""
     names = ("attn_only_lens", "transformer_lens")
     versions = {name: version(name.replace("_", "-")) for name in names}
     _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check a manifest, but not the files that it names (see `check_files`)."""
+    """Read a manifest and check its entries; `check_files` checks the files that it names."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(
-            f"no saved model in {folder}: {MANIFEST} is missing; expected a folder that "
-            "attn_only_lens.save wrote"
+            f"no saved model in {folder}: {MANIFEST} is missing; expected a folder written by "
+            "attn_only_lens.save"
         )
     manifest = _DOCUMENT.read(path)
     fields = _KINDS[manifest["model"]].fields

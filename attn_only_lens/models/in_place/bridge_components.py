@@ -1,10 +1,10 @@
-"""Check that the wrapped model runs its bridge's modules, and no modules around them.
+"""Check that the wrapped model of a bridge runs the modules that the bridge has put there.
 
-A bridge replaces modules of the wrapped model by its own modules: `block.mlp.out` takes the place
-of `layer.mlp.down_proj`. A user may later put another module there, such as an adapter. It would
-read activations before edits, and its effect would not be in the bridge's weights. (Joint attention
-keeps the wrapped model's own module.) `known_mlps` and `require_bridge_weights` check the modules
-inside a component.
+A bridge replaces modules of the wrapped model by bridge components: for example, `block.mlp.out`
+takes the place of `layer.mlp.down_proj`. If a user later puts another module there, such as an
+adapter, this module reads activations before edits, and the bridge's weights do not include the
+module's effect. (Joint attention keeps the wrapped model's own module.) `known_mlps` and
+`require_bridge_weights` check the modules inside a component.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ _WRAPPED = "_original_component"
 
 
 def component_reasons(model: Any) -> list[str]:
-    """Return why the wrapped model does not run the components of its bridge; empty if it does."""
+    """Return error texts for components of a bridge that the wrapped model does not run."""
     blocks = set(model._modules["blocks"])
     return [
         f"{name}: got a {_kind(placed)} as {path} of the model that the bridge wraps; expected "
         "this component of the bridge: put it back, or build the bridge again from a model "
-        "without adapters (call peft's merge_and_unload() before, because it breaks a bridge)"
+        "without adapters (peft's merge_and_unload() breaks a bridge: call it before building)"
         for name, component, owner, path in _components(model)
         if (placed := _module_at(owner, path)) is not None
         and placed is not component
@@ -36,8 +36,8 @@ def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
     """Return which torch hooks on components receive the input of a hook point before edits."""
     return [
         f"{name} has a hook, attached by torch's register_forward_hook or "
-        "register_forward_pre_hook, that receives the input of this component before the "
-        "edit; remove it (handle.remove()), or attach it to "
+        "register_forward_pre_hook, which receives the component's input before the "
+        "edit; remove the hook (handle.remove()), or attach it to "
         f"{name}.original_component, whose input is edited"
         for name, component, _, _ in _components(model)
         if any(module is point for module in component._modules.values())
@@ -46,7 +46,7 @@ def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
 
 
 def _components(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield each component of a bridge: name, module, parent module, and path from the parent."""
+    """Yield each bridge component's name, module, parent module, and path from the parent."""
     for name, module in model._modules.items():
         if name == "blocks":
             for layer, block in enumerate(module):

@@ -1,9 +1,9 @@
-"""The classes of models and MLPs while their neurons are exposed as heads in place.
+"""The classes of models and MLPs whose neurons are exposed as heads in place.
 
-Exposing changes the `__class__` of a model to a subclass, and `undo` changes it back, so all
-references to the model stay valid. The subclasses of models refuse hooks on `mlp.hook_neuron_write`
-while it is off, which TransformerLens would silently never call. The subclasses of MLPs send their
-output through this hook point.
+Exposing changes the `__class__` of a model to a subclass, and `undo` changes `__class__` back, so
+all references to the model stay valid. The model subclasses refuse hooks on `mlp.hook_neuron_write`
+while this hook point is off; TransformerLens would silently never call such hooks. The MLP
+subclasses pass their output through this hook point.
 """
 
 import warnings
@@ -38,7 +38,7 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the model; refuse replaced MLPs, whose neuron-heads would not fire."""
+        """Run the model; refuse replaced MLPs, since their neuron-heads would not fire."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
         with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
@@ -51,19 +51,19 @@ class ExposedTransformer(_Exposed, HookChecks):
     _host = HookedHost
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the model; refuse shared weights into which another model's norms were folded."""
+        """Run the model; raise an error if another model's norms were folded into its weights."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that `forward` refuses, because the copy would run."""
+        """Return the state to copy or pickle; refuse models that `forward` refuses."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
     def load_and_process_state_dict(
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
-        """Load weights as TransformerLens does; refuse to fold norms into shared weights."""
+        """Load weights as TransformerLens does, but refuse to fold norms into shared weights."""
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
         super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
@@ -97,18 +97,16 @@ class ExposedBridge(_Exposed, TransformerBridge):
                 self._hook_registry.pop(f"blocks.{layer.layer}.mlp.{name}", None)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Turn the results of heads on or off; if attention has none, switch only the MLPs."""
+        """Turn hook_result on or off in attention, if the bridge supports this, and in all MLPs."""
         try:
             super().set_use_attn_result(use_attn_result)
         except NotImplementedError as error:
-            warnings.warn(
-                f"only {_RESULT} is on, and attn.hook_result is not: {error}", stacklevel=2
-            )
+            warnings.warn(f"set_use_attn_result affects only {_RESULT}: {error}", stacklevel=2)
         for heads in exposed_heads(self):
             heads.results = use_attn_result
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
-        """Run the model as TransformerLens does; refuse names of hook points that do not fire."""
+        """Run the model as TransformerLens does, but refuse names of hook points that are off."""
         wanted = how.get("names_filter", args[3] if len(args) > 3 else None)
         names = [wanted] if isinstance(wanted, str) else wanted
         for name in names if isinstance(names, list) else []:
@@ -129,20 +127,20 @@ class _ExposedMLPBridge:
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does, with separate values of its heads."""
+        """Run the MLP as TransformerLens does, with separate storage for head values."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """A HookedTransformer's MLP with neuron-heads; such an MLP has no hook point for its output."""
+    """An MLP of a HookedTransformer with neuron-heads, without a hook point for the output."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output of the MLP, sent through hook_neuron_write if that is live."""
+        """Return the MLP's output, passed through hook_neuron_write if there are hooks there."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # after undo(), if torch.nn.utils.parametrize made the class
+        if heads is None:  # after undo(), if torch.nn.utils.parametrize has changed the class
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]
@@ -173,7 +171,7 @@ class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
-    """A gated MLP of a bridge with one weight for q and u, with neuron-heads."""
+    """A gated MLP of a bridge, with one joint weight for q and u and with neuron-heads."""
 
     _stock = JointGateUpMLPBridge
 
@@ -186,7 +184,7 @@ _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 
 def show(model: Any, heads: list[InPlace]) -> None:
-    """Attach the neuron-heads of every layer to a stock model, which becomes an exposed one."""
+    """Attach the neuron-heads of all layers to a stock model, and switch to the exposed class."""
     for layer in heads:
         layer.attach()
         layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
@@ -196,7 +194,7 @@ def show(model: Any, heads: list[InPlace]) -> None:
 
 
 def hide(model: Any) -> None:
-    """Undo `show`; do nothing to a model that is not exposed."""
+    """Undo `show`; do nothing if the model is not exposed."""
     heads = exposed_heads(model)
     for layer in heads:
         layer.mlp.__class__ = stock_class(layer.mlp)
@@ -209,7 +207,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Hide the neuron-heads of a model, if it has any, within a context."""
+    """Hide a model's neuron-heads, if there are any, within a context."""
     heads = exposed_heads(model)
     hide(model)
     try:
@@ -220,5 +218,5 @@ def hidden(model: Any) -> Iterator[Any]:
 
 
 def exposed_heads(model: object) -> list[InPlace]:
-    """Return the neuron-heads of each layer of an exposed model; none for other models."""
+    """Return the neuron-heads of each layer, or an empty list if the model is not exposed."""
     return model._host(model).neurons if isinstance(model, _Exposed) else []

@@ -1,7 +1,7 @@
-"""Neuron-heads of an MLP that stays in place.
+"""The neuron-heads of an MLP that stays in place.
 
 A TransformerLens MLP computes  q → hook_pre → act → hook_post → W_out.  A gated MLP also computes
-u → hook_pre_linear. The MLP's own code still runs, and its hook points are tapped:
+u → hook_pre_linear. The MLP's own code still runs. Neuron-heads tap the MLP's hook points:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads
@@ -9,9 +9,9 @@ u → hook_pre_linear. The MLP's own code still runs, and its hook points are ta
 
 An edit at one hook point affects all later hook points, in this order: hook_pre, hook_q, hook_k,
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` lists the names
-that the hook points of heads have in the MLP.) An edit of a neuron at hook_post is shared equally
-by its heads, so the results add up to the output minus its bias. Exact heads replace nothing while
-none of their hook points is live; bilinear heads always replace the activations.
+that the hook points of heads have in the MLP.) An edit of a neuron at hook_post is split equally
+among the neuron's heads, so that the results sum to the MLP's output minus the output bias. Exact
+heads replace nothing unless they have hooks. Bilinear heads always replace the activations.
 """
 
 from collections.abc import Iterator
@@ -40,12 +40,12 @@ from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.host import POINTS, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # allowed for an activation that is computed in several steps
+_ROUNDINGS = 16  # rounding errors allowed, since activations are computed in several steps
 
 
 @dataclass(frozen=True)
 class MLPHookPoints:
-    """The hook points of an MLP that its neuron-heads tap."""
+    """The hook points of an MLP that neuron-heads tap."""
 
     pre: HookPoint
     """Outputs the pre-activation q."""
@@ -66,9 +66,9 @@ class MLPHookPoints:
 def activation_error(
     gate: Gate, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
 ) -> Float[Tensor, ""]:
-    """Return the largest |post - (act(q) · u + b_in)|, in units of the error that rounding allows.
+    """Return the largest |post - (act(q) · u + b_in)|, divided by the allowed rounding error.
 
-    `gate` is the exact gate of act; `post` is the input of hook_post; `b_in` is a GatedMLP's bias.
+    `gate` is the exact gate of act, `post` the input of hook_post, `b_in` a GatedMLP's bias.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in
@@ -76,20 +76,20 @@ def activation_error(
     size = size + (b_in.abs() if isinstance(b_in, Tensor) else abs(b_in))
     limits = torch.finfo(post.dtype)
     error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
-    # Values that overflow in half precision, and a user's own nan, are not compared.
+    # Do not compare values that overflow in half precision, or NaN from a user's edit.
     finite = expected.abs() <= 0.99 * limits.max
     return torch.where(finite, error.nan_to_num(nan=torch.inf), 0.0).max()
 
 
 def _every_example(value: Tensor) -> Tensor:
-    """Return the values of all examples of a batch, also inside `torch.func.vmap`."""
+    """Return the values of all examples in a batch, even inside `torch.func.vmap`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value
 
 
 class InPlace(NeuronHeads):
-    """Exact neuron-heads of an MLP in place. The hook points are modules of the MLP."""
+    """The exact neuron-heads of one MLP, added in place as hook points of the MLP."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class InPlace(NeuronHeads):
     ) -> None:
         self.mlp: Any = mlp
         self.mlp_points = mlp_points
-        self.cfg = cfg  # the model's configuration, for use_attn_result
+        self.cfg = cfg  # the model's configuration, which holds use_attn_result
         self.act_fn = act_fn
         self.layer = layer
         self.gating = gating
@@ -113,7 +113,7 @@ class InPlace(NeuronHeads):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this layer; it is looked up by name, so that a saved model holds no code."""
+        """The gate of this layer, looked up by name so that a saved model holds no code."""
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
@@ -124,7 +124,7 @@ class InPlace(NeuronHeads):
 
     @property
     def output_module(self) -> nn.Module:
-        """The hook point after W_out (BERT's layers run no module `mlp`), or else the MLP."""
+        """The module that returns the MLP's output: the hook point after W_out, or else the MLP."""
         return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
@@ -163,11 +163,11 @@ class InPlace(NeuronHeads):
 
     @property
     def points(self) -> dict[str, HookPoint]:
-        """The hook points of the heads, by their names in the MLP."""
+        """The hook points of the heads, keyed by their names in the MLP."""
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return q, and u in a gated MLP, as the MLP itself computes them."""
+        """Return the MLP's pre-activation q and, in a gated MLP, u."""
         seen: dict[HookPoint, Tensor] = {}
         pre, pre_linear = self.mlp_points.pre, self.mlp_points.pre_linear
 
@@ -182,10 +182,10 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context with its own values, since a hook may run the MLP during a pass."""
+        """Return a context with separate values, since a hook may run the MLP during a pass."""
         return self.passing.new_pass(self.passing.values)
 
-    # The taps call these methods in this order
+    # The taps call the following methods in this order.
 
     def record(self, name: str, x: PreActivation) -> None:
         """Store q ("pre") or u ("pre_linear")."""
@@ -194,7 +194,7 @@ class InPlace(NeuronHeads):
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
-        """Return the input of hook_post that replaces `post`, and z if hook_result fires."""
+        """Return the new input of hook_post, and z if hook_result has hooks."""
         values = self.passing.values
         q, up = (values.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
         if q is None:
@@ -203,7 +203,7 @@ class InPlace(NeuronHeads):
                 "MLP, or a copy of the projection ran (peft's modules_to_save); call undo() and "
                 "expose_neuron_heads again"
             )
-        values.pop((self.layer, "written"), None)  # a failed run of the MLP alone may leave this
+        values.pop((self.layer, "written"), None)  # may be left by a failed run of the MLP
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
@@ -213,7 +213,7 @@ class InPlace(NeuronHeads):
 
     @property
     def _recomputes(self) -> bool:
-        """True if the activations are computed again from q and u."""
+        """True if the heads recompute the activations from q and u."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()
@@ -225,23 +225,23 @@ class InPlace(NeuronHeads):
         why = "dropout in training mode" if self.mlp.training else "was it changed after exposing?"
         message = (
             f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "
-            f"pre-activations ({why}), which its neuron-heads would silently ignore; call "
+            f"pre-activations ({why}), but its neuron-heads still would; call "
             "model.eval(), or undo() and expose_neuron_heads again"
         )
-        if torch.compiler.is_compiling():  # the compiled graph checks the values when it runs
+        if torch.compiler.is_compiling():  # the compiled graph checks the error at run time
             torch._assert_async(error <= 1.0, message)
         elif _every_example(error).max() > 1.0:
             raise UnsupportedCallError(message)
 
     def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
-        """Store users' edits of the activations at hook_post, for the results."""
+        """Store the head outputs, including users' edits at hook_post, for hook_result."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
             written = self.head_outputs(z) + edit / self.heads_per_neuron
             self.passing.values[self.layer, "written"] = written
 
     def write(self, out: Residual) -> Residual:
-        """Return the output of W_out, sent through hook_result if that is live."""
+        """Return the output of W_out, passed through hook_result if that hook point has hooks."""
         written = self.passing.values.pop((self.layer, "written"), None)
         if written is None:
             return out
@@ -268,11 +268,11 @@ class InPlace(NeuronHeads):
         return activation
 
     def _post(self, z: PreActivation) -> PreActivation:
-        """Return hook_post's input as a new tensor, so that an in-place edit keeps hook_z."""
+        """Return hook_post's input as a new tensor, so that in-place edits do not change z."""
         return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten it
 
     def attach(self) -> None:
-        """Add the heads' hook points to the MLP, and tap the MLP's own hook points."""
+        """Add the hook points of heads to the MLP, and tap the MLP's own hook points."""
         self.mlp._neuron_heads = self
         for name, point in self.points.items():
             setattr(self.mlp, name, point.train(self.mlp.training))
@@ -299,12 +299,12 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """Bilinear neuron-heads of an MLP in place, with several heads per neuron."""
+    """The bilinear neuron-heads of one MLP, added in place, with several heads per neuron."""
 
     @property
     def _recomputes(self) -> bool:
-        # Bilinear heads always recompute the activation. But the check that follows costs as much
-        # as the activation, so it is skipped if there are no hooks and no dropout.
+        # The check of the activation costs as much as the activation, so skip it without hooks and
+        # dropout. (Bilinear heads always recompute the activation.)
         return self.mlp.training or super()._recomputes or is_live(self.hook_z)
 
     def _without_hooks(
@@ -318,7 +318,7 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
 
 class _Tap(HookPoint):
-    """A hook point of an MLP with neuron-heads."""
+    """An MLP's hook point that neuron-heads tap."""
 
     _neuron_heads: InPlace
 
@@ -355,7 +355,7 @@ _BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 
 
 class UnknownMLPError(Exception):
-    """An MLP whose neurons cannot be exposed as heads; the text says why."""
+    """An error that says why the neurons of an MLP cannot be exposed as heads."""
 
 
 def find_hook_points(mlp: Any) -> MLPHookPoints:
@@ -376,8 +376,8 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
         )
     changed = [point.name for point in points if type(point) not in (HookPoint, *_TAPS)]
     if changed:
-        raise UnknownMLPError(f"its hook points {changed} are of a class that is not known")
-    # OPT computes [batch · pos, d_mlp], but hooks receive [batch, pos, d_mlp].
+        raise UnknownMLPError(f"its hook points {changed} are of an unknown class")
+    # OPT's MLP computes [batch · pos, d_mlp], but hooks receive [batch, pos, d_mlp].
     converted = [point.name for point in points if point.hook_conversion is not None]
     if converted:
         raise UnknownMLPError(
@@ -392,20 +392,20 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     missing = [name for name in ("in", "out") if name not in linears]
     if missing:
         raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
-    # An adapted or quantised W_out computes more than its weight.
+    # A W_out with an adapter or quantisation does more than multiply by its weight.
     W_out = getattr(linears["out"], "original_component", None)
     kind = type(W_out)
     if kind not in (nn.Linear, Conv1D):
         got = kind.__qualname__
         advice = "merge adapters, dequantise, or remove parametrizations first"
-        if kind.__module__.startswith("peft."):  # peft's classes are called Linear, too
+        if kind.__module__.startswith("peft."):  # some peft classes are called Linear, too
             got = f"{kind.__module__}.{got}"
             advice = (
                 "call merge_and_unload() before you build the bridge; or in the bridge, for every "
                 "component with an adapter `layer`, call layer.merge() and "
                 "component.set_original_component(layer.get_base_layer())"
             )
-        raise UnknownMLPError(f"its W_out is a {got}, expected a Linear or a Conv1D: {advice}")
+        raise UnknownMLPError(f"its W_out is a {got}; expected a Linear or a Conv1D: {advice}")
     q = linears["gate" if "gate" in linears else "in"].hook_out
     u = linears["in"].hook_out if "gate" in linears else None
     layer = mlp.original_component if mlp.name is None else None

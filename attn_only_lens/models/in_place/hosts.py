@@ -1,4 +1,4 @@
-"""The hosts of exposed models, whose blocks are layers with neuron-heads next to the MLP."""
+"""The hosts of exposed models, which have attention heads and neuron-heads in the same block."""
 
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ _AGAIN = "call undo() and expose_neuron_heads again"
 
 
 def replaced_mlps(model: Any) -> list[str]:
-    """Return which MLPs of an exposed model were replaced after exposing; empty if none was."""
+    """Return which MLPs of an exposed model were replaced after exposing, as error texts."""
     heads, blocks = vars(model)["_neuron_heads"], model.blocks
     if len(heads) != len(blocks):
         return [f"it has {len(blocks)} blocks, but had {len(heads)} when exposed; {_AGAIN}"]
@@ -41,7 +41,7 @@ def replaced_mlps(model: Any) -> list[str]:
 
 
 def _run_mlp(block: Any, mlp: Any) -> Any:
-    """Return the module that the wrapped layer of a bridge runs as its MLP."""
+    """Return the module that a bridge's wrapped layer runs as its MLP."""
     layer = block._modules.get("_original_component")
     name = None if layer is None else mlp.name
     return layer._modules.get(name) if name in getattr(layer, "_modules", ()) else mlp
@@ -67,11 +67,11 @@ class _InPlaceHost(ModelHost):
         return [self.model.cfg.n_heads] * len(self.model.blocks)
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the index of the layer, since each layer is one block."""
+        """Return the index of the block, which equals the index of the layer."""
         return layer
 
     def _mlp_reasons(self) -> list[str]:
-        """Return which MLPs, or hook points of MLPs, were replaced after exposing."""
+        """Return which MLPs or which of their components were replaced after exposing."""
         reasons = replaced_mlps(self.model)
         for heads in [] if reasons else self.neurons:
             try:
@@ -84,16 +84,16 @@ class _InPlaceHost(ModelHost):
         return reasons
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates and the activation of each layer."""
+        """Return the gates and the activation of each layer as plain data."""
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the name of a hook point of the stream, which is the same as in the source."""
+        """Return TransformerLens' name of a hook point of the residual stream."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
 class HookedHost(HookedTransformerHost, _InPlaceHost):
-    """The host of an exposed `HookedTransformer`, whose configuration says which norms it has."""
+    """The host of an exposed `HookedTransformer`, whose norms follow from the configuration."""
 
     def reasons(self) -> list[str]:
         """Return which MLPs were replaced, and which modules have an unknown class."""
@@ -108,15 +108,15 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay, block by block."""
+        """Return a replay that runs block by block."""
         return HookedReplay(self.model, recording, metric, precise)
 
 
 class BridgeHost(_InPlaceHost):
-    """The host of an exposed `TransformerBridge`; runs it to find norms and check matrices."""
+    """The host of an exposed `TransformerBridge`, whose norms are found by running the bridge."""
 
     def reasons(self) -> list[str]:
-        """Return which MLPs, or other components, were replaced or wrapped."""
+        """Return which MLPs or other components were replaced or wrapped."""
         return self._mlp_reasons() + component_reasons(self.model)
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
@@ -131,7 +131,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_norms(self.model)
 
     def reads_centred(self) -> bool:
-        """Return whether heads read a centred stream; BERT's norms centre the stream itself."""
+        """Return whether heads read a centred stream. (BERT's norms centre the stream itself.)"""
         return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:
@@ -139,12 +139,12 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Check modules and hooks, and compare the matrices with the modules that apply them."""
+        """Check modules and hooks, and check the weight matrices of the bridge."""
         super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in a transformers cache among the arguments, or 0."""
+        """Return the number of tokens in a transformers cache among the arguments; 0 if none."""
         caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Cache)]
         return max((int(cache.get_seq_length()) for cache in caches), default=0)
 

@@ -1,13 +1,13 @@
-"""Recognise MLPs whose neurons can be exposed as heads, by their computation, not by their names.
+"""Recognise MLPs whose neurons can be exposed as heads, based on what the MLPs compute.
 
 An MLP is known if the input of hook_post is act(q), act(q) · u or act(q) · u + b_in, for an
-activation that has a gate. The check runs the MLP with random u, and with q from -12 to 12. A few
-values of |q| up to 10^4 reveal a clipped activation. The check cannot see dropout, because the MLP
-runs in evaluation mode, nor later changes, so `InPlace` checks again whenever heads replace the
-activations.
+activation act that has a gate. To check this, the MLP is run with random u, and with q from -12 to
+12 and a few values of |q| up to 10^4, which reveal a clipped activation. This check cannot detect
+dropout, because the MLP is in evaluation mode, or later changes, so `InPlace` checks again whenever
+heads replace the activations.
 
-BERT has no module for its MLP: the bridge's `mlp` only names modules of the layer, whose hook
-points fire when the layer runs.
+BERT has no module for its MLP: the bridge's `mlp` only refers to modules of the layer, and their
+hook points fire when the layer runs.
 """
 
 import math
@@ -40,12 +40,12 @@ from attn_only_lens.tl import GatedMLP, HookedTransformer
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
-_FAR = 1e4  # float16 can hold its product with u
+_FAR = 1e4  # the product with u must fit in float16
 
 
 @dataclass(frozen=True)
 class KnownMLP:
-    """An MLP that can be exposed; `act_fn` is a key of `GATES`, or names a generalized SiLU."""
+    """An MLP that can be exposed; `act_fn` is a key of `GATES` or a generalized SiLU's name."""
 
     mlp: nn.Module
     points: MLPHookPoints
@@ -53,9 +53,9 @@ class KnownMLP:
 
 
 def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) -> list[KnownMLP]:
-    """Recognise the MLP of every layer of a HookedTransformer or TransformerBridge, exposed or not.
+    """Recognise the MLP of every layer of a model, or raise UnsupportedModelError.
 
-    With `silu`, require this activation. `problem` is the title of an UnsupportedModelError.
+    If `silu` is given, the activation must be this one. `problem` is the title of the error.
     """
     if exposed := exposed_heads(model):
         UnsupportedModelError.raise_if(host_of(model).reasons(), problem)
@@ -67,8 +67,8 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
     elif isinstance(model, TransformerBridge) or not isinstance(model, HookedTransformer):
         kind = type(model)
         reasons = [
-            f"got a {kind.__module__}.{kind.__qualname__}; expected a HookedTransformer (of "
-            "transformer-lens 3.9) or a TransformerBridge"
+            f"got a {kind.__module__}.{kind.__qualname__}; expected a TransformerBridge or, "
+            "with transformer-lens 3.9, a HookedTransformer"
         ]
     else:
         reasons = reasons_against(model, silu=silu)  # attached hooks are allowed
@@ -88,20 +88,20 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
         reasons = component_reasons(model)
     names = {mlp.act_fn for mlp in known}
     if len(names) > 1:
-        reasons.append(f"its layers differ in their activation: {', '.join(sorted(names))}")
+        reasons.append(f"its layers have different activations: {', '.join(sorted(names))}")
     UnsupportedModelError.raise_if(reasons, problem)
     return known
 
 
 def non_finite_weights(model: Any) -> list[str]:
-    """Return the first few parameters that hold NaN or infinity, as reasons against a model."""
+    """Return error texts for the first few parameters with NaN or infinite entries."""
     named = {
         name.replace("._original_component", ""): parameter.detach()
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
     }
-    # Read all norms at once, since each read waits for the device. Large finite entries may have an
-    # infinite norm, so the entries are checked if a norm is not finite.
+    # Copy all norms at once, since each copy waits for the device. Large finite entries can make a
+    # norm infinite, so check the entries if a norm is not finite.
     devices = {parameter.device for parameter in named.values()}
     by_device = ([x for x in named.values() if x.device == device] for device in devices)
     norms = [norm for parameters in by_device for norm in torch._foreach_norm(parameters)]
@@ -119,7 +119,7 @@ def non_finite_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
-    """Run an MLP alone, or its layer if the MLP is not a module, and return the MLP's output."""
+    """Run an MLP, or its layer if the MLP is not a separate module, and return the MLP's output."""
     if points.layer is None:
         output = _run(mlp, x)
         if not isinstance(output, Tensor):
@@ -145,8 +145,8 @@ def _run(module: nn.Module, x: Tensor) -> Any:
             return module(x)
     except UnknownMLPError:
         raise
-    except Exception as error:  # custom code may raise any error
-        raise UnknownMLPError(f"its MLP does not run alone: {error}") from error
+    except Exception as error:  # custom code may raise any exception
+        raise UnknownMLPError(f"its MLP cannot be run separately: {error}") from error
 
 
 _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -154,10 +154,10 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Run MLPs in evaluation mode without the hooks on their hook points; then restore both."""
+    """Put MLPs in evaluation mode and remove the hooks on their hook points, within a context."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
-    # Keep the dictionaries themselves, because the handles of the hooks refer to them.
+    # Keep the original dictionaries, because hook handles refer to them.
     hooks = [
         (point, name, getattr(point, name))
         for point, _ in modes
@@ -173,7 +173,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
     finally:
         for root, training in roots:
             for module in root.modules():
-                if isinstance(module, HookPoint):  # also hook points that were added meanwhile
+                if isinstance(module, HookPoint):  # includes hook points added in this context
                     module.training = training
         for module, training in modes:
             module.training = training
@@ -182,7 +182,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
 
 
 def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU | None) -> str:
-    """Run an MLP and return the name of its activation."""
+    """Run an MLP to recognise its activation, and return the activation's name."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q = _queries(shape).to(mlp.W_out)
@@ -214,7 +214,7 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
 
 
 def _queries(shape: tuple[int, ...]) -> Tensor:
-    """Return evenly spaced values from -12 to 12, and a few much larger ones at both ends."""
+    """Return evenly spaced values from -12 to 12, with a few very large ones at both ends."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far
@@ -222,7 +222,7 @@ def _queries(shape: tuple[int, ...]) -> Tensor:
 
 
 def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping[str, Gate]) -> str:
-    """Return the name of the activation that computed `post`; prefer the name in `cfg`."""
+    """Return the name of the activation that gives `post`; if several fit, prefer `cfg.act_fn`."""
     post, q, u = post.cpu(), q.cpu().double(), u.cpu()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
     errors = {name: activation_error(gate, post, q, u, b_in).item() for name, gate in gates.items()}

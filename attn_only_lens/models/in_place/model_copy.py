@@ -1,11 +1,11 @@
 """Copy a TransformerBridge or HookedTransformer before exposing its neuron-heads.
 
-`deepcopy` preserves ties and views if its memo already holds the counterpart of every tensor: an
-alias, or a view of a storage that is copied once (joint attention has q, k and v as views of one
-weight). It cannot copy closures. Hooks with closures that capture the input of a norm or an MLP are
-removed from the copied bridge, whose blocks attach new hooks when they run. Hooks with which
-transformer-lens 4 implements the hook points of BERT's MLPs are made again for the copy. A bridge
-with other closures is refused (`engine/model_checks.py`).
+To preserve tied tensors and views, `deepcopy` gets a memo with the counterpart of every tensor: an
+alias, or a view of a storage that is copied only once (in joint attention, q, k and v are views of
+one weight). `deepcopy` cannot copy closures. So TransformerLens' hooks that capture the inputs of
+norms and MLPs are removed from the copy, whose blocks attach new ones when run. The hooks that
+serve as hook points of BERT's MLPs (transformer-lens 4) are created again for the copy. Bridges
+with other closures are refused (`engine/model_checks.py`).
 """
 
 import copy
@@ -22,7 +22,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 def reasons_against_copying(model: Any) -> list[str]:
-    """Return why a model cannot be copied; empty if it can."""
+    """Return error texts if a model cannot be copied."""
     if type(model) not in (TransformerBridge, HookedTransformer):
         return [
             f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "
@@ -32,8 +32,8 @@ def reasons_against_copying(model: Any) -> list[str]:
     reasons = hook_reasons(model)
     if internal := find_hooks(model).own:
         reasons.append(
-            f"TransformerLens has attached hooks ({internal[0]}), whose copies would act on the "
-            "original; use the model itself: attn_only_lens.expose_neuron_heads(model)"
+            f"TransformerLens has attached hooks ({internal[0]}) whose copies would act on the "
+            "original; expose the model itself: attn_only_lens.expose_neuron_heads(model)"
         )
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")
@@ -60,7 +60,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
     for block in getattr(copied, "blocks", ()):
         block._teardown_capture_hooks()
     for module in [copy_ for copy_ in memo.values() if isinstance(copy_, nn.Module)]:
-        # In joint attention this method is bound to the adapter of the original.
+        # In joint attention, split_qkv_matrix is bound to the original model's adapter.
         split: Any = vars(module).get("split_qkv_matrix")
         if getattr(split, "__self__", None) is model.adapter:
             vars(module)["split_qkv_matrix"] = getattr(copied.adapter, split.__name__)
@@ -70,7 +70,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """Make the placeholder hooks on a copied hook point again, bound to the copied modules."""
+    """Replace the placeholder hooks on a copied hook point by hooks bound to the copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)

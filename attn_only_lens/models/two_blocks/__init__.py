@@ -1,4 +1,4 @@
-"""Attention-only models: a `HookedTransformer` with two blocks for every layer of its source."""
+"""Attention-only models: `HookedTransformer`s with two blocks per source layer."""
 
 from attn_only_lens.models.two_blocks.build import convert_as, rebuild
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache

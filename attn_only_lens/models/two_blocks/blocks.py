@@ -1,4 +1,4 @@
-"""The two blocks that replace one layer of the source, with the neurons of its MLP as heads.
+"""The two blocks that replace a source layer: one for attention heads, one for neuron-heads.
 
 For a token with normalised residual x, the head of neuron i of a plain MLP computes
 
@@ -9,13 +9,14 @@ For a token with normalised residual x, the head of neuron i of a plain MLP comp
     result = z · W_out[i, :]
 
 For p = σ this is Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
-Heads". A gated MLP has q = x · W_gate[:, i] and the value v = q · u with u = x · W_in[:, i], a
-product and not a linear map of x. TransformerLens adds b_in after the product, so b_in @ W_out
-belongs to the block's b_O.
+Heads". In a gated MLP, q = x · W_gate[:, i] and the value is v = q · u with u = x · W_in[:, i],
+which is not linear in x. TransformerLens adds b_in after the product, so the block's b_O includes
+b_in @ W_out.
 
-The token's key is 0 and the bias token's key is constant, so `hook_k` carries zeros; a patch of it
-adds q · k to the self score. Without a live hook before z, act(q) is computed as in the source:
-bitwise the same, at the same cost. `heads/bilinear.py` describes bilinear gates.
+The token's key is 0 and the bias token's key is constant, so `hook_k` receives zeros; patching a
+key to k adds q · k to the token's score for itself. Unless a hook point before z has hooks, act(q)
+is computed with the source's own code, so results are bitwise equal at equal cost. For bilinear
+gates, see `heads/bilinear.py`.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
 class QKAndOV:
-    """QK and OV of heads that have W_Q, W_K, W_V and W_O."""
+    """The QK and OV matrices of heads that have W_Q, W_K, W_V and W_O."""
 
     W_Q: Any
     W_K: Any
@@ -54,19 +55,19 @@ class QKAndOV:
 
     @property
     def QK(self) -> FactoredMatrix:
-        """W_Q @ W_K^T of every head; zero for neuron-heads."""
+        """W_Q @ W_K^T for every head; zero for neuron-heads."""
         return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
 
     @property
     def OV(self) -> FactoredMatrix:
-        """W_V @ W_O of every head."""
+        """W_V @ W_O for every head."""
         return FactoredMatrix(self.W_V, self.W_O)
 
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
-    """d_mlp neuron-heads with the parameters of one source MLP, under its names and shapes.
+    """The d_mlp neuron-heads of one source MLP, which keep the names of the MLP's parameters.
 
-    `W_Q`, `W_K`, `W_V` and `W_O` are views with the shape of heads.
+    `W_Q`, `W_K`, `W_V` and `W_O` are views with the shapes of head weights.
     """
 
     W_in: nn.Parameter
@@ -90,7 +91,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this block; it is looked up by name, so that a saved model holds no code."""
+        """The gate of this block, looked up by name so that a saved model holds no code."""
         return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
 
     @property
@@ -112,10 +113,10 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self._write(z)
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return the pre-activation q, and u in a gated MLP."""
+        """Return the pre-activation q and, in a gated MLP, u."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
-        # Use the same calls as the source, since other forms of these products round differently.
+        # Use the same calls as TransformerLens' GatedMLP, since other calls round differently.
         gate = F.linear(x, self.W_gate.T.contiguous())
         return gate, F.linear(x, self.W_in.T.contiguous())
 
@@ -129,51 +130,51 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def b_O(self) -> Float[Tensor, "d_model"]:
-        """The block's output bias: b_out, plus b_in @ W_out for a gated MLP."""
+        """The output bias of the block: b_out, plus b_in @ W_out for a gated MLP."""
         return self.b_out if self.W_gate is None else self.b_in @ self.W_out + self.b_out
 
-    # Weights in a head's shape
+    # Weights with the shapes of head weights
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """Multiply each neuron's row by a factor of each of its heads: "value", "w", "b" or "c"."""
+        """Repeat each neuron's row for each head, multiplied by the head's `factor`."""
         return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Query weights: W_in, or W_gate in a gated MLP; times the slope b_j of a bilinear head."""
+        """The query weights: b_j W_in, or b_j W_gate in a gated MLP (b_j = 1 for exact heads)."""
         weights = self.W_in if self.W_gate is None else self.W_gate
         return self._scale("b", weights.T.unsqueeze(-1))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_in, or zero in a gated MLP; b_j b_in + c_j for a bilinear head."""
+        """The query biases: b_j b_in + c_j, or c_j in a gated MLP (c_j = 0 for exact heads)."""
         return self._scale("b", self._bias)
 
     @property
     def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Key weights: zero, since a neuron-head's keys do not depend on the token."""
+        """The key weights: zero, because the keys of neuron-heads do not depend on the token."""
         return torch.zeros_like(self.W_Q)
 
     @property
     def b_K(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Key biases of the token itself: zero (the bias token's key is a constant)."""
+        """The key biases for the token itself: zero (the bias token's key is a constant)."""
         return torch.zeros_like(self.b_Q)
 
     @property
     def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """Value weights: W_in, stored once with W_Q; times a_1 a_2 for a generalized SiLU."""
+        """The value weights: a_1 a_2 W_in for a generalized SiLU, otherwise W_in itself."""
         self._refuse_product_value("W_V")
         return self._scale("value", self.W_in.T.unsqueeze(-1))
 
     @property
     def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Value biases: b_in, or zero in a gated MLP."""
+        """The value biases: b_in (for a generalized SiLU, a_1 a_2 b_in), or zero if gated."""
         self._refuse_product_value("b_V")
         return self._scale("value", self._bias)
 
     @property
     def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
-        """Output weights: W_out, times the weight w_j of a bilinear head."""
+        """The output weights: w_j W_out, where w_j = 1 for exact heads."""
         return self._scale("w", self.W_out.unsqueeze(-2))
 
     @property
@@ -183,17 +184,17 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     def _refuse_product_value(self, name: str) -> None:
         if self.value_is_product:
             raise UnsupportedCallError(
-                f"{name} of a neuron-head in a gated MLP does not exist: its value is the product "
-                "(x · W_gate) · (x · W_in), which no value matrix computes. Use W_gate and W_in of "
-                "model.blocks[i].attn, or hook_v for the values themselves"
+                f"a neuron-head in a gated MLP has no {name}: its value is the product "
+                "(x · W_gate) · (x · W_in), which no value matrix can compute. Use W_gate and W_in "
+                "of model.blocks[i].attn, or hook_v for the values themselves"
             )
 
 
 class BilinearAttention(BilinearHeads, NeuronAttention):
-    """d_mlp · m neuron-heads with the parameters of one source MLP."""
+    """The d_mlp · m bilinear neuron-heads of one source MLP, with the MLP's parameters."""
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output of the source MLP for the normalised `x`, within the gate's bound."""
+        """Return an approximation of the source MLP's output for the normalised stream `x`."""
         q, up = self.projections(x)
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
@@ -208,7 +209,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """Query biases: b_j b_in[i] + c_j, where a large number stands for c_j = ∞."""
+        """The query biases b_j b_in[i] + c_j, in which a large number replaces c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
 
 class _WithoutMLP(nn.Module):
-    """A block of a converted model, which has no `mlp`."""
+    """A block without `mlp`; accessing `mlp` raises an error that says what to use instead."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "mlp":
@@ -235,9 +236,9 @@ class _WithoutMLP(nn.Module):
 class AttentionBlock(_WithoutMLP, TransformerBlock):
     """Block 2l: the attention heads of source layer l, in a stock block without its MLP.
 
-    Its `cfg` says that the MLP is parallel. A stock block then calls `apply_mlp` with its input
-    after the hooks of resid_pre, and adds the result to resid_pre + attn_out. The neurons of a
-    parallel model must read this input.
+    In the block's `cfg`, parallel_attn_mlp is True. TransformerLens' block then calls `apply_mlp`
+    with the block's input (after hooks on resid_pre), which the neurons of a parallel model must
+    read, and adds the result to resid_pre + attn_out.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -246,7 +247,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
 
     @classmethod
     def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> "AttentionBlock":
-        """Take over the attention half of `source`, a clone of a stock block with an MLP."""
+        """Return a block with the attention half of `source`, a copied stock block with an MLP."""
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.__dict__.update(source.__dict__)
@@ -269,9 +270,9 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Run the stock block, with a key-value cache entry of the same sizes as its heads."""
+        """Run the stock block, with a key-value cache entry that fits the sizes of the heads."""
         entry = past_kv_cache_entry
-        # TransformerLens gives all entries one size; an empty entry can be replaced.
+        # TransformerLens creates all entries with the same size; resize an empty entry.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
             shape = len(entry.past_keys), 0, self.cfg.n_key_value_heads or self.cfg.n_heads
             entry.past_keys = entry.past_keys.new_empty((*shape, self.cfg.d_head))
@@ -279,17 +280,17 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         return super().forward(resid_pre, shortformer_pos_embed, entry, attention_mask)
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
-        """Return zero for the missing MLP; in a parallel model, store the input in `passing`."""
+        """Return zero for the missing MLP; in a parallel model, store the input for the neurons."""
         if self.cfg.neurons_read_along:
             self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)
 
 
 class NeuronBlock(_WithoutMLP):
-    """Block 2l + 1: the neurons of source layer l as heads, with that layer's ln2 as its ln1."""
+    """Block 2l + 1: the neurons of source layer l as heads, with the source layer's ln2 as ln1."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
-        """Take over the MLP half of `source`, a clone of a stock block with an MLP."""
+        """Take over the MLP half of `source`, a copied stock block with an MLP."""
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
         self.cfg = cfg
@@ -298,7 +299,7 @@ class NeuronBlock(_WithoutMLP):
             self.ln1_post = source.ln2_post
         attention = NeuronAttention if cfg.gating.kind == "exact" else BilinearAttention
         self.attn = attention(source.mlp, cfg)
-        self.hook_mlp_in = HookPoint()  # [batch, pos, d_model], if use_hook_mlp_in
+        self.hook_mlp_in = HookPoint()  # [batch, pos, d_model]; fires if use_hook_mlp_in is set
         self.hook_attn_out = HookPoint()  # [batch, pos, d_model]
         self.hook_mlp_out = NoMLP()  # [batch, pos, d_model]
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
@@ -312,7 +313,7 @@ class NeuronBlock(_WithoutMLP):
         past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Return the stream after this block, without mask or cache: heads see only one token."""
+        """Return the stream after this block. Heads see one token, so mask and cache are unused."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
         stream = self._layer_input() if self.cfg.neurons_read_along else resid_pre
@@ -330,7 +331,7 @@ class NeuronBlock(_WithoutMLP):
         return self.hook_resid_post(resid_post)
 
     def _layer_input(self) -> Residual:
-        """Return the input of the attention block of this layer, in this forward pass."""
+        """Return the input of this layer's attention block in the current forward pass."""
         stream: Residual | None = self.passing.values.pop(self.cfg.layer, None)
         if stream is None:
             raise UnsupportedCallError(
@@ -342,10 +343,11 @@ class NeuronBlock(_WithoutMLP):
 
 
 class NoMLP(HookPoint):
-    """`hook_mlp_out` of a block without an MLP: zero, for TransformerLens' `attribution_patch`.
+    """The `hook_mlp_out` of a block without an MLP, which is zero.
 
-    That function requires this hook point in every block, and a gradient. Only `model.hooks` may
-    add a hook, and the hook may only read the value, because an edit would silently have no effect.
+    TransformerLens' `attribution_patch` requires this hook point in every block, and a gradient
+    there. Hooks can be added only by `model.hooks`, and may only read the value, because an edit
+    would silently have no effect.
     """
 
     def add_hook(
@@ -357,21 +359,21 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Add a hook for `model.hooks`, which passes a level; refuse all other calls."""
+        """Add a hook from `model.hooks`, which passes a level; refuse all other calls."""
         if level is None:
             raise UnsupportedCallError(f"a hook on {self.name} is refused: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
 
     def zero(self, like: Tensor) -> Tensor:
-        """Return zero, as a scalar or, if a hook is live, as a tensor of the same shape."""
+        """Return zero: a scalar or, if this hook point has hooks, a tensor shaped as `like`."""
         if not is_live(self):
             return like.new_zeros(())
-        with torch.inference_mode(False):  # inference tensors have no version counter
+        with torch.inference_mode(False):  # since inference tensors have no version counter
             zero = torch.zeros_like(like)
         zero = require_grad_like(zero, like)
         version = zero._version
         hooked: Tensor = self(zero)
-        # Compare addresses, because backward hooks return an alias of their input.
+        # Compare addresses, not objects, because backward hooks return an alias of the input.
         if hooked.data_ptr() != zero.data_ptr() or zero._version != version:
             raise UnsupportedCallError(f"an edit at {self.name} has no effect: {NO_MLP}")
         return hooked

@@ -1,8 +1,7 @@
-"""Build converted models, from the parameters of a source, or from a configuration and tensors.
+"""Build converted models from a source model, or from a configuration and tensors.
 
-Without a source, a skeleton is built on the meta device: nothing is computed and no random number
-is drawn. Each block reads its sizes from its own `cfg`, so a layer of another size gets a block
-that is built from a configuration with that size.
+Without a source model, a skeleton is built on the meta device, so that nothing is computed and no
+random numbers are drawn. Layers of other sizes than layer 0 are built from separate configurations.
 """
 
 import copy
@@ -37,7 +36,7 @@ def convert_as(
     copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model that `reasons_against` allows; pass `sizes` if they differ from its `cfg`."""
+    """Convert a model that `reasons_against` allows; `sizes` are by default those of `model`."""
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)
@@ -58,7 +57,7 @@ def convert_as(
 
 
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
-    """Copy the model's `__dict__` deeply, but share its tensors, tied or not, and its tokenizer."""
+    """Return a deep copy of the model's `__dict__` that shares tensors and the tokenizer."""
     memo: dict[int, Any] = {id(model.cfg): cfg}
     for tensor in [*model.parameters(), *model.buffers()]:
         alias = tensor.detach().clone() if copy_weights else tensor.detach()
@@ -80,11 +79,11 @@ _POSITIONS = ("standard", "rotary", "shortformer", "alibi")
 
 
 def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
-    """Build a stock model without weights, from all fields of its configuration."""
+    """Build a stock model without weights from all fields of a configuration."""
     positions = fields.get("positional_embedding_type", _POSITIONS[0])
     if positions not in _POSITIONS:
         raise ValueError(f"got positional_embedding_type={positions!r}; expected {_POSITIONS}")
-    # Building must not set a seed, load a tokenizer or use a device; `update` restores the fields.
+    # Do not set a seed, load a tokenizer or use a device; `update` below restores these fields.
     neutral = {"seed": None, "tokenizer_name": None, "init_weights": False, "device": "cpu"}
     cfg = HookedTransformerConfig(**{**fields, **neutral})
     with quiet(), torch.device("meta"):
@@ -99,7 +98,7 @@ _VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # the axis of d_value
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """Build a converted model without weights, from a `stock_skeleton`, which it changes."""
+    """Build a converted model without weights from a `stock_skeleton`, which is modified."""
     for layer, layer_sizes in enumerate(sizes):
         if layer_sizes == sizes_of(source.cfg):
             continue
@@ -121,7 +120,7 @@ def converted_skeleton(
 
 
 def give_activation(source: HookedTransformer, gating: Gating) -> None:
-    """Give the MLPs of a skeleton the activation of a generalized SiLU."""
+    """Set the activation of a skeleton's MLPs if the gates are those of a generalized SiLU."""
     if gating.silu is not None:
         for block in source.blocks:
             block.mlp.act_fn = gating.silu
@@ -137,11 +136,11 @@ def rebuild(
     gating: Gating | None = None,
     **changes: Any,
 ) -> AttentionOnlyTransformer:
-    """Build a model like `model` with other weights, in layers of other sizes or number.
+    """Build a model like `model` with other weights, layer sizes or number of layers.
 
-    `tensors` holds all parameters and buffers by name, except for names in `tied`, which maps each
-    further name of a tied parameter to its first; `frozen` parameters need no gradient. `changes`
-    are fields of the source's configuration, such as `d_model`.
+    `tensors` holds all parameters and buffers by name. For tied parameters, `tensors` has only the
+    first name, and `tied` maps the other names to the first. `frozen` lists parameters that need no
+    gradient. `changes` are fields of the source's configuration, such as `d_model`.
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
     gating = model.cfg.gating if gating is None else gating
@@ -151,7 +150,7 @@ def rebuild(
         skeleton_misfits(new, tensors, tied), "these weights do not fit a model of these sizes"
     )
     fill(new, tensors, tied, frozen)
-    for name, value in vars(model).items():  # tokenizer, dataset, and user-added attributes
+    for name, value in vars(model).items():  # the tokenizer, the dataset, and user-added attributes
         if not name.startswith("_") and name not in ("cfg", "mod_dict", "hook_dict"):
             setattr(new, name, value)
     return new.train(model.training)
@@ -160,18 +159,18 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return why tensors do not fit a skeleton; names in `tied` need no tensors."""
+    """Return why tensors do not fit a skeleton; names in `tied` do not need tensors."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
-    # Rotary tables grow along their first axis, with the longest prompt so far.
+    # The first axis of rotary tables is as long as the longest prompt so far.
     return tensor_misfits(expected | buffers, tensors, growing=buffers)
 
 
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return which tensors do not fit; the first axis of `growing` tensors may have any length."""
+    """Return which tensors do not fit; `growing` tensors may have any length along axis 0."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
     for name in filter(tensors.__contains__, expected):
@@ -188,7 +187,7 @@ def fill(
     tied: Mapping[str, str],
     frozen: Collection[str],
 ) -> None:
-    """Put tensors that fit into a skeleton; parameters in `frozen` get no gradient."""
+    """Put tensors into a skeleton; parameters in `frozen` do not require gradients."""
 
     def put(name: str, tensor: Tensor) -> None:
         path, _, leaf = name.rpartition(".")

@@ -1,9 +1,9 @@
 """The activation cache of a converted model.
 
-A `layer` is a block, as in the rest of TransformerLens' API; labels name source layers (`5_mlp_out`
-for block 11, `L5N0`). TransformerLens' own stacks of heads and neurons cannot be used: they assume
-one number of heads for all layers, end at whole layers, and leave out the norms after blocks (OLMo
-2; Gemma 2 and 3), without which the components do not sum to the stream.
+As in the rest of TransformerLens' API, `layer` is the index of a block. Labels name source layers
+(`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads and neurons cannot
+be used: they assume that all layers have the same number of heads, end only at whole layers, and
+ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), so components would not sum to the stream.
 """
 
 import copy
@@ -28,22 +28,22 @@ _RESHAPES = ("reshape", "reshape_as", "unflatten", "view", "view_as")
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
-    """Refuse `mlp_input`, an input in the middle of a block."""
+    """Refuse `mlp_input`, since blocks of a converted model have no input in the middle."""
     if mlp_input:
         raise UnsupportedCallError(
-            "mlp_input on a converted model: a block has one input. The input of the neurons of "
-            "source layer l is that of block 2l + 1: pass layer=2 * l + 1 and no mlp_input"
+            "mlp_input is not available on a converted model: a block has one input. The input "
+            "of the neurons of source layer l is that of block 2l + 1: pass layer=2 * l + 1 and "
+            "no mlp_input"
         )
 
 
 class HeadRows(Tensor):
-    """A tensor with a row for each head of a converted model, in the order of the source.
+    """A tensor with one row per head of a converted model, in the order of the source.
 
-    Notebooks for stock models split these rows by `cfg.n_layers`. A converted model counts two
-    blocks for each layer, so each result would silently hold half the heads of a layer. This class
-    raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`. The result of an
-    operation is again a `HeadRows` if its first axis has the same length; otherwise it is a plain
-    tensor.
+    Code for stock models splits these rows into `cfg.n_layers` parts. In a converted model,
+    `cfg.n_layers` counts two blocks per layer, so each part would silently hold only half the heads
+    of a layer. This class raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`.
+    Operations that change the length of the first axis return plain tensors.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -60,13 +60,13 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Return a stack of heads as `HeadRows`, for a model with this number of blocks."""
+        """Return a stack of heads as `HeadRows` of a model with this number of blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save as a plain tensor, which torch.load accepts."""
+        """Pickle as a plain tensor, which torch.load accepts."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadRows":
@@ -80,13 +80,13 @@ class HeadRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation of torch on the plain tensor; raise if it splits the rows by blocks."""
+        """Run a torch operation on plain tensors; refuse to split the rows by blocks."""
         values = (*args, *(kwargs or {}).values())
         rows = next((value for value in values if isinstance(value, HeadRows)), None)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             kept = isinstance(result, Tensor) and result.ndim and rows is not None and rows.ndim
-            # An in-place operation returns the tensor itself, which must stay a leaf.
+            # An in-place operation returns the tensor itself, which must remain a leaf.
             if rows is None or not kept or result is rows or func is Tensor.as_subclass:
                 return result
             split = rows.n_blocks, len(rows) // rows.n_blocks, *rows.shape[1:]
@@ -94,14 +94,14 @@ class HeadRows(Tensor):
                 raise UnsupportedCallError(
                     f"a stack of {len(rows)} heads was split into cfg.n_layers = {rows.n_blocks} "
                     "rows: a converted model has two blocks for each source layer, so a row would "
-                    f"hold half the heads of a layer. Split it into its {rows.n_blocks // 2} "
+                    f"hold half the heads of a layer. Split it into {rows.n_blocks // 2} "
                     "layers: layer=model.cfg.n_layers // 2"
                 )
             return cls.of(result, rows.n_blocks) if len(result) == len(rows) else result
 
 
 class AttentionOnlyCache(ActivationCache):
-    """An `ActivationCache` that knows a converted model's blocks.
+    """An `ActivationCache` for converted models, which have two blocks per source layer.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -116,12 +116,12 @@ class AttentionOnlyCache(ActivationCache):
     def __init__(self, cache_dict: dict[str, Tensor], model: Any, has_batch_dim: bool = True):
         if not has_neuron_heads(model) or host_of(model).in_place:
             raise UnsupportedCallError(
-                f"got a cache of a {type(model).__name__}; expected one of a model that convert "
-                "made: other models have transformer_lens' ActivationCache"
+                f"got a cache of a {type(model).__name__}; expected one of a converted model: for "
+                "other models, use transformer_lens' ActivationCache"
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = False  # they are added to queries and keys, not to the stream
+            self.has_pos_embed = False  # added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return an activation, as in `cache["pattern", 11]`; refuse the hook points of MLPs."""
@@ -132,11 +132,11 @@ class AttentionOnlyCache(ActivationCache):
             key = get_act_name(*path)
             if any(name in key for name in _MLP_POINTS):
                 raise UnsupportedCallError(
-                    f"{key} on a converted model: the MLP of source layer l is block 2l + 1. Use "
-                    'cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for resid_mid '
-                    'and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post (with '
-                    "bilinear gates, these are of heads: model.blocks[2l+1].attn.neuron_outputs(z) "
-                    "sums those of each neuron)"
+                    f"a converted model has no {key}: the MLP of source layer l is block 2l + 1. "
+                    'Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
+                    'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post '
+                    "(with bilinear gates, q and z are per head: blocks[2l+1].attn.neuron_outputs "
+                    "sums z over the heads of each neuron)"
                 )
         return self.cache_dict[key]
 
@@ -149,7 +149,7 @@ class AttentionOnlyCache(ActivationCache):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """Return the residual stream before each source layer, up to the input of block `layer`.
+        """Return the residual stream before each source layer, and at the input of block `layer`.
 
         With `incl_mid`, also return the stream before the neurons of each layer (`3_mid`).
         """
@@ -202,9 +202,9 @@ class AttentionOnlyCache(ActivationCache):
         apply_ln: bool = False,
         neurons: bool = False,
     ) -> Any:
-        """Stack the outputs of the attention heads before block `layer`, as the source model does.
+        """Stack the outputs of the attention heads before block `layer`.
 
-        Rows and labels are the same as for the source: `L0H0`, `L0H1`, … Split the rows by layers:
+        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … Split by layer with
         `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
@@ -214,8 +214,7 @@ class AttentionOnlyCache(ActivationCache):
             pos_slice: positions; all by default.
             apply_ln: whether to apply the norm at the input of block `layer`.
             neurons: whether to add neuron-heads, block by block. This takes d_mlp vectors of size
-                d_model per token; `stack_neuron_results` with `project_output_onto` takes far less
-                memory.
+                d_model per token; `stack_neuron_results` with `project_output_onto` takes far less.
         """
         stack = _Stack(self, layer, pos_slice, apply_ln)
         for block in range(stack.end):
@@ -224,7 +223,7 @@ class AttentionOnlyCache(ActivationCache):
         return stack.finish_rows(incl_remainder, return_labels)
 
     def compute_head_results(self) -> None:
-        """Add `hook_result` of every block to the cache, if it is missing."""
+        """Add the missing `hook_result` activations of all blocks to the cache."""
         for block in range(self.model.cfg.n_layers):
             self.cache_dict[f"blocks.{block}.attn.hook_result"] = self._results(block)
 
@@ -235,7 +234,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of each neuron of block `layer`: z · W_out, after the output norm."""
+        """Return the output of each neuron in block `layer`: z · W_out, after any output norm."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -248,7 +247,7 @@ class AttentionOnlyCache(ActivationCache):
         W_out = norm.rescale(_slice(neuron_slice).apply(attn.W_out, dim=0))
         if project_output_onto is None:
             return acts[..., None] * W_out
-        # Projecting first avoids the intermediate [..., d_mlp, d_model].
+        # Projecting first avoids a tensor of shape [..., d_mlp, d_model].
         projected = W_out @ project_output_onto
         return acts * projected if projected.ndim == 1 else acts[..., None] * projected
 
@@ -300,7 +299,7 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation over blocks; torch raises an error if shapes differ."""
+        """Stack an activation over the blocks before block `layer`, if all shapes are the same."""
         blocks = range(self._end(layer))
         return torch.stack([self[activation_name, block, sublayer_type] for block in blocks])
 
@@ -323,7 +322,7 @@ class AttentionOnlyCache(ActivationCache):
         )
 
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> "AttentionOnlyCache":
-        """Slice the batch as TransformerLens does; the result is again an `AttentionOnlyCache`."""
+        """Slice the batch as TransformerLens does, but return an `AttentionOnlyCache`."""
         sliced = super().apply_slice_to_batch_dim(batch_slice)
         return AttentionOnlyCache(sliced.cache_dict, self.model, sliced.has_batch_dim)
 
@@ -345,13 +344,13 @@ class AttentionOnlyCache(ActivationCache):
         return end
 
     def _require_norm(self, block: int) -> None:
-        """Refuse to apply the norm of a block to the stream if the model does not do so."""
+        """Refuse to apply a block's norm to the stream if the model applies this norm elsewhere."""
         cfg = self.model.cfg
         if block == cfg.n_layers or cfg.normalization_type is None:
             return
         if cfg.original_architecture in POST_NORM_ARCHITECTURES:
             raise UnsupportedCallError(
-                f"apply_ln at block {block}: this model normalises the output of a block, not its "
+                f"apply_ln at block {block}: this model normalises the output of a block, not the "
                 "input. Use apply_ln=False, or layer=-1 for the final norm"
             )
         if cfg.parallel_attn_mlp and block_kind(block) == "neuron":
@@ -364,8 +363,8 @@ class AttentionOnlyCache(ActivationCache):
 class _OutputNorm:
     """The norm between a block's heads and the stream, with the scales of one forward pass.
 
-    With a fixed scale, the norm is a linear map. If it is applied to the result of each head, the
-    results add up to the output of the block (OLMo 2; Gemma 2 and 3).
+    With a fixed scale, the norm is a linear map. If the map is applied to the result of each head,
+    the results sum to the output of the block (OLMo 2, Gemma 2, Gemma 3).
     """
 
     def __init__(self, cache: AttentionOnlyCache, block: int, positions: Slice) -> None:
@@ -382,7 +381,7 @@ class _OutputNorm:
             self.scale = positions.apply(scale, dim=-2)
 
     def rescale(self, written: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Centre output vectors and apply the gain; both are the same at every position."""
+        """Centre output vectors and multiply them by the gain, independently of the position."""
         return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
@@ -390,18 +389,17 @@ class _OutputNorm:
         return amounts if self.scale is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
-        """Return the part of the stream that the biases of the block and of the norm add."""
+        """Return what the biases of the block and of the norm add to the stream."""
         output: Any = self.block.attn
         written = self.divide(self.rescale(output.b_O))
         return written if self.norm.bias is None else written + self.norm.bias
 
 
 class _Stack:
-    """Components of the stream before a block, at some positions; optionally normed and projected.
+    """Components of the stream before a block at given positions, optionally normed and projected.
 
-    At a fixed scale s, LN(x) @ P = x @ (P - mean of P over d_model) / s for a projection P, since
-    centring is its own transpose. So components are projected first, and the norm is applied to
-    the small results.
+    For a projection P and a fixed scale s, LN(x) @ P = x @ (P - mean of P over d_model) / s, since
+    centring is symmetric. So components are projected first, and then normed.
     """
 
     def __init__(
@@ -443,7 +441,9 @@ class _Stack:
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
         every = torch.arange(self.cache.model.cfg.layer_sizes[layer].d_mlp, device="cpu")
-        neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # an integer keeps its axis
+        neurons = (
+            _slice(wanted).apply(every, dim=0).reshape(-1)
+        )  # keeps the axis even for an integer
         results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.components.append(results.movedim(-2, 0))
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
@@ -455,7 +455,7 @@ class _Stack:
         return (rows, labels) if return_labels else rows
 
     def finish(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Join the components, add the rest of the stream on request, and apply the norm."""
+        """Join the components, add the remainder if requested, and apply the norm if requested."""
         cache, end = self.cache, self.end
         stream = cache["resid_post", end - 1] if end else cache["resid_pre", 0]
         stream = self._project(self.at_positions(stream))
@@ -474,5 +474,5 @@ class _Stack:
 
 
 def _slice(wanted: Any) -> Slice:
-    """Return a TransformerLens `Slice`; an integer removes its axis, as in `ActivationCache`."""
+    """Return a TransformerLens `Slice`; indexing with an integer removes the axis."""
     return wanted if isinstance(wanted, Slice) else Slice(wanted)

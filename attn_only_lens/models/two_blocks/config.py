@@ -1,8 +1,9 @@
-"""The configuration of a converted model, each block's live view of it, and the sizes of layers.
+"""The configuration of a converted model, its blocks' views of this configuration, and layer sizes.
 
-Block 2l holds the attention heads of source layer l, and block 2l + 1 holds its neurons. The output
-of a block is a sum over its heads. So layers may differ in their heads and neurons (`rebuild`), and
-queries and keys may have another width than values. Only d_model is the same everywhere.
+Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
+Since the output of a block is a sum over heads, layers may differ in their numbers of heads and
+neurons (`rebuild`), and values may have another width than queries and keys. All layers share
+d_model.
 """
 
 import copy
@@ -39,20 +40,20 @@ def block_kind(block: int) -> HeadKind:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer, named as in a stock configuration, and d_value."""
+    """The sizes of one source layer; all names except d_value are those of TransformerLens."""
 
     n_heads: int
-    n_key_value_heads: int | None  # None if keys and values are not grouped
+    n_key_value_heads: int | None  # None without grouped-query attention
     d_head: int  # the width of queries and keys
-    d_value: int  # the width of values, and of z; in TransformerLens equal to d_head
+    d_value: int  # the width of values and z; in TransformerLens, it equals d_head
     d_mlp: int
-    attn_scale: float  # the divisor of attention scores, if the model uses one
+    attn_scale: float  # the divisor of attention scores, if use_attn_scale is set
 
     def __post_init__(self) -> None:
         groups = 1 if self.n_key_value_heads is None else self.n_key_value_heads
         counts = [self.n_heads, self.d_head, self.d_value, self.d_mlp, groups]
         if any(type(count) is not int or count < 1 for count in counts):
-            raise ValueError(f"got {self}; expected whole numbers, 1 or more")
+            raise ValueError(f"got {self}; expected whole numbers of at least 1")
         if self.n_heads % groups:
             raise ValueError(f"got {self}; expected n_heads to be a multiple of n_key_value_heads")
         if isinstance(self.attn_scale, bool) or not isinstance(self.attn_scale, int | float):
@@ -60,24 +61,24 @@ class LayerSizes:
 
     @property
     def stock_fields(self) -> dict[str, Any]:
-        """The fields that a `HookedTransformerConfig` has, too: all fields except d_value."""
+        """The fields that a `HookedTransformerConfig` also has: all fields except d_value."""
         return {name: size for name, size in asdict(self).items() if name != "d_value"}
 
     def n_params(self, cfg: HookedTransformerConfig) -> int:
-        """Count the parameters of the layer as TransformerLens does in `cfg.n_params`."""
+        """Count the layer's parameters as TransformerLens does for `cfg.n_params`."""
         attention = 2 * self.n_heads * (self.d_head + self.d_value)
         return cfg.d_model * (attention + self.d_mlp * (2 + cfg.gated_mlp))
 
 
 def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
-    """Return the sizes of a layer of a stock model with MLPs, whose layers have equal sizes."""
+    """Return the sizes that every layer of a stock model with MLPs has."""
     groups = None if cfg.n_key_value_heads is None else int(cfg.n_key_value_heads)
     heads, width, neurons = int(cfg.n_heads), int(cfg.d_head), int(cfg.d_mlp or 0)
     return LayerSizes(heads, groups, width, width, neurons, float(cfg.attn_scale))
 
 
 def by_layer(values: Sequence[Any]) -> str:
-    """Return a text with the layers of each value: "37 in layers 0, 2 and 41 in layer 1"."""
+    """Return a text such as "37 in layers 0, 2 and 41 in layer 1" for [37, 41, 37]."""
     layers: dict[Any, list[str]] = {}
     for layer, value in enumerate(values):
         layers.setdefault(value, []).append(str(layer))
@@ -92,12 +93,12 @@ _READ_ONLY |= {"gating", "layer_sizes", "n_layers"}
 
 
 class AttentionOnlyConfig(HookedTransformerConfig):
-    """A `HookedTransformerConfig` with two blocks for each source layer.
+    """A `HookedTransformerConfig` with two blocks per source layer.
 
-    `n_layers` counts blocks. `n_heads` raises an error: code that loops over `n_layers` × `n_heads`
-    would silently skip most neuron-heads. If source layers differ in size, `d_mlp` raises an error,
-    too, and `n_key_value_heads`, `d_head` (of queries and keys) and `attn_scale` have the values of
-    layer 0.
+    `n_layers` is the number of blocks. Reading `n_heads` raises an error, because code that loops
+    over `n_layers` × `n_heads` would silently skip most neuron-heads. If source layers differ in
+    size, `n_key_value_heads`, `d_head` (of queries and keys) and `attn_scale` have the values of
+    layer 0. Reading `d_mlp` raises an error if layers differ in their number of neurons.
     """
 
     gating: Gating
@@ -115,7 +116,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return "AttentionOnlyConfig:\n" + pformat(vars(self))
 
     def to_dict(self) -> NoReturn:
-        """Raise an error: a `HookedTransformerConfig` of these fields describes another model."""
+        """Raise an error: a `HookedTransformerConfig` with these fields describes another model."""
         raise UnsupportedCallError(
             "to_dict of the configuration of a converted model: HookedTransformerConfig has no "
             "fields for blocks of two kinds. Use model.source_cfg.to_dict() for the source, or "
@@ -126,19 +127,19 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _READ_ONLY:
             raise UnsupportedCallError(
-                f"cfg.{name} is read-only after conversion: blocks and gates were made for its "
+                f"cfg.{name} is read-only after conversion: blocks and gates depend on the "
                 "current value. Set it on the source, and convert again"
             )
         super().__setattr__(name, value)
 
     @property
     def n_heads(self) -> int:  # type: ignore[override]
-        """Raise an error: blocks of two kinds have no common number of heads."""
+        """Raise an error: attention blocks and neuron blocks have no common number of heads."""
         m = self.gating.heads_per_neuron
         counts = by_layer([f"{sizes.n_heads} and {sizes.d_mlp * m}" for sizes in self.layer_sizes])
         raise UnsupportedCallError(
-            f"cfg.n_heads of a converted model: its {self.n_layers} blocks alternate between "
-            f"attention heads and neuron-heads ({counts}), so there is no single number. Use "
+            f"a converted model has no cfg.n_heads: its {self.n_layers} blocks alternate between "
+            f"attention heads and neuron-heads ({counts}), so no single number is correct. Use "
             "model.blocks[i].cfg.n_heads for a block, "
             "model.cfg.layer_sizes[l].n_heads for the attention heads of a source layer, and "
             "model.all_head_labels(neurons=True) for every head. Instead of TransformerLens' "
@@ -151,35 +152,35 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
-        """The number of neurons in each source layer; raise an error if layers differ."""
+        """The number of neurons in each source layer; an error is raised if layers differ."""
         counts = [sizes.d_mlp for sizes in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
-                f"cfg.d_mlp of a converted model whose layers differ ({by_layer(counts)}): use "
+                f"cfg.d_mlp has no single value, since layers differ ({by_layer(counts)}): use "
                 "model.cfg.layer_sizes[l].d_mlp, or model.blocks[i].cfg.d_mlp"
             )
         return counts[0]
 
     @property
     def has_stock_sizes(self) -> bool:
-        """True if a stock model can have these sizes: equal layers, and one width of heads."""
+        """True if a stock model can have these sizes: equal layers with d_value = d_head."""
         first = self.layer_sizes[0]
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return a stock configuration of the source; raise if no stock model has these sizes."""
+        """Return the source's stock configuration; raise an error unless `has_stock_sizes`."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
-                "source_cfg of a converted model whose layers differ, or whose values have another "
-                "width than queries and keys: no stock model has these sizes. "
-                f"It has {by_layer(self.layer_sizes)}. Use model.cfg for common settings, "
+                "this model has no source_cfg, because its layers differ in size, or values and "
+                "queries differ in width: no stock model has these sizes. "
+                f"The sizes are {by_layer(self.layer_sizes)}. Use model.cfg for common settings, "
                 "model.cfg.layer_sizes[l] or model.blocks[i].cfg for sizes, and "
                 "model.cfg.layer_cfg(l) for a stock configuration with every layer like layer l"
             )
         return self.layer_cfg(0)
 
     def layer_cfg(self, layer: int) -> HookedTransformerConfig:
-        """Return a stock configuration with every layer of the size of this source layer."""
+        """Return a stock configuration in which every layer has the sizes of this source layer."""
         fields = {k: v for k, v in self.__dict__.items() if k not in ("gating", "layer_sizes")}
         sizes = self.layer_sizes[layer]
         fields |= {"n_layers": len(self.layer_sizes), "attn_only": False, **sizes.stock_fields}
@@ -192,7 +193,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 def attention_only_config(
     source: HookedTransformerConfig, gating: Gating, sizes: Sequence[LayerSizes] | None = None
 ) -> AttentionOnlyConfig:
-    """Make the configuration of a converted model; pass `sizes` if they differ from `source`."""
+    """Return the configuration of a converted model; pass `sizes` if they differ from `source`."""
     sizes = (sizes_of(source),) * source.n_layers if sizes is None else tuple(sizes)
     first = sizes[0]
     cfg = object.__new__(AttentionOnlyConfig)
@@ -200,8 +201,8 @@ def attention_only_config(
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
-        # TransformerLens allocates key-value caches by this number, or by n_heads, which raises an
-        # error.
+        # TransformerLens allocates key-value caches by n_key_value_heads or, if None, by n_heads,
+        # which raises an error.
         n_key_value_heads=first.n_key_value_heads or first.n_heads,
         gating=gating,
         layer_sizes=sizes,
@@ -211,9 +212,9 @@ def attention_only_config(
 
 
 class BlockConfig:
-    """A block's view of the model's configuration, with fixed overrides.
+    """A block's live view of the model's configuration, with fixed overrides.
 
-    It is not a copy, which would miss later calls such as `model.set_use_attn_result(True)`.
+    A copy would miss later changes such as `model.set_use_attn_result(True)`.
     """
 
     _root: AttentionOnlyConfig
@@ -224,7 +225,7 @@ class BlockConfig:
         self.__dict__["_overrides"] = _overrides(root, block)
 
     def __getattr__(self, name: str) -> Any:
-        # copy.copy asks for private attributes before __dict__ is filled.
+        # copy.copy reads private attributes before __dict__ is filled.
         if name.startswith("_"):
             raise AttributeError(name)
         overrides = self._overrides
@@ -234,7 +235,7 @@ class BlockConfig:
         raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
     def of_attention(self) -> "BlockConfig":
-        """Return the view for TransformerLens' attention, which uses d_head as the width of z."""
+        """Return the view for TransformerLens' attention, in which d_head is the width of z."""
         view = copy.copy(self)
         view.__dict__["_overrides"] = self._overrides | {"d_head": self.d_value}
         return view
@@ -243,11 +244,11 @@ class BlockConfig:
 def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     layer = block_layer(block)
     sizes = root.layer_sizes[layer]
-    # In a parallel model (GPT-J, GPT-NeoX), neurons read the same stream as the heads.
+    # In a parallel model (GPT-J, GPT-NeoX), neurons and attention heads read the same stream.
     common = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron
         heads = {"n_heads": n_heads, "d_head": 1, "d_value": 1, "n_key_value_heads": None}
         return {**common, **heads, "d_mlp": sizes.d_mlp}
-    # The docstring of `AttentionBlock` explains why parallel_attn_mlp is True.
+    # See `AttentionBlock` for the reason why parallel_attn_mlp is True.
     return {**common, **asdict(sizes), "use_hook_mlp_in": False, "parallel_attn_mlp": True}

@@ -1,4 +1,4 @@
-"""Reasons why the computation of a HookedTransformer is unknown, by its settings and modules."""
+"""Check that the settings and modules of a HookedTransformer are known and convertible."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """Return why this model cannot be converted exactly; `hook_reasons` checks hooks.
+    """Return why this model cannot be converted exactly. (`hook_reasons` checks hooks.)
 
-    Without `needs_mlp`, models without MLPs are allowed. With `silu`, require this activation.
+    `needs_mlp=False` allows models without MLPs. If `silu` is given, `silu` must be the activation.
     """
     if not isinstance(model, HookedTransformer):
         return [
@@ -35,7 +35,7 @@ def reasons_against(
         ]
     cfg: Any = model.cfg
     if cfg.attn_only and needs_mlp:
-        return ["it is attention-only already: it has no MLP to convert"]
+        return ["it is already attention-only: it has no MLP to convert"]
     obstacles = {
         f"it is a {type(model).__qualname__}, a subclass whose forward pass may differ; load its "
         "weights into a HookedTransformer": (type(model) is not HookedTransformer),
@@ -65,7 +65,7 @@ def reasons_against(
 
 
 def structure_reasons(model: HookedTransformer) -> list[str]:
-    """Return why the computation of a model's blocks is unknown, except for their activation."""
+    """Return what is unknown about a model's modules, without checking the activation."""
     reasons = module_reasons(model)
     for layer, block in enumerate([] if reasons else model.blocks):
         reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, model.cfg)]
@@ -73,7 +73,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return why the computation of a model is unknown; the classes of modules are not checked."""
+    """Return what is unknown about a model, without checking the classes of modules."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
@@ -98,11 +98,11 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
         return [f"its block is a {type(block).__qualname__}; expected a TransformerBlock"]
     reasons = []
     if type(block.attn) not in (Attention, GroupedQueryAttention):
-        reasons.append(f"its attention is a {type(block.attn).__qualname__}, which is not known")
+        reasons.append(f"its attention is a {type(block.attn).__qualname__}, an unknown class")
     for name in ("ln1", "ln2", "ln1_post", "ln2_post"):
         norm = getattr(block, name, None)
         if norm is not None and type(norm) not in (*STOCK_NORMS, nn.Identity):
-            reasons.append(f"its {name} is a {type(norm).__qualname__}, which is not known")
+            reasons.append(f"its {name} is a {type(norm).__qualname__}, an unknown class")
     if cfg.attn_only:
         return reasons
     mlp, known = block.mlp, GatedMLP if cfg.gated_mlp else MLP
@@ -117,12 +117,12 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
         if tuple(weight.shape) != shape:
             reasons.append(f"its {name} has shape {tuple(weight.shape)}; expected {shape}")
         elif not weight.is_floating_point():
-            reasons.append(f"its {name} is {weight.dtype}; expected floating point")
+            reasons.append(f"its {name} is {weight.dtype}; expected a floating-point type")
     return reasons
 
 
 def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:
-    """Compare the activation that the model calls with its gate, in float64."""
+    """Compare the activation function of a model with the gate, in float64."""
     gate = GATES[name] if silu is None else silu.gate
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     with torch.no_grad():

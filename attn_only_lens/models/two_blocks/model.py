@@ -1,4 +1,4 @@
-"""The converted model, a `HookedTransformer` in which every head has a name, and its host."""
+"""The converted model, a `HookedTransformer` in which every head has a name, and its `Host`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -47,7 +47,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A weight of all source layers in one tensor; None if the layers have no such weight."""
+    """A weight, stacked over all source layers, or None if the layers have no such weight."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -63,8 +63,8 @@ class StackedWeight:
         if len(set(shapes)) > 1:
             block = "2 * l" if stack.kind == "attention" else "2 * l + 1"
             raise UnsupportedCallError(
-                f"{self.name} of all layers of a converted model whose layers differ in size: "
-                f"{by_layer(shapes)}, so one tensor cannot hold them. Use "
+                f"{self.name} of all layers cannot be one tensor, since the layers differ in size: "
+                f"{by_layer(shapes)}. Use "
                 f"model.blocks[{block}].attn.{self.name} for source layer l"
             )
         return torch.stack(weights)
@@ -72,11 +72,11 @@ class StackedWeight:
 
 @dataclass(frozen=True)
 class HeadStack(QKAndOV):
-    """The weights of all attention heads, or of all neuron-heads, of a converted model.
+    """The stacked weights of all attention heads or all neuron-heads of a converted model.
 
-    The first axis is the source layer; grouped keys and values are repeated for each query head.
-    d_value equals d_head, unless growth widened one of the two. If source layers differ in size,
-    reading a weight raises UnsupportedCallError.
+    The first axis is the source layer. Grouped keys and values are repeated for each query head.
+    d_value equals d_head unless growth changed one of these widths. If source layers differ in
+    size, reading a weight raises UnsupportedCallError.
 
     Attributes:
         kind: "attention" or "neuron".
@@ -113,7 +113,7 @@ class HeadStack(QKAndOV):
 
     @property
     def labels(self) -> list[str]:
-        """The name of every head, layer by layer."""
+        """The names of all heads, layer by layer."""
         labels: list[str] = []
         for layer, attn in enumerate(self.attns):
             heads_per_neuron = getattr(attn, "heads_per_neuron", 1)
@@ -122,7 +122,7 @@ class HeadStack(QKAndOV):
 
 
 class TwoBlocksHost(HookedTransformerHost):
-    """The host of a converted model, which has two blocks for each source layer."""
+    """The host of a converted model, which has two blocks per source layer."""
 
     in_place = False
 
@@ -132,7 +132,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
-        """Return which modules were replaced or have another forward pass."""
+        """Return which modules were replaced or have a changed forward pass."""
         reasons = parted_reasons(self.model) + module_reasons(self.model)
         for name, block in self.model.blocks.named_children():
             for path, module, known in (
@@ -157,20 +157,20 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.cfg.n_heads for block in self.model.blocks[::2]]
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the index of the block: 2l for attention heads, 2l + 1 for neuron-heads."""
+        """Return the index of a layer's block: 2l for attention heads, 2l + 1 for neuron-heads."""
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates of each layer, which are the same in all layers."""
+        """Return the gates of each layer as plain data; all layers have the same gates."""
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of a block's input or, for "post", of the second block's output."""
+        """Return the hook name of the layer's input, middle or output in the residual stream."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
     def norms(self) -> list[LayerNorms]:
-        """Return the norms of each source layer, from its two blocks."""
+        """Return the norms of each source layer, taken from the layer's two blocks."""
         blocks = self.model.blocks
         names = ("ln1", "ln1_post")
         modules = [
@@ -180,7 +180,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay, block by block."""
+        """Return a replay that runs block by block."""
         return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
@@ -190,7 +190,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """In a parallel model, give neurons the recorded input of their layer's attention block."""
+        """In a parallel model, pass the attention block's recorded input to the neurons."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -201,13 +201,13 @@ class _TwoBlocksReplay(HookedReplay):
 
 
 class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
-    """An attention-only `HookedTransformer`, as `convert` returns it.
+    """An attention-only `HookedTransformer`, returned by `convert`.
 
-    Block 2l holds the attention heads of source layer l, block 2l + 1 its neurons as heads of
-    width 1. In TransformerLens' methods, the argument `layer` means a block; names of heads refer
-    to source layers (`L5H3`, `L5N1234`). A call that has no correct answer raises
-    `UnsupportedCallError` and names the call to use. After growth, layers may differ in size: see
-    `cfg.layer_sizes`.
+    Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
+    as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
+    Names of heads refer to source layers (`L5H3`, `L5N1234`). Calls without a correct answer raise
+    an `UnsupportedCallError` that names the call to use instead. After growth, layers may differ in
+    size: see `cfg.layer_sizes`.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -232,17 +232,17 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def passing(self) -> PassState:
-        """The values that blocks pass to later blocks in a forward pass."""
+        """The values that blocks pass to later blocks during a forward pass."""
         return cast(PassState, self.blocks[0].passing)
 
     # Names and weights
 
     @property
     def source_cfg(self) -> HookedTransformerConfig:
-        """A stock configuration of the source model, with the current dtype and device.
+        """The source model's stock configuration, with the current dtype and device.
 
         Raises:
-            UnsupportedCallError: layers differ, or values are wider or narrower than queries.
+            UnsupportedCallError: layers differ in size, or values and queries differ in width.
         """
         return self.cfg.source_cfg()
 
@@ -257,7 +257,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return HeadStack("neuron", tuple(block.attn for block in self.blocks[1::2]))
 
     def head_labels(self, block: int) -> list[str]:
-        """Return the name of every head of one block, in the order of its head_index."""
+        """Return the names of all heads in one block, ordered by head_index."""
         if not 0 <= block < self.cfg.n_layers:
             raise UnsupportedCallError(
                 f"got block={block}; expected 0 to {self.cfg.n_layers - 1}: source layer l is "
@@ -267,21 +267,21 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return head_labels(block_layer(block), block_kind(block), n_heads, shared)
 
     def all_head_labels(self, neurons: bool = False) -> list[str]:
-        """Return the names of all attention heads and, with `neurons`, of all neuron-heads."""
+        """Return the names of all attention heads and, if `neurons` is set, of all neuron-heads."""
         blocks = range(0, len(self.blocks), 1 if neurons else 2)
         return [label for block in blocks for label in self.head_labels(block)]
 
     @property
     def heads_per_neuron(self) -> int:
-        """The number of heads that share a neuron: 1 for exact gates."""
+        """The number of heads per neuron, which is 1 for exact gates."""
         return self.cfg.gating.heads_per_neuron
 
     def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-        """Return the pattern over (self, bias) of one neuron-head; see `neuron_pattern`."""
+        """Return the attention pattern over (self, bias) of one neuron-head."""
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return the joint gate of the heads of one neuron; see `neuron_gate`."""
+        """Return the gate of one neuron, a weighted sum over the neuron's heads."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
@@ -297,7 +297,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def b_O(self) -> Float[Tensor, "block d_model"]:
-        """Output biases of every block, attention and neuron blocks in turn."""
+        """The output biases of all blocks, in which attention and neuron blocks alternate."""
         return torch.stack([block.attn.b_O for block in self.blocks])
 
     def accumulated_bias(
@@ -312,13 +312,13 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     # Running
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run like `HookedTransformer.forward`; `start_at_layer` and `stop_at_layer` are blocks."""
+        """Run the model; `start_at_layer` and `stop_at_layer` are indices of blocks."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         with self.passing.new_pass():  # a hook may run the model again
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that `forward` refuses, because the copy would run."""
+        """Return the state to copy or pickle; refuse models that `forward` refuses."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -330,12 +330,12 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         names_filter: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Run like `HookedTransformer.run_with_cache`, and return an `AttentionOnlyCache`.
+        """Run as `HookedTransformer.run_with_cache` does, but return an `AttentionOnlyCache`.
 
         Raises:
             UnsupportedCallError: `names_filter` names a hook point that does not fire.
         """
-        # Skip the stock method, which would wrap the result in the stock cache.
+        # Skip HookedTransformer's method, which would wrap the result in an ActivationCache.
         out, cache = super(HookedTransformer, self).run_with_cache(
             *model_args, remove_batch_dim=remove_batch_dim, names_filter=names_filter, **kwargs
         )
@@ -344,11 +344,11 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return out, cache
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Turn `hook_mlp_in` on or off, the neuron block's own copy of its input stream."""
+        """Turn `hook_mlp_in`, a separate copy of each neuron block's input, on or off."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Turn `hook_attn_in` of attention heads on or off; refused for grouped-query attention."""
+        """Turn `hook_attn_in` on or off; raise an error for grouped-query attention."""
         if use_attn_in and any(sizes.n_key_value_heads for sizes in self.cfg.layer_sizes):
             raise UnsupportedCallError(
                 "hook_attn_in with grouped-query attention: call set_use_split_qkv_input instead"

@@ -1,6 +1,6 @@
-"""Refuse calls that have no correct answer on a converted model, and name the calls to use instead.
+"""Refuse calls that have no correct answer on a converted model, and name replacements.
 
-Hooks that could never fire are refused, too; TransformerLens would silently ignore them.
+Hooks that could never fire, which TransformerLens would silently ignore, are refused as well.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NO_MLP = (
     'activation name "attn_out", layer 2 * l + 1'
 )
 
-# Names, their kind, the reason, and what to use instead; {0} stands for the name.
+# Names, the kind of member, the reason, and what to use instead ({0} stands for the name).
 _Refusal = tuple[tuple[str, ...], Callable[[Any], Any] | None, str, str]
 _REFUSED: tuple[_Refusal, ...] = (
     (
@@ -68,7 +68,7 @@ _REFUSED: tuple[_Refusal, ...] = (
     ),
 )
 
-# Hook points that fire only while a flag of cfg is set, by the end of their name.
+# Endings of hook names, and the flags of cfg that these hook points need to fire.
 _SWITCHES = {
     "attn.hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",
@@ -81,14 +81,14 @@ _MLP_OUT = "hook_mlp_out"
 
 
 class Refusals:
-    """A mixin whose members replace those of `HookedTransformer`, and only raise errors."""
+    """A mixin that replaces members of `HookedTransformer` by members that raise an error."""
 
 
 def _refuse_all() -> None:
     for names, kind, reason, instead in _REFUSED:
         for name in names:
             use = instead.format(name)
-            text = f"{name} on a converted model: {reason}. Use {use}"
+            text = f"{name} is not available on a converted model: {reason}. Use {use}"
 
             def refuse(self: object, *args: object, text: str = text, **kwargs: object) -> NoReturn:
                 raise UnsupportedCallError(text)
@@ -102,16 +102,16 @@ _refuse_all()
 
 
 class ConvertedHookChecks(HookChecks):
-    """Add hooks to a converted model, and refuse those that could never fire.
+    """A converted model that refuses hooks that could never fire.
 
-    Each `hook_mlp_out` is zero. A filter of hook names that selects it must also select the block's
-    output, `hook_attn_out` or `attn.hook_z`; the hook is then added only to the output. A hook on
-    the name `hook_mlp_out` is allowed only together with hooks on `attn.hook_z` of every block, as
-    in `attribution_patch`.
+    Each `hook_mlp_out` is zero. If a name filter selects `hook_mlp_out`, it must also select the
+    block's `hook_attn_out` or `attn.hook_z`; the hook is then added only to these outputs. A hook
+    on the name `hook_mlp_out` itself is allowed only together with hooks on `attn.hook_z` of every
+    block, as in `attribution_patch`.
     """
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse a group of hooks, added in one call, if one would never fire or needs an MLP."""
+        """Refuse hooks that are added in one call if any would never fire or needs an MLP."""
         names = {name for name in wanted if isinstance(name, str)}
         functions = [list(filter(select, self.hook_dict)) for select in wanted if callable(select)]
         selected = names.union(*functions)
@@ -153,7 +153,7 @@ class ConvertedHookChecks(HookChecks):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return a name unchanged, or a filter of names that never selects `hook_mlp_out`."""
+        """Return a name unchanged, or a name filter that never selects `hook_mlp_out`."""
         if isinstance(wanted, str):
             return wanted
         return lambda name: wanted(name) and not name.endswith(_MLP_OUT)
