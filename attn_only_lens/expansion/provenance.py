@@ -405,8 +405,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return a tensor's old name, or, in a new layer, the name of an old tensor with its shape.
-        """
+        """Return a tensor's old name, or the name of a similar old tensor if its layer is new."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))

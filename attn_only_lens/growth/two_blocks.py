@@ -1,17 +1,17 @@
-"""Growth of a converted model, with two blocks per layer, through the weights of its source.
+"""Growth of converted models, which have two blocks per layer.
 
-Its parameters are the parameters of its source under other names: source layer l is blocks 2l and
-2l + 1, and neuron-heads have the MLP's matrices. So every expansion means the same as in the
-source: `AddNeurons` appends neuron-heads (m per neuron, if m heads form a neuron), and
-`InsertLayer` inserts two blocks. Converting a grown model and growing the converted model give the
-same weights, bit for bit. Layers may have different sizes, and values may have another width than
-queries and keys. So these models, unlike others, can grow in some layers only, or by `WidenValues`
-or `WidenQueriesAndKeys` alone.
+A converted model has the parameters of its source model under other names: source layer l becomes
+blocks 2l and 2l + 1, and neuron-heads have the MLP's matrices. So `AddNeurons` appends neuron-heads
+(m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks. Converting a grown
+model and growing the converted model give bitwise equal weights. Layers of a converted model may
+have different sizes, and values may have another width than queries and keys. So converted models,
+unlike other models, can grow in some layers only, or by `WidenValues` or `WidenQueriesAndKeys`
+alone.
 
 Bilinear gates of a gated MLP are exact on a range that was calibrated for each layer. A new layer
-gets the range of the old layer that it is modelled on, and new neurons get the range of their
-layer. Outside this range, new neurons do not compute the activation function, but their outputs are
-zero before training. If this matters, grow the source, and then convert and calibrate the grown
+gets the range of the old layer with the same shapes, and new neurons get the range of their layer.
+Outside this range, new neurons do not compute the activation function, but their outputs are zero
+before training. To avoid this, grow the source model, and then convert and calibrate the grown
 model.
 """
 
