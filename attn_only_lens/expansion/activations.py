@@ -5,7 +5,7 @@ unchanged. Some entries are multiplied by a known factor (`Provenance.activation
 scale, a norm's output before the gain, and keys if scores are divided by a larger √d_head. If
 growth centred the residual stream for LayerNorm, residual-stream activations and sublayer outputs
 have mean zero in the grown model. The output of a split old unit (`init.splits`) is a sum of
-several outputs in the grown model, so it has no map.
+several outputs in the grown model, so this output has no map.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,9 @@ class ActivationMap:
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)
         ):
-            raise ValueError(f"got {tuple(grown.shape)} for {self.name}; expected batch, {sizes}")
+            raise ValueError(
+                f"got {tuple(grown.shape)} for {self.name}; expected a batch axis, then {sizes}"
+            )
         for dim, axis in enumerate(self.axes, 1):
             if axis is not None:
                 grown = axis.select_old(grown, dim)

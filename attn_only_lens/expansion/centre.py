@@ -95,7 +95,7 @@ class CentreStream(Expansion):
 
 def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
     """Subtract the mean over d_model, unless the mean is only a rounding error."""
-    if tensor.device.type == "meta":  # a sketch has shapes but no values
+    if tensor.device.type == "meta":  # meta tensors have no values
         return tensor
     exact = to_float64_device(tensor).double()
     mean = exact.mean(-1, keepdim=True)

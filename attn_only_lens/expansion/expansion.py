@@ -1,4 +1,4 @@
-"""Expansions, their plans, and the one mechanism that applies a plan.
+"""Expansions, expansion plans, and the function that applies a plan.
 
 If an axis grows, every tensor with that axis gets new entries. A plan says which axes grow, which
 old entries are scaled, and which constants change. A plan also lists the tensors whose new entries
@@ -113,7 +113,7 @@ def reasons_against_bytes(needed: int) -> list[str]:
 
 
 def _bytes(weights: Weights, plan: Plan) -> int:
-    """Return the size in bytes of the tensors that a plan makes (for a sketch, of all tensors)."""
+    """Return how many bytes a plan's new tensors take. On the meta device, all tensors count."""
     total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)

@@ -7,11 +7,11 @@ If r heads share keys and values, there are two ways to add heads. New groups of
 their own key and value. Or every group gets the same number of new heads: r becomes r̂, and head
 g·r + j becomes head g·r̂ + j.
 
-If one norm covers the queries of all heads, its mean square 1/(E k) Σ q² includes new heads. So the
-queries of new heads are zero, and their keys are zero too if new heads have their own keys. Such
-heads always attend uniformly, and only their values learn; with `into_groups`, their queries learn
-too. Old queries are multiplied by √(Ê/E), and the norm's gain is divided by this factor, so that ε
-keeps its effect. Keys have a separate factor.
+If one norm covers the queries of all E heads of width k, its mean square 1/(E k) Σ q² includes new
+heads. So the queries of new heads are zero, and their keys are zero too if new heads have their own
+keys. Such heads always attend uniformly, and only their values learn; with `into_groups`, their
+queries learn too. Old queries are multiplied by √(Ê/E), where Ê is the new number of heads, and the
+norm's gain is divided by this factor, so that ε keeps its effect. Keys have a separate factor.
 
 Models with ALiBi are refused, because the slope of head h depends on the number of heads.
 """

@@ -8,10 +8,10 @@ free entries are zero as well, all gradients stay zero: `zeros` makes dead units
 Random values depend on the seed and on the tensor's name, axis and size. Random values do not
 depend on the device or on the order in which tensors are made.
 
-**New units without zeros** (`cancelling`, `splits`). Section 5 of the growth paper leaves room for
-other definitions. Along an axis that grows, a sublayer's output, or an attention score, is Σ_i
-f(r_i; x) w_i. Unit i has input weights r_i and output weights w_i, and f acts on each unit
-separately.
+**New units without zeros** are made by `cancelling` and `splits`. Section 5 of the growth paper
+leaves room for such definitions. Along an axis that grows, a sublayer's output, or an attention
+score, is Σ_i f(r_i; x) w_i. Unit i has input weights r_i and output weights w_i, and f acts on each
+unit separately.
 
 Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so their sum is 0. Their gradients with
     respect to r are opposite, so the units differ after the first step.
@@ -150,7 +150,7 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
 
     Initialisers get and return true gains, even if the model stores gain - 1.
     """
-    if new.old.device.type == "meta":  # a sketch has shapes but no values
+    if new.old.device.type == "meta":  # meta tensors have no values
         return Made(new.old.new_empty(new.shape))
     offset = new.constants.gain_offset if new.is_gain else 0.0
     seen = replace(new, old=new.old + offset) if offset else new

@@ -1,4 +1,4 @@
-"""Where each part of a model (head, neuron, layer, coordinate, tensor) is after growth.
+"""Maps from the parts of a model (heads, neurons, layers, coordinates, tensors) to a grown model.
 
 An expansion gives new indices to the old layers and to the old entries along each axis. The old
 entries of a tensor, multiplied by the tensor's scale, are at the new indices of its axes. A head's
@@ -87,7 +87,7 @@ class IndexMap:
 
     @cached_property
     def old_of(self) -> dict[int, int]:
-        """The old index, by new index, for all new indices that have an old index."""
+        """A dictionary from new indices to old indices, without indices that growth added."""
         return {new: old for old, new in enumerate(self.new_of)}
 
     @cached_property
@@ -99,7 +99,7 @@ class IndexMap:
 
     def combine(self, old: Tensor, new: Tensor, dim: int) -> Tensor:
         """Return a tensor that has both old and new entries at their indices along a dimension."""
-        if old.device.type == "meta":  # a sketch has shapes but no values
+        if old.device.type == "meta":  # meta tensors have no values
             return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
         # Keep the memory layout of a transposed matrix, so that its parameter needs no second copy.
         dims = sorted(range(old.ndim), key=old.stride, reverse=True)
@@ -153,7 +153,7 @@ class TensorMap:
         return grown
 
     def put(self, old: Tensor, into: Tensor) -> Tensor:
-        """Return a copy of `into`, a tensor with the grown shape, that contains `old` unscaled."""
+        """Return a copy of `into` (a tensor with the grown shape) whose old entries equal `old`."""
         if all(axis.is_identity for axis in self.axes):
             return old.clone()
         indices = (_index(axis.new_of, into.device) for axis in self.axes)
@@ -187,7 +187,7 @@ class ZeroEntries:
 
 @dataclass(frozen=True)
 class TiedEntries(ZeroEntries):
-    """Entries that must equal other entries of the same tensor, times `factor`.
+    """Entries that must equal `factor` times other entries of the same tensor.
 
     Attributes:
         dim: the axis along which the other entries lie.

@@ -141,7 +141,7 @@ def _after_folded_norm(weights: Weights) -> bool:
 
 
 def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
-    """Return the factors of activations, by hook point."""
+    """Return the factors by which activations change, by hook point."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
     norms = [block_name(layer, norm) for layer in layers for norm in _BLOCK_NORMS]

@@ -10,7 +10,7 @@ kv_head    a key and value head (fewer than query heads if queries are grouped)
 d_query    a coordinate of queries and keys (k in the growth paper)
 d_value    a coordinate of values (v in the growth paper). TransformerLens uses d_head for both
 
-`d_model` is one axis of the whole model. Each of the other axes belongs to one layer.
+`d_model` is one axis of the whole model. Every other axis in this list belongs to one layer.
 
 An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor w
 consists of the norm ‖w‖ and the sum s of its entries, weighted by pseudorandom numbers r:

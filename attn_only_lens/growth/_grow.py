@@ -55,10 +55,11 @@ class Grown:
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
-        """Return the model without new parts. Right after growth, it equals the original exactly.
+        """Return the model without new parts.
 
-        After training, the result consists of the trained old entries, multiplied by the original
-        scales. If growth centred the residual stream, the result is centred too.
+        Right after growth, the result equals the original model exactly. After training, the result
+        consists of the trained old entries, without the factors that growth applied. If growth
+        centred the residual stream, the result is centred too.
 
         Args:
             drop_new: whether to drop new parts even if they have an effect.
@@ -97,7 +98,7 @@ class Grown:
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
-        """Return an optimizer for the grown model, which continues the given optimizer.
+        """Return an optimizer that continues the training of the original with the grown model.
 
         The first step after growth changes old parameters exactly as the old optimizer would. If
         d_model grew under LayerNorm, the steps differ (`growth/optimizer.py` says by how much).
@@ -128,9 +129,9 @@ class Grown:
         """Write the grown model with its current weights to a folder, completely or not at all.
 
         For a bridge around a transformers model, `AutoModelForCausalLM.from_pretrained(folder)`
-        (BERT: `AutoModelForMaskedLM`) reads the folder. For a HookedTransformer, the folder has
-        `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of every
-        file. After more training, call this method again instead of overwriting the weights.
+        (BERT: `AutoModelForMaskedLM`) loads the saved model. For a HookedTransformer, the folder
+        has `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of
+        every file. After more training, call this method again instead of overwriting the weights.
 
         Args:
             folder: path of the folder. A grown model in the folder is replaced. A folder with other
@@ -255,10 +256,10 @@ def _checked_expansion(
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
     if init is not None and not callable(init):
-        odd.append(f"got init={init!r}; expected an initialiser of attn_only_lens.expansion.init")
+        odd.append(f"got init={init!r}; expected an initialiser from attn_only_lens.expansion.init")
     if expansion is not None and not isinstance(expansion, Expansion):
         odd.append(
-            f"got a {type(expansion).__name__}; expected an expansion of attn_only_lens.expansion"
+            f"got a {type(expansion).__name__}; expected an expansion from attn_only_lens.expansion"
         )
     if odd:
         raise GrowthError([*reasons, *odd])
@@ -276,7 +277,7 @@ def _checked_expansion(
 def _rounded(
     larger: Weights, source: Weights, provenance: Provenance
 ) -> tuple[Weights, float | None]:
-    """Round tensors to the original dtypes, and also return the largest relative change or None."""
+    """Return tensors rounded to the original dtypes, and the largest relative change (or None)."""
     tensors, errors = dict(larger.tensors), []
     for name, tensor in larger.tensors.items():
         tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
@@ -368,7 +369,7 @@ def identity(model: Any) -> Identity:
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # models of this kind cannot grow, but they have an identity
+    except GrowthError:  # models that cannot grow have an identity too
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
@@ -380,7 +381,7 @@ def growable_of(model: Any) -> Growable:
             return kind_of_model(model)
     kind = type(model)
     got = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(model, TransformerBridge):  # its class may be a subclass from this package
+    if isinstance(model, TransformerBridge):  # exposed bridges have a subclass from this package
         got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [

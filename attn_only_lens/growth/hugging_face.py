@@ -81,7 +81,8 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types whose frequencies depend only on their wavelength, or on the index of a pair.
+# Rotary types whose frequencies depend only on their wavelength, or on the index of the coordinate
+# pair.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # recomputed by the model for each input length
 # Joint matrices, and the parts of each joint matrix in order.
@@ -417,7 +418,7 @@ class HuggingFaceBridge(BridgeModel):
         return names
 
     def _beside(self) -> set[str]:
-        """Return the names of tensors that only the bridge has (an unembedding bias in 3.9)."""
+        """Return the names of tensors that only the bridge has, such as an unembedding bias."""
         held = {tail for tails in self._rules.values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 

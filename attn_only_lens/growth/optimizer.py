@@ -58,7 +58,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # names in new layers, by similar old parameter
+    of_new_layers = defaultdict(list)  # names in new layers, by name in a similar old layer
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)

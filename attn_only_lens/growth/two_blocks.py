@@ -55,7 +55,7 @@ class ConvertedModel(Growable):
         return isinstance(model, AttentionOnlyTransformer)
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why the model's function is unknown."""
+        """Return every reason why growth cannot read this model."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
             return [f"it is a {type(model).__qualname__}, a subclass whose function is unknown"]
@@ -106,7 +106,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the template's layer from which everything but the weights comes.
+        # For each layer, the original layer from which everything except the weights is copied.
         layers = [
             layer
             for layer_index in range(constants.n_layers)

@@ -292,7 +292,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Return a patch runner for some prompts, after a test of the edits that it uses."""
+        """Return a patch runner for some prompts. First test the edits that the runner uses."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)

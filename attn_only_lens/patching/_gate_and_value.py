@@ -6,9 +6,9 @@ between two runs (the second run has a prime) is
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. An ordinary MLP shows only the left side. The metric is not a linear function of these
-changes. So the interaction in the metric is defined as the effect of patching z minus the effects
-of patching only the pattern and only the value.
+exactly. In an ordinary MLP, only the left side of the equation can be observed. The metric is not a
+linear function of the three parts. So the interaction in the metric is defined as the effect of
+patching z minus the effects of patching only the pattern and only the value.
 """
 
 from collections.abc import Callable, Sequence

@@ -292,8 +292,8 @@ class _PathPatches:
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
         """Return the paths with the largest |mean estimate|, and the rows of each chunk."""
-        # In these chunks, each row is a block. Their keys contain no prompts, so the keys differ
-        # from those of other chunks.
+        # In these chunks, each row is a block. The names of these chunks contain no prompts, so
+        # they differ from the names of other chunks.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
@@ -346,7 +346,7 @@ class _PathPatches:
         return Paths(frame=frame, scale=plan.scale, n_paths=self.n_paths, **settings)
 
     def _runner(self, prompts: PromptChunk) -> "_PathRunner":
-        """Return a path runner for some prompts, after a test of the edits of receivers."""
+        """Return a path runner for some prompts. First test the edits of receivers."""
         if prompts.runner is None:
             plan, runs = self._plan, self._runs
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
@@ -561,7 +561,7 @@ class _PathRunner:
         For paths that cannot affect the metric, the result is the baseline, without a forward pass.
         """
         values = self.baseline.repeat(len(i), 1)
-        if not block.positions.chosen.any():  # no token of this chunk
+        if not block.positions.chosen.any():  # these prompts lack the positions
             self.batching.on_done(len(i))
             return values
         senders, i = i.unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""Jobs, which compute chunks of work, optionally store them, and collect them in order.
+"""Jobs compute chunks of work, optionally store the results, and collect them in order.
 
 All long computations are jobs. The work is split into chunks, and a function computes named arrays
 for each chunk. The arrays can be stored in a folder, so that an interrupted job can be resumed.
@@ -28,7 +28,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-_POLL, _PATIENCE = 0.2, 3600.0  # seconds between looks for a missing chunk, and in total
+_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for a missing chunk, and in total
 # Environment variables of torchrun, accelerate and MPI: number of processes, and process rank.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -115,7 +115,7 @@ class Job:
         return arrays
 
     def _collected(self, chunk: Chunk) -> Arrays:
-        """Return a chunk's stored arrays. Wait if another process is still computing them."""
+        """Return a chunk's stored arrays, and wait if another process is still computing them."""
         assert self._store is not None
         start = time.monotonic()
         while (arrays := self._store.get(chunk.key)) is None:

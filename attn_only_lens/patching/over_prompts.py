@@ -8,10 +8,10 @@ clean - corrupted (of the means), is treated as a constant. Then
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
-For n prompts with equal weights, the standard error is s/√n. For unequal weights, the standard
-error is the linearised standard error of a ratio of sums. The standard error of the score uses
-paired differences d_b, because the metric varies more between prompts than between the patched and
-the unpatched run of a prompt.
+For n prompts with equal weights, the standard error is s/√n, where s is the sample standard
+deviation. For unequal weights, the standard error is the linearised standard error of a ratio of
+sums. The standard error of the score uses paired differences d_b, because the metric varies more
+between prompts than between the patched and the unpatched run of a prompt.
 
 For each chunk of prompts and each site, three statistics are stored for v, and three for d: the
 mean m, Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². When two chunks are joined, the sums are shifted to

@@ -113,7 +113,7 @@ class PromptChunks:
             if torch.equal(chunk.runs.clean_values, chunk.runs.corrupted_values):
                 require_distinct(chunk.runs.clean_value, chunk.runs.corrupted_value, torch.float64)
             weights = (1 / n_prompts,) * n_prompts
-            if not self._metric.needs_reference:  # a reference belongs to one chunk
+            if not self._metric.needs_reference:  # references differ between chunks
                 weights = bind(self._metric, self._model, self._pair).shares(n_prompts)
         name = chunk.runs.metric.name
         return OverPrompts(name, n_rows, n_prompts, weights, self._direction, per_prompt)
@@ -201,7 +201,7 @@ def prompts_per_chunk(
     traced: bool = False,
     decomposed: bool = False,
 ) -> int:
-    """Return how many prompts to run at once: `asked`, or as in the folder, or as many as fit.
+    """Return how many prompts to run at once: `asked`, the stored number, or as many as fit.
 
     Metrics with one value for all prompts need all prompts at once.
     """

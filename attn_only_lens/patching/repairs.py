@@ -156,7 +156,7 @@ class Repairer:
         else:
             self._patch(self._rows_to_patch(float(budget), self._of_kind))
         errors = {kind: self._expected_error(kind) for kind in self._of_kind}
-        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches, except for 0 errors
+        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches for an estimate
             errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
         return Repairs(self._values, self._exact, errors, self._spent)
 
@@ -286,7 +286,7 @@ class Repairer:
         return np.maximum(of_layers, _LUCK * of_kind)
 
     def _expected_error(self, kind: HeadKind) -> float | None:
-        """Return the root of one kind's expected squared error, or None if it is unknown."""
+        """Return the square root of the expected sum of squared errors, or None if unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
@@ -305,7 +305,7 @@ class Repairer:
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return two sets of hook points: for gradients that keys depend on, and for recording."""
+    """Return the hook points at which keys need gradients, and the hook points to record."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     attention = {site.layer for site in sites if site.kind == "attention"}

@@ -114,7 +114,7 @@ class PromptTokens:
         return most + ", …" * (len(texts) > _SHOWN_TOKENS)
 
     def clean_text(self, position: int | str, prompts: Iterable[int]) -> str:
-        """Return the clean token at a position, or an empty text if prompts differ there."""
+        """Return the clean token at a position, or "" if prompts have different tokens."""
         pairs = [self._pair(position, prompt) for prompt in prompts]
         texts = {pair and pair[0] for pair in pairs}
         return (texts.pop() or "") if len(texts) == 1 else ""
@@ -340,7 +340,7 @@ class ScoredFrame:
         return rows[[name for name in (*_ALWAYS_ON_TOP, *details) if name in rows]]
 
     def _positions_of(self, rows: pd.DataFrame) -> list[tuple[int | str, Iterable[int]]]:
-        """Return, for each row, the position and the prompts over which the row is a mean."""
+        """Return each row's position, and the prompts over which the row is averaged."""
         every = range(self.n_prompts)
         prompts = [[i] for i in rows["prompt"]] if "prompt" in rows else [every] * len(rows)
         return list(zip(rows["position"], prompts, strict=True))

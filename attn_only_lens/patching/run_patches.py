@@ -293,7 +293,7 @@ def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
 def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
-    """Compare edits with hooks in a whole forward pass, for several first positions."""
+    """Compare edits with hooks in a whole forward pass, from several start positions."""
     somewhere = [position.chosen.any(dim=0) for position in position_sets(groups)]
     firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a role may be absent
     later = sorted(firsts - {0}) or [0]
