@@ -2,12 +2,10 @@
 
 LayerNorm subtracts the mean of its input over d_model. If LayerNorm is applied before every read
 from the stream, components along the constant vector have no effect. So we can subtract the mean
-over d_model from every weight that writes to the stream without changing the model's output.
-LayerNorm then subtracts zero, so it equals RMSNorm with a bias. TransformerLens does the same in
-`center_writing_weights`.
+over d_model from every weight that writes to the stream, and the output does not change. LayerNorm
+then subtracts zero, so it equals RMSNorm with a bias (as in `center_writing_weights`).
 
-A tied unembedding must not be centred. So centring unties the embedding and the unembedding, and
-only the embedding is centred.
+A tied unembedding must not be centred. So embeddings are untied, and only the embedding is centred.
 
 Centring fails if the last norm is an RMSNorm (`final_rms`), which does not subtract the mean of the
 stream. Centring also fails if LayerNorm writes to the stream, after a sublayer or on the stream

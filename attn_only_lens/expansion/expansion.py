@@ -43,12 +43,10 @@ class Plan:
     """The changes that an expansion makes to specific weights.
 
     Attributes:
-        axes: new indices of the axes that grow, at most one axis per tensor. All names in a plan
-            are names in the old model.
+        axes: new indices of the axes that grow, at most one axis per tensor. Names are old names.
         zero: the tensors whose new entries are zero.
         only: for tensors whose new entries are free in some heads only, the indices of these heads.
-        cancel: tensors in `zero`, or tails in `zero_in_new`, that may have pairs of opposite
-            entries instead of zeros.
+        cancel: tensors in `zero`, or tails in `zero_in_new`, that may have opposite pairs, not 0.
         share: tensors in `zero` that may have shares of old entries instead of zeros.
         runs: `Units.runs` and `Units.block` for the head axes.
         scales: factors that multiply old entries, by tensor.
@@ -57,8 +55,7 @@ class Plan:
         layers: new indices of layers; None if no layer is inserted.
         like: for each new layer, an old layer with the same shapes.
         zero_in_new: the tails of tensors that are zero in new layers.
-        copied: if new layers are copies of the layers in `like`, the factors of the copied tensors,
-            by tail; otherwise None.
+        copied: if new layers copy the layers in `like`, the tensors' factors, by tail; else None.
     """
 
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
@@ -294,9 +291,9 @@ class ExpansionSequence(Expansion):
 def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion that applies several expansions in the given order.
 
-    The order does not affect what the grown model computes, but may affect the values of new
-    entries. Layer indices refer to the model after the earlier steps: after `InsertLayer(at=0)`,
-    layer 0 is the new layer.
+    The order does not affect what the grown model computes, but may affect new entries. Layer
+    indices refer to the result of the earlier steps: after `InsertLayer(at=0)`, layer 0 is the new
+    layer.
 
     Args:
         *expansions: the expansions, e.g. `AddNeurons(256, layers=(0,)), AddHeads(2)`.

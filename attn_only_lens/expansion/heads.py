@@ -4,7 +4,7 @@ The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. So heads whose W
 nothing to the output (equations 11 and 12), whatever their attention patterns are.
 
 If r heads share keys and values, there are two ways to add heads. New groups of r heads may get
-their own key and value. Or every group gets the same number of new heads: r becomes r̂, and head
+their own key and value. Or all groups get the same number of new heads: then r becomes r̂, and head
 g·r + j becomes head g·r̂ + j.
 
 If one norm covers the queries of all E heads of width k, its mean square 1/(E k) Σ q² includes new

@@ -9,9 +9,8 @@ Random values depend on the seed and on the tensor's name, axis and size. Random
 depend on the device or on the order in which tensors are made.
 
 **New units without zeros** are made by `cancelling` and `splits`. Section 5 of the growth paper
-leaves room for such definitions. Along an axis that grows, a sublayer's output, or an attention
-score, is Σ_i f(r_i; x) w_i. Unit i has input weights r_i and output weights w_i, and f acts on each
-unit separately.
+leaves room for such definitions. Along a growing axis, a sublayer's output, or an attention score,
+is Σ_i f(r_i; x) w_i. Unit i has input weights r_i and output weights w_i; f acts on each unit.
 
 Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so their sum is 0. Their gradients with
     respect to r are opposite, so the units differ after the first step.
@@ -176,9 +175,8 @@ def _generator(seed: int, *what: object) -> torch.Generator:
 
 
 def _key_of(new: New, seed: int) -> torch.Generator:
-    # A second growth step must not repeat the random values of the first step. The shape differs if
-    # one tensor grows twice. The number of layers differs if a layer was inserted between the
-    # steps, so that two tensors have the same name.
+    # A second growth step must not repeat random values of the first step. The shape differs if one
+    # tensor grows twice; the number of layers differs if inserted layers shift tensor names.
     return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
 
 
@@ -377,8 +375,7 @@ def normal(std: float) -> Initialiser:
 def zeros() -> Initialiser:
     """Set new entries to zero, for control experiments: new units have zero gradients at all steps.
 
-    New coordinates of a stream with LayerNorm are an exception, because LayerNorm subtracts a mean
-    that includes the new coordinates.
+    New coordinates of a stream with LayerNorm are an exception, because they affect the mean.
     """
     return _Zeros()
 
@@ -427,15 +424,12 @@ def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
     """Make new units copies of randomly drawn old units; the copies share the old unit's output.
 
     Every old unit is copied once before any unit is copied a second time. If outputs cannot be
-    shared (`expansion/initialise.py` has the list), new units are drawn as in `own`, with zero
-    output weights.
+    shared (see `initialise.py`), new units are drawn as in `own`, with zero output weights.
 
     Args:
-        share: the fraction of its output that an old unit keeps; its copies get the rest in equal
-            parts.
-        noise: standard deviation of the noise, in units of the tensor's standard deviation. The
-            noise is added to the output weights of copies and subtracted from those of the old
-            unit.
+        share: the fraction of the output that the old unit keeps; its copies get equal parts.
+        noise: standard deviation of the noise, in units of the tensor's standard deviation. Noise
+            is added to copies' output weights, and subtracted from the old unit's.
 
     Raises:
         ValueError: the share is not between 0 and 1, or the noise is not positive.

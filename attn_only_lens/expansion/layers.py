@@ -3,8 +3,8 @@
 A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
 b_out are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if
 it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training steps
-change the new layer's output a lot (logits change ten times as much on models shaped like OLMo 2
-and Gemma 2). We recommend a warm-up.
+change the new layer's output a lot (logits change ten times as much for OLMo 2 and Gemma 2): use a
+warm-up.
 
 Post-norm models such as BERT compute norm(x + f(x)), which is not x even if f(x) is 0, and no gain
 and bias turn the norm into the identity. So post-norm models cannot get new layers.
@@ -32,10 +32,10 @@ class InsertLayer(Expansion):
     The new layer's output weights W_O, b_O, W_out and b_out are zero. Its other weights are free.
 
     Attributes:
-        at: the new layer's index; layers with this index or a larger index move up. If `at` is
-            n_layers, the new layer is the last layer.
+        at: the new layer's index; layers with this index or a larger index move up. `at=n_layers`
+            puts the layer last.
         like: the layer from which the new layer takes its shapes and its kind of attention; by
-            default, the layer before the new layer.
+            default, the preceding layer.
         copy: whether the free entries are copied from layer `like` instead of drawn by the
             initialiser.
 

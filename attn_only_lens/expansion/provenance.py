@@ -2,8 +2,7 @@
 
 An expansion gives new indices to the old layers and to the old entries along each axis. The old
 entries of a tensor, multiplied by the tensor's scale, are at the new indices of its axes. A head's
-new name consists of the new index of its layer and the new index of the head. Provenances compose
-like functions.
+new name has the new indices of its layer and of the head. Provenances compose like functions.
 """
 
 import re

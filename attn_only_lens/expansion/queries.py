@@ -17,8 +17,7 @@ coordinates. So the new coordinates of queries are zero as well, and all gradien
 coordinates stay zero: the effective width of queries and keys does not grow. Old coordinates are
 multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε keeps its effect.
 
-Models with `clip_qkv` cannot be widened if keys must be scaled, because clipping would then apply
-to scaled keys.
+Models with `clip_qkv` are refused if keys must be scaled, because the clipping follows the scaling.
 """
 
 import math

@@ -6,8 +6,7 @@ square. With s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
 
-so growth multiplies gains by s (equation 24) and ε by s² (norms in the paper have no ε).
-Extensions:
+so growth multiplies gains by s (equation 24) and ε by s² (the paper has no ε). Extensions:
 
 LayerNorm           equals RMSNorm on a stream of mean zero; `centre.py` centres the stream first.
 folded gains        (LNPre, RMSPre): the old rows of the weights that read the stream are multiplied

@@ -27,8 +27,7 @@ class WidenValues(Expansion):
 
     All heads of a layer share one tensor, so every head gets new entries. If `heads` is given, new
     entries are free in those heads only. For other heads, the new columns of W_V and b_V are zero
-    too, and stay zero during training: W_V gets no gradient while W_O is zero, and W_O gets no
-    gradient while W_V and b_V are zero.
+    too, and stay zero during training: W_V gets no gradient while W_O is zero, and vice versa.
 
     Attributes:
         n: how many coordinates to add to each head's value.

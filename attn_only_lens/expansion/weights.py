@@ -1,7 +1,6 @@
 """A transformer's weights in one common layout, and the constants that determine its function.
 
-For every kind of model, tensors have the same names and shapes as in HookedTransformer. The axes
-have these labels:
+For every kind of model, tensors have the names and shapes of HookedTransformer. Labels of axes:
 
 d_model    a coordinate of the residual stream
 d_mlp      a neuron
@@ -19,8 +18,7 @@ consists of the norm ‖w‖ and the sum s of its entries, weighted by pseudoran
 
 A change Δ of the weights changes s by about ‖Δ‖ / 3, whichever entries change. So if s changed by
 no more than rounding errors of ‖w‖, the tensor is the same, perhaps with another dtype or computed
-on another machine. A training step changes s by more than rounding errors. (A hash of the bytes
-would change with the dtype.)
+on another machine. A training step changes s by more. (Hashes depend on dtypes.)
 """
 
 import math

@@ -345,8 +345,7 @@ def identity(model: Any) -> Identity:
     """Return the identity of a model, computed from its current weights.
 
     The identity does not depend on the device, the dtype or the kind of model: it stays the same if
-    the model is cast to another dtype, converted, or saved and loaded, or if its neurons are
-    exposed as heads. Training changes it.
+    the model is cast, converted, exposed, or saved and loaded. Training changes the identity.
 
     Args:
         model: any model that `grow` or `compare` accepts.

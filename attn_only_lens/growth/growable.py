@@ -91,8 +91,7 @@ class Growable(ABC):
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no model of this kind can have such weights.
 
-        By default, as in TransformerLens, all layers need the same sizes, and queries, keys and
-        values need the same width.
+        By default, as in TransformerLens, all layers need the same sizes and a single d_head.
         """
         sizes = defaultdict(set)
         for axis, size in weights.sizes.items():

@@ -3,8 +3,7 @@
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files
 
-The folder does not contain the original values of tensors that growth changed (`Grown.shrink` uses
-these values).
+The folder does not contain original values of changed tensors, which `Grown.shrink` needs.
 """
 
 import os

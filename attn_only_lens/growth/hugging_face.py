@@ -1,9 +1,8 @@
 """Growth of TransformerBridges around Hugging Face transformers models.
 
 A table lists facts about model families that transformers' configurations do not contain, such as
-the kinds and places of norms. Growth makes a larger configuration of the same class. Transformers
-builds the grown model from this configuration, with the tensors of `Weights` as parameters. Then
-the grown model gets a new bridge.
+the kinds and places of norms. Transformers builds the grown model from a larger configuration of
+the same class, with the tensors of `Weights` as parameters. Then the grown model gets a new bridge.
 
 Transformers rejects the configurations of some grown models (`transformers_module.py`). These grown
 models also compute the same function as the original, but cannot be saved in transformers' format.
@@ -81,8 +80,7 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types whose frequencies depend only on their wavelength, or on the index of the coordinate
-# pair.
+# Rotary types whose frequencies depend only on their wavelength, or on the coordinate pair.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # recomputed by the model for each input length
 # Joint matrices, and the parts of each joint matrix in order.

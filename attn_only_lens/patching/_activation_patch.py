@@ -75,8 +75,7 @@ def activation_patch(
 
     Results are exact: each value equals the metric of a whole forward pass with the patch, up to
     rounding errors. Only activations that a patch can change are computed (see `engine/replay`),
-    for many sites at once. If a patch cannot affect the metric, its value is the metric of the
-    unpatched run.
+    for many sites at once. A patch that cannot affect the metric gives the unpatched value.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -114,8 +113,7 @@ def activation_patch(
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
-        The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
-        the clean run.
+        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, sites or positions; `per_prompt`

@@ -28,9 +28,8 @@ scaled by ε changes the metric by ε times the "gradient" estimate.
 Costs are counted in forward passes of 2 · n_pos · parameters flops (a backward pass that stops at
 activations costs as much as a forward pass). "gradient" costs 3 forward passes; "exact_gate" costs
 3, plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps. Some
-sites are then patched exactly (`repairs.py`). The agreement of estimates with patching is reported
-in `analyses/results/attribution_vs_patching.md`, `contrast_vs_patching.md` and
-`attribution_repairs.md`.
+sites are then patched exactly (`repairs.py`). In `analyses/results`, `attribution_vs_patching.md`,
+`contrast_vs_patching.md` and `attribution_repairs.md` report the agreement with patching.
 """
 
 from collections.abc import Sequence
@@ -130,15 +129,13 @@ def attribution(
 ) -> Sweep:
     """Estimate the results of activation patching for all sites at once.
 
-    The results have the same scale and columns as the results of `activation_patch`; use
-    `agreement` to compare them.
+    The results have the scale and columns of `activation_patch`; use `agreement` to compare.
 
     Gradient estimates can miss the one site that matters, which is usually a neuron in an early
     layer at the first token that differs. So the sites with the largest expected errors are patched
     exactly (`repairs.py`), and the rows of these sites are marked `exact`. In a small model, most
     or all sites are patched; with `budget=0`, no sites are patched. `expected_pearson` is the
-    expected correlation between the results and exact patching, for attention heads and for
-    neuron-heads.
+    expected correlation with patching, for attention heads and for neuron-heads.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -160,8 +157,8 @@ def attribution(
         budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
             spends at least 3 forward passes or 0.2 Gflop. "auto" then continues until the expected
             correlations are .99, but spends at most 7 forward passes (10 with the estimates) or 4
-            Gflop. Of the two limits (passes and Gflop), the larger one applies. Tests of a model
-            cost about ten more forward passes, once.
+            Gflop. Of both limits, the larger one applies. Tests of a model cost about ten more
+            passes, once.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
             on the score.
@@ -176,8 +173,8 @@ def attribution(
             "integrated", or sites if there are several chunks of prompts.
 
     Returns:
-        The estimated metric and score after each patch. The score is 0 for the corrupted run and 1
-        for the clean run. `Sweep.method` names the method.
+        The estimated metric and score after each patch: score 0 is the corrupted run, 1 the clean
+        run.
 
     Raises:
         InputWarning: with "secant", the metric has no secant rule, and shares do not add up to the

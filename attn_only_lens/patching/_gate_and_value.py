@@ -7,8 +7,8 @@ between two runs (the second run has a prime) is
        whole  =  pattern   +   value    +   interaction
 
 exactly. In an ordinary MLP, only the left side of the equation can be observed. The metric is not a
-linear function of the three parts. So the interaction in the metric is defined as the effect of
-patching z minus the effects of patching only the pattern and only the value.
+linear function of the three parts. So the interaction in the metric is the effect of patching z
+minus the effects of patching only the pattern and only the value.
 """
 
 from collections.abc import Callable, Sequence

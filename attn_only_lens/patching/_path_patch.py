@@ -1,7 +1,6 @@
 """Exact path patching: replace one head's output, but only in the input of another head.
 
-A path has a sender s and a receiver r. Activations are copied from the source run into the target
-run.
+A path has a sender s and a receiver r. Patches copy from the source run to the target run.
 
     δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
     the stream that r reads for its inputs `part` changes by δ before r's norm; all else stays fixed
@@ -14,7 +13,7 @@ is "logits", the pair stands for the direct path only. The scale of the norm bef
 "held" at its value in the target run, so that changes from several senders add up, or computed
 "anew" from x + δ. (`get_act_patch_direct_path` in TransformerLens uses "held" in version 3.9 and
 "anew" in version 4.) A norm after s is part of s. Norms of queries and keys are part of r, and are
-computed anew.
+always computed anew.
 
 For each prompt, a pair costs the run after r (2 S Σ_{later blocks} parameters flops) and the
 computation of Δz_r. Here T is the number of positions of δ, and S is the number of positions from
@@ -149,8 +148,7 @@ def path_patch(
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
-        The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
-        the clean run.
+        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, heads or positions; no receiver
@@ -292,8 +290,7 @@ class _PathPatches:
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
         """Return the paths with the largest |mean estimate|, and the rows of each chunk."""
-        # In these chunks, each row is a block. The names of these chunks contain no prompts, so
-        # they differ from the names of other chunks.
+        # Rows of these chunks are blocks. The chunks' keys have no prompts, unlike other keys.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)

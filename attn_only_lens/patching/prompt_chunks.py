@@ -89,8 +89,7 @@ class PromptChunks:
         """Return the runs for a chunk of prompts, which are recorded unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
-            # Keep padding columns if attention is bidirectional: HookedTransformers attend to
-            # padding.
+            # Keep padding in bidirectional HookedTransformers, because they attend to padding.
             causal = getattr(self._model.cfg, "attention_dir", "causal") == "causal"
             pair = self._pair.of_prompts(prompts, cut=causal)
             runs = self._record(pair, distinct=pair is self._pair)
@@ -122,8 +121,7 @@ class PromptChunks:
 class AblatedRuns:
     """The source runs of an ablation: for each chunk of prompts, the clean run with z ablated.
 
-    For "mean", a separate pass computes means over all prompts. For "resample", the prompts that
-    supply z are run together with the chunk.
+    For "mean", another pass computes means. For "resample", prompts that supply z are run too.
     """
 
     def __init__(
@@ -245,8 +243,7 @@ def _numbers_per_prompt(
 ) -> int:
     """Estimate how many numbers one prompt needs in memory at once.
 
-    On SmolLM2, the estimate differs by at most a quarter from the memory that torch allocates, with
-    and without gradients.
+    On SmolLM2, the estimate is within a quarter of the memory that torch allocates.
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model

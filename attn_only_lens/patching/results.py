@@ -42,8 +42,7 @@ PARTS = ("by_pattern", "by_value")
 
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
-# The columns of `top`, which fit into 80 characters, are these columns and the first group of
-# details that the frame contains.
+# `top` shows these columns and the first group of details in the frame (80 characters wide).
 _ALWAYS_ON_TOP = ("name", "sender", "receiver", "position", "token", "part", "score", "exact")
 _DETAILS: tuple[tuple[str, ...], ...] = (
     ("score_standard_error",),
@@ -64,8 +63,7 @@ class PromptTokens:
 
     Attributes:
         clean: for each clean prompt, the token text at each position; None for padding.
-        corrupted: the token texts of the corrupted prompts; empty if there are no corrupted
-            prompts.
+        corrupted: token texts of the corrupted prompts; empty without corrupted prompts.
         roles: the position of each role in each prompt.
 
     Example:
@@ -500,8 +498,7 @@ class Sweep(ScoredFrame):
     ) -> "Sweep":
         """Return the results of a sweep over all prompts.
 
-        `exact` marks rows with exact values. `by_pattern` is the effect on the metric through
-        patterns.
+        `exact` marks rows with exact values. `by_pattern` is the metric's change via patterns.
         """
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)

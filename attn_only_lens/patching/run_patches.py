@@ -2,8 +2,7 @@
 
 A pass through the blocks starts at one position and runs patches in all layers (`engine/replay`).
 So a few sites in many layers and at many positions cost at most one pass per position. Patches at
-later positions join a pass that starts earlier, if the extra tokens in this pass cost less than a
-separate pass.
+later positions join a pass that starts earlier, if this costs less than a separate pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -136,8 +135,7 @@ class PatchRunner:
     def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
         """Return, for each group, the metric of each prompt after each row's patch.
 
-        For patches that cannot affect the metric, the result is the baseline, without a forward
-        pass.
+        A patch that cannot affect the metric gives the baseline, without a forward pass.
         """
         if not groups:
             return []
