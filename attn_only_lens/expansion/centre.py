@@ -3,7 +3,8 @@
 LayerNorm subtracts the mean of its input over d_model. If LayerNorm is applied before every read
 from the stream, components along the constant vector have no effect. So we can subtract the mean
 over d_model from every weight that writes to the stream, and the output does not change. LayerNorm
-then subtracts zero, so it equals RMSNorm with a bias (as in `center_writing_weights`).
+then subtracts zero, so it equals RMSNorm with a bias. TransformerLens' `center_writing_weights`
+subtracts the same mean.
 
 A tied unembedding must not be centred. So embeddings are untied, and only the embedding is centred.
 

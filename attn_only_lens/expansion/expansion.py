@@ -292,8 +292,7 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion that applies several expansions in the given order.
 
     The order does not affect what the grown model computes, but may affect new entries. Layer
-    indices refer to the result of the earlier steps: after `InsertLayer(at=0)`, layer 0 is the new
-    layer.
+    indices refer to the model after earlier steps: after `InsertLayer(at=0)`, layer 0 is new.
 
     Args:
         *expansions: the expansions, e.g. `AddNeurons(256, layers=(0,)), AddHeads(2)`.

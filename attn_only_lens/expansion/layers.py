@@ -2,7 +2,7 @@
 
 A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
 b_out are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if
-it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training steps
+it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so early training steps
 change the new layer's output a lot (logits change ten times as much for OLMo 2 and Gemma 2): use a
 warm-up.
 

@@ -18,7 +18,8 @@ consists of the norm ‖w‖ and the sum s of its entries, weighted by pseudoran
 
 A change Δ of the weights changes s by about ‖Δ‖ / 3, whichever entries change. So if s changed by
 no more than rounding errors of ‖w‖, the tensor is the same, perhaps with another dtype or computed
-on another machine. A training step changes s by more. (Hashes depend on dtypes.)
+on another machine. A training step changes s by more. (A hash of the bytes would depend on the
+dtype.)
 """
 
 import math

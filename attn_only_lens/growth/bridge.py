@@ -3,7 +3,8 @@
 A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
 how the parameters of these parts store the tensors of `Weights`. If the wrapped model has a joint
 matrix for queries, keys and values, the bridge computes with copies of the matrix's three parts,
-and training changes only these copies. So growth reads the copies.
+and training changes only these copies. So growth reads the copies and builds the joint matrix from
+them.
 """
 
 import re

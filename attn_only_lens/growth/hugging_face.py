@@ -80,7 +80,7 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types whose frequencies depend only on their wavelength, or on the coordinate pair.
+# Rotary types whose frequencies depend only on their wavelength, or on a pair's index.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # recomputed by the model for each input length
 # Joint matrices, and the parts of each joint matrix in order.

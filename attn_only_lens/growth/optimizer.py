@@ -1,8 +1,7 @@
 """Transfer the state of an optimizer to a grown model.
 
 If growth multiplies a parameter by s (p' = s p), its gradient becomes g / s, its first moment m / s
-and its second moment v / s². To keep p' = s p after the next step, the new step must be s times as
-long:
+and its second moment v / s². To keep p' = s p, the new step must be s times the old step:
 
     SGD            s lr g = lr' g'                    lr' = s² lr
     Adam, AdamW    s lr m / (√v + ε) = lr' m' / (√v' + ε')    lr' = s lr,  ε' = ε / s
@@ -18,8 +17,8 @@ The transfer is exact, with three exceptions. If gains are stored as gain - 1 (G
 moves the stored value towards 0, not -1. If growth unties embeddings, both matrices start with the
 moments of the tied matrix. If d_model grows under LayerNorm, the gradients of old weights that
 write to the stream change by a constant that all old coordinates share, and SGD's step changes by a
-constant too. In tests, Adam's step changed by up to 0.1 lr, or 0.4 lr with weight decay on weights
-that were not centred.
+constant too. In tests, Adam's step changed by up to 0.1 lr, or 0.4 lr with weight decay on
+uncentred weights.
 """
 
 from collections import defaultdict

@@ -5,7 +5,7 @@ blocks 2l and 2l + 1, and neuron-heads have the MLP's matrices. So `AddNeurons` 
 (m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks. Converting a grown
 model and growing the converted model give bitwise equal weights. Layers of a converted model may
 have different sizes, and values may have another width than queries and keys. So converted models,
-unlike others, can grow in some layers only, or by `WidenValues` alone.
+unlike others, can grow in some layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
 
 Bilinear gates of a gated MLP are exact on a range that was calibrated for each layer. A new layer
 gets the range of the old layer with the same shapes, and new neurons get the range of their layer.

@@ -157,8 +157,8 @@ def attribution(
         budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
             spends at least 3 forward passes or 0.2 Gflop. "auto" then continues until the expected
             correlations are .99, but spends at most 7 forward passes (10 with the estimates) or 4
-            Gflop. Of both limits, the larger one applies. Tests of a model cost about ten more
-            passes, once.
+            Gflop. Of the two limits, the larger one applies. Tests of a new model cost about ten
+            passes.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
             on the score.
@@ -173,8 +173,7 @@ def attribution(
             "integrated", or sites if there are several chunks of prompts.
 
     Returns:
-        The estimated metric and score after each patch: score 0 is the corrupted run, 1 the clean
-        run.
+        The estimated metric and score after each patch; score 0 is the corrupted run, 1 the clean.
 
     Raises:
         InputWarning: with "secant", the metric has no secant rule, and shares do not add up to the
