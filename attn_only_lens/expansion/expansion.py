@@ -85,7 +85,7 @@ class Expansion(ABC):
         """Return every reason why these weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights, which must have no `reasons_against`."""
+        """Return the plan for these weights, for which `reasons_against` must be empty."""
         return Plan()
 
     def __call__(
@@ -110,7 +110,7 @@ def reasons_against_bytes(needed: int) -> list[str]:
 
 
 def _bytes(weights: Weights, plan: Plan) -> int:
-    """Return how many bytes a plan's new tensors take. On the meta device, all tensors count."""
+    """Return how many bytes a plan's new tensors take. All meta tensors count as new."""
     total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)

@@ -41,7 +41,7 @@ _QUERIES, _KEYS = ("attn.W_Q", "attn.b_Q"), ("attn.W_K", "attn.b_K")
 
 @dataclass(frozen=True)
 class WidenQueriesAndKeys(Expansion):
-    """Grow the width of queries and keys, k in the paper: Definition and Theorem 3.4.
+    """Grow the width k of queries and keys (Definition and Theorem 3.4).
 
     The new columns of W_K and b_K are zero, and the old columns are multiplied by √(k̂/k). The new
     columns of W_Q and b_Q are free, but must be zero too if queries and keys are normalized.

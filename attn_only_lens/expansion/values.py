@@ -21,7 +21,7 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
 @dataclass(frozen=True)
 class WidenValues(Expansion):
-    """Grow the width of values, v in the paper: Definition and Theorem 3.3.
+    """Grow the width v of values (Definition and Theorem 3.3).
 
     The new rows of W_O are zero in every head. The new columns of W_V and b_V are free.
 

@@ -282,7 +282,7 @@ class SitePatches:
         self._tested: set[tuple[bool, int]] = set()
 
     def compute(self, chunk: Chunk) -> Arrays:
-        """Return statistics of the metric after each patch in a chunk, for storage."""
+        """Return the statistics to store: the metric after each patch in a chunk."""
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)

@@ -259,7 +259,7 @@ def attribution(
 def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
-    """Return statistics of the estimates for a chunk, for storage."""
+    """Return the statistics of a chunk's estimates that are stored."""
     some_prompts = prompts.of(chunk.prompts)
     repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]

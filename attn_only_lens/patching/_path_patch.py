@@ -316,7 +316,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Return statistics of the metric after each patch in a chunk, for storage."""
+        """Return the statistics to store: the metric after each patch in a chunk."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [

@@ -62,7 +62,7 @@ class PromptChunk:
     def reduced(
         self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return statistics of these prompts' values, for storage."""
+        """Return the statistics of these prompts' values that are stored."""
         runs = self.runs
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 
