@@ -95,7 +95,7 @@ SETTINGS |= {"corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
     ("name", "value", "reason"),
     [
         ("clean_value", "3", "the metric is '3' on the clean run"),
-        ("corrupted_value", None, "None on the corrupted one"),
+        ("corrupted_value", None, "None on the corrupted run"),
         ("clean_value", True, "the metric is True"),
         ("clean_value", np.nan, "the metric is nan"),
         ("direction", ["denoise"], r"got direction=\['denoise'\]; expected one of"),

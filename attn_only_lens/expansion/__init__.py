@@ -1,8 +1,8 @@
 """Six function-preserving expansions of a transformer, as pure functions of its weights.
 
 Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
-Architectures" (the growth paper), theorems 3.1 to 3.6. `attn_only_lens.grow` applies them to
-models.
+Architectures" (the growth paper), theorems 3.1 to 3.6. `attn_only_lens.grow` applies these
+expansions to models.
 """
 
 from attn_only_lens.expansion import initialise as init

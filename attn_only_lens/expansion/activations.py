@@ -1,10 +1,11 @@
-"""The places of old activations in the activations of the grown model, at hook points.
+"""Where to find an old model's activations in the activations of the grown model.
 
-Old entries are at the new indices of their heads, neurons and coordinates. Most are unchanged. Some
-differ by a known factor (`Provenance.activation_scales`): a norm's scale, its output before the
-gain, and keys if scores are divided by a larger √d_head. If growth centred the residual stream for
-LayerNorm, residual-stream activations and the outputs added to them lost their mean. The output of
-a split old unit (`init.splits`) is a sum of several outputs in the grown model, so it has no map.
+Old entries are at the new indices of their heads, neurons and coordinates. Most entries are
+unchanged. Some entries are multiplied by a known factor (`Provenance.activation_scales`): a norm's
+scale, a norm's output before the gain, and keys if scores are divided by a larger √d_head. If
+growth centred the residual stream for LayerNorm, residual-stream activations and sublayer outputs
+have mean zero in the grown model. The output of a split old unit (`init.splits`) is a sum of
+several outputs in the grown model, so this output has no map.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import Axis, in_layer, tail
 
-# Labels of the axes after batch and pos; None for an axis that does not grow.
+# The labels of the axes after batch and pos, or None for an axis that does not grow.
 _STREAM = (
     *("hook_embed", "hook_pos_embed", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"),
     *("hook_attn_out", "hook_mlp_out", "hook_mlp_in"),
@@ -46,7 +47,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
-# The hook points that hold the outputs of an axis' units: outputs of heads, keys, the stream.
+# For each axis, the hook points that store the outputs of its units.
 _WRITTEN = {
     "head": {"attn.hook_result"},
     "d_query": {"attn.hook_k", "attn.hook_rot_k"},
@@ -56,7 +57,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class ActivationMap:
-    """The places of an old activation's entries in the grown model.
+    """A map from the entries of an old activation to their indices in the grown model.
 
     Attributes:
         name: the hook point's new name.
@@ -76,19 +77,21 @@ class ActivationMap:
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)
         ):
-            raise ValueError(f"got {tuple(grown.shape)} for {self.name}; expected batch, {sizes}")
+            raise ValueError(
+                f"got {tuple(grown.shape)} for {self.name}; expected a batch axis, then {sizes}"
+            )
         for dim, axis in enumerate(self.axes, 1):
             if axis is not None:
                 grown = axis.select_old(grown, dim)
         return grown / self.scale
 
     def expected(self, old: Tensor) -> Tensor:
-        """Return the expected `old_part`: the old activation, centred if growth centred it."""
+        """Return the expected `old_part`: the old activation, without its mean if `centred`."""
         return old - old.mean(-1, keepdim=True) if self.centred else old
 
 
 def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
-    """Return the map of an old activation's entries.
+    """Return the map from an old activation to the grown model's activation.
 
     Args:
         provenance: the provenance of the grown model.
@@ -116,7 +119,7 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
     now = in_layer(provenance.name(hook))
     for axis in (share.axis for share in provenance.shares):
         if axis.layer in (None, now) and of in _WRITTEN.get(axis.label, ()):
-            raise KeyError(f"{hook}: old {axis.label} units share this output with their copies")
+            raise KeyError(f"{hook}: copies share outputs of old units along axis {axis.label}")
     labels = _AXES[of]
     if constants.grouped_by_head:
         labels = tuple("head" if label == "kv_head" else label for label in labels)

@@ -1,22 +1,21 @@
-"""LayerNorm as RMSNorm: a residual stream of mean zero.
+"""Centring of the residual stream, which makes LayerNorm equal to RMSNorm with a bias.
 
-LayerNorm subtracts the mean of its input over d_model. If everything that reads the stream applies
-LayerNorm first, components along the constant vector have no effect. So we can subtract the mean
-over d_model from every weight that writes to the stream; nothing downstream changes. LayerNorm then
-subtracts zero, so it equals RMSNorm with a bias. TransformerLens does the same in
-`center_writing_weights`.
+LayerNorm subtracts the mean of its input over d_model. If LayerNorm is applied before every read
+from the stream, components along the constant vector have no effect. So we can subtract the mean
+over d_model from every weight that writes to the stream, and the output does not change. LayerNorm
+then subtracts zero, so it equals RMSNorm with a bias. TransformerLens' `center_writing_weights`
+subtracts the same mean.
 
-A tied unembedding must not be centred. So the embedding and the unembedding are untied, and only
-the embedding is centred.
+A tied unembedding must not be centred. So embeddings are untied, and only the embedding is centred.
 
-Centring fails if the stream is also read by a norm that keeps the mean: RMSNorm at the end
-(`final_rms`). It also fails if LayerNorm writes to the stream, after a sublayer or on the stream
-itself (BERT). LayerNorm outputs g ⊙ u + b. The mean of this output over d_model depends on u, so it
-differs from token to token. Only the matrix (1 - 11ᵀ/d_model) diag(g) subtracts this mean, but the
-gain of a norm is a diagonal matrix. If such a stream has mean m, zeros in the new coordinates
-change the mean that the next norm computes to m h/ĥ, and change the standard deviation too. (If the
-width is multiplied by a whole number, copies of all coordinates keep both:
-`analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
+Centring fails if the last norm is an RMSNorm (`final_rms`), which does not subtract the mean of the
+stream. Centring also fails if LayerNorm writes to the stream, after a sublayer or on the stream
+itself (BERT). LayerNorm outputs g ⊙ u + b. The mean of g ⊙ u + b over d_model depends on u, so the
+mean differs from token to token. Only the matrix (1 - 11ᵀ/d_model) diag(g) subtracts this mean, but
+the gain of a norm is a diagonal matrix. If the stream has mean m and width h, new coordinates of
+zero change the mean over the new width ĥ to m h/ĥ, and change the standard deviation too. (If the
+width is multiplied by a whole number, copies of all coordinates keep the mean and the standard
+deviation: `analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
 """
 
 from dataclasses import dataclass, replace
@@ -39,9 +38,9 @@ def is_layer_norm(weights: Weights) -> bool:
 
 @dataclass(frozen=True)
 class CentreStream(Expansion):
-    """Subtract the mean over d_model from all weights that write to the stream, for LayerNorm.
+    """Subtract the mean over d_model from all weights that write to the residual stream.
 
-    `WidenStream` does this itself. No size changes.
+    `WidenStream` applies this step to LayerNorm models. No size changes.
 
     Example:
         >>> from attn_only_lens.expansion.centre import CentreStream
@@ -77,11 +76,11 @@ class CentreStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan, which unties the embeddings."""
+        """Return a plan that unties the unembedding from the embedding."""
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Centre all weights that write to the stream; no index changes."""
+        """Centre all weights that write to the stream. Indices do not change."""
         same, provenance = super().expand(weights, init, seed)
         writers = WRITERS - (
             {"pos_embed.W_pos"} if weights.constants.positions == "shortformer" else set()
@@ -95,7 +94,7 @@ class CentreStream(Expansion):
 
 def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
     """Subtract the mean over d_model, unless the mean is only a rounding error."""
-    if tensor.device.type == "meta":  # a sketch has shapes but no values
+    if tensor.device.type == "meta":  # meta tensors have no values
         return tensor
     exact = to_float64_device(tensor).double()
     mean = exact.mean(-1, keepdim=True)

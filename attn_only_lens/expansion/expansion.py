@@ -1,9 +1,9 @@
-"""Expansions, their plans, and the one mechanism that applies a plan.
+"""Expansions, expansion plans, and the function that applies a plan.
 
-New indices along an axis make new entries in every tensor with that axis. A plan says which axes
-grow, in which tensors the new entries are zero (the theorem's constraint; in all other tensors they
-are free), which old entries are scaled, and which constants change. Inserting layers makes new
-tensors; the plan says which of them are zero.
+If an axis grows, every tensor with that axis gets new entries. A plan says which axes grow, which
+old entries are scaled, and which constants change. A plan also lists the tensors whose new entries
+must be zero (the theorem's constraint); new entries in all other tensors are free. If layers are
+inserted, the plan says which of their tensors are zero.
 """
 
 import math
@@ -40,22 +40,22 @@ from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name,
 
 @dataclass(frozen=True)
 class Plan:
-    """An expansion of specific weights, as data. Tensors and hook points have their old names.
+    """The changes that an expansion makes to specific weights.
 
     Attributes:
-        axes: new indices of the axes that grow, at most one axis per tensor.
+        axes: new indices of the axes that grow, at most one axis per tensor. Names are old names.
         zero: the tensors whose new entries are zero.
         only: for tensors whose new entries are free in some heads only, the indices of these heads.
-        cancel: tensors in `zero`, or tails in `zero_in_new`, that may have opposite pairs instead.
-        share: tensors in `zero` that may have shares of old entries instead.
+        cancel: tensors in `zero`, or tails in `zero_in_new`, that may have opposite pairs, not 0.
+        share: tensors in `zero` that may have shares of old entries instead of zeros.
         runs: `Units.runs` and `Units.block` for the head axes.
-        scales: factors of the old entries, by tensor.
+        scales: factors that multiply old entries, by tensor.
         activation_scales: the resulting factors of activations, by hook point.
         constants: the constants that change, with their new values.
         layers: new indices of layers; None if no layer is inserted.
-        like: for each new layer, the old layer that has the same shapes.
+        like: for each new layer, an old layer with the same shapes.
         zero_in_new: the tails of tensors that are zero in new layers.
-        copied: if new layers are copies of the layers in `like`, factors by tail; else None.
+        copied: if new layers copy the layers in `like`, the tensors' factors, by tail; else None.
     """
 
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Plan:
 
 
 class Expansion(ABC):
-    """A function-preserving change of weights; its attributes are its parameters."""
+    """Base class of function-preserving expansions."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -85,7 +85,7 @@ class Expansion(ABC):
         """Return every reason why these weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for weights that can be expanded; by default, an empty plan."""
+        """Return the plan for these weights, for which `reasons_against` must be empty."""
         return Plan()
 
     def __call__(
@@ -101,7 +101,7 @@ class Expansion(ABC):
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
-    """Return a reason if tensors with this many bytes do not fit into memory."""
+    """Return a reason if this many bytes exceed the free memory, or else an empty list."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):
@@ -110,7 +110,7 @@ def reasons_against_bytes(needed: int) -> list[str]:
 
 
 def _bytes(weights: Weights, plan: Plan) -> int:
-    """Return the bytes of the tensors that a plan makes; for a sketch, of all grown tensors."""
+    """Return how many bytes a plan's new tensors take. All meta tensors count as new."""
     total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)
@@ -128,7 +128,7 @@ def _bytes(weights: Weights, plan: Plan) -> int:
 def apply_plan(
     weights: Weights, plan: Plan, init: Initialiser, seed: int
 ) -> tuple[Weights, Provenance]:
-    """Return the expanded weights and their provenance; unchanged tensors are not copied."""
+    """Return the expanded weights and their provenance. Unchanged tensors are not copied."""
     GrowthError.raise_if(reasons_against_bytes(_bytes(weights, plan)))
     provenance = Provenance(
         layers=plan.layers or IndexMap.identity(weights.constants.n_layers),
@@ -163,7 +163,8 @@ class _Drawing:
     """Makes the tensors of the grown model, and records the conditions on their entries.
 
     Attributes:
-        zeros, ties, shares: as in `Provenance`, but shares are stored by axis.
+        zeros, ties: the conditions, as in `Provenance`.
+        shares: as in `Provenance`, in a dictionary by axis.
     """
 
     def __init__(self, weights: Weights, plan: Plan, init: Initialiser, seed: int) -> None:
@@ -177,7 +178,7 @@ class _Drawing:
         self.shares: dict[Axis, Shares] = {}
 
     def expanded(self, name: str, provenance: Provenance) -> tuple[str, Tensor]:
-        """Return the new name of a tensor, and the tensor with its new entries."""
+        """Return a tensor's new name and the tensor with its new entries."""
         plan, tensor_map = self._plan, provenance.tensor_map(name)
         tensor = tensor_map.scaled(self._weights.tensors[name])
         growing = [dim for dim, axis in enumerate(tensor_map.axes) if axis.added]
@@ -207,7 +208,7 @@ class _Drawing:
         return tensor_map.name, indices.combine(tensor, entries, dim)
 
     def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
-        """Return a tensor of a new layer, with the shape of the old tensor called `name`."""
+        """Return a tensor for a new layer, with the shape of the old tensor called `name`."""
         plan, old = self._plan, self._weights.tensors[name]
         new = New(new_name, None, None, tuple(old.shape), old, self._constants)
         if self._without_zeros:
@@ -223,7 +224,7 @@ class _Drawing:
         return made.entries
 
     def _note(self, new: New, made: Made, *, writes: bool) -> None:
-        """Record the conditions on new units that cancel, or that are copies."""
+        """Record the conditions on new units that cancel in pairs or are copies of old units."""
         if new.units is None:
             return
         dim, shape = new.units.dim, new.whole
@@ -242,7 +243,7 @@ class _Drawing:
 
 
 def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
-    """Return the heads or neurons along a new layer's tensor; None if it has neither."""
+    """Return the heads or neurons of a new layer's tensor, or None if the tensor has neither."""
     sizes = weights.sizes
     for dim, axis in enumerate(axes_of(new.name, new.constants)):
         if axis.label in ("head", "kv_head", "d_mlp"):
@@ -255,25 +256,25 @@ def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
 def _grid(
     shape: tuple[int, ...], dim: int | None = None, indices: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return indices for every dimension: `indices` along `dim`, else all indices."""
+    """Return `indices` for dimension `dim`, and all indices for every other dimension."""
     return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 
 @dataclass(frozen=True)
 class ExpansionSequence(Expansion):
-    """An expansion made of several steps, in this order."""
+    """An expansion that applies several expansions in order."""
 
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return the reasons against all steps; sketches (no values) stand for earlier results."""
+        """Return the reasons against all steps. The steps are tried on tensors without values."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
             if not against:
                 try:
                     sketch, _ = step(sketch)
-                except GrowthError as error:  # the result would not fit into memory
+                except GrowthError as error:  # the grown model does not fit into memory
                     against = list(error.reasons)
             reasons += [f"{type(step).__name__}: {reason}" for reason in against]
         return reasons
@@ -288,14 +289,13 @@ class ExpansionSequence(Expansion):
 
 
 def compose(*expansions: Expansion) -> ExpansionSequence:
-    """Return one expansion that applies several expansions in this order.
+    """Return one expansion that applies several expansions in the given order.
 
-    The function stays the same in any order, but the values of new entries may differ. Layer
-    indices refer to the result of the earlier steps: after `InsertLayer(at=0)`, layer 0 is the new
-    layer.
+    The order does not affect what the grown model computes, but may affect new entries. Layer
+    indices refer to the model after earlier steps: after `InsertLayer(at=0)`, layer 0 is new.
 
     Args:
-        *expansions: e.g. `AddNeurons(256, layers=(0,))`, `AddHeads(2)`, `InsertLayer(at=1)`.
+        *expansions: the expansions, e.g. `AddNeurons(256, layers=(0,)), AddHeads(2)`.
     """
     steps = (
         expansion.steps if isinstance(expansion, ExpansionSequence) else (expansion,)
@@ -305,12 +305,12 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
 
 
 def is_index(number: object, size: int) -> bool:
-    """Return True for an int from 0 to size - 1; a float such as 1.0 would give unknown names."""
+    """Return True if `number` is an int from 0 to size - 1. Floats such as 1.0 are refused."""
     return is_count(number, 0, size - 1)
 
 
 def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
-    """Return the layers as a list; all layers if None."""
+    """Return the layers as a list, or all layers if `layers` is None."""
     return list(range(weights.constants.n_layers) if layers is None else layers)
 
 
@@ -318,7 +318,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
     """Return every reason why `n` units cannot be added to these layers."""
     reasons = []
     if not is_count(n, 1):
-        reasons.append(f"got n={n!r}; expected 1 or more (to make a model smaller, prune it)")
+        reasons.append(f"got n={n!r}; expected 1 or more (growth cannot remove units)")
     n_layers = weights.constants.n_layers
     unknown = not all(is_index(layer, n_layers) for layer in layers or ())
     if unknown or (layers is not None and not layers):
@@ -331,7 +331,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot grow without the other heads of these layers."""
+    """Return every reason why these heads cannot grow on their own."""
     if heads is None:
         return []
     reasons = []
@@ -354,7 +354,7 @@ def reasons_against_heads(
 def only_for(
     heads: Sequence[int] | None, layers: Sequence[int], tails: Sequence[str], weights: Weights
 ) -> dict[str, frozenset[int]]:
-    """Return `Plan.only` for tensors with a head axis or a kv_head axis."""
+    """Return the field `Plan.only` for tensors with a head or kv_head axis."""
     if heads is None:
         return {}
     only = {}

@@ -1,17 +1,17 @@
 """Theorem 3.2: more attention heads.
 
-Attention outputs Σ_h z_h W_O[h] + b_O, a sum over heads. So heads whose W_O is zero add nothing
-(equations 11 and 12), whatever they attend to.
+The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. So heads whose W_O is zero add
+nothing to the output (equations 11 and 12), whatever their attention patterns are.
 
-If r heads share keys and values, there are two ways to add heads. New groups of r heads get their
-own key and value; or every group gets the same number of new heads: then r becomes r̂, and head
-g · r + j becomes g · r̂ + j.
+If r heads share keys and values, there are two ways to add heads. New groups of r heads may get
+their own key and value. Or all groups get the same number of new heads: then r becomes r̂, and head
+g·r + j becomes head g·r̂ + j.
 
-One norm over the queries of all heads uses the mean square 1/(E k) Σ q², which includes new heads.
-So the queries of new heads are zero, and so are their keys if they have their own keys. Such heads
-always attend uniformly, and only their values learn; with `into_groups`, their queries learn too.
-Old queries are multiplied by √(Ê/E), and the norm's gain is divided by this factor, so that ε keeps
-its effect. Keys have a separate factor.
+If one norm covers the queries of all E heads of width k, its mean square 1/(E k) Σ q² includes new
+heads. So the queries of new heads are zero, and their keys are zero too if new heads have their own
+keys. Such heads always attend uniformly, and only their values learn; with `into_groups`, their
+queries learn too. Old queries are multiplied by √(Ê/E), where Ê is the new number of heads, and the
+norm's gain is divided by this factor, so that ε keeps its effect. Keys have a separate factor.
 
 Models with ALiBi are refused, because the slope of head h depends on the number of heads.
 """
@@ -29,12 +29,12 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
-    Zero: the new heads' W_O. Free: their W_Q, W_K, W_V, biases and sinks. If one norm covers all
-    heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
+    The new heads' W_O is zero. The new heads' W_Q, W_K, W_V, biases and sinks are free. If one norm
+    covers all heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
 
     Attributes:
         n: how many heads to add to each layer.
-        layers: the layers that get them; None for all.
+        layers: the layers that get new heads; None for all.
         into_groups: whether new heads use the existing keys and values, with the same number of new
             heads in each group.
 

@@ -1,16 +1,16 @@
 """Initialization of the new entries that the theorems leave free.
 
-Free entries do not affect what the grown model computes, only how it learns. At first, only the
-entries that must be zero have a nonzero gradient (the new units' activations multiply them). After
-these entries change, the free entries have a gradient too. If the free entries are zero as well,
-no entry ever changes: `zeros` makes dead units.
+Free entries affect how the grown model learns, but not what it computes at first. In the first
+step, only the entries that must be zero have a nonzero gradient (the new units' activations
+multiply these entries). Once these entries change, the free entries have a gradient too. If the
+free entries are zero as well, all gradients stay zero: `zeros` makes dead units.
 
-Random values depend on the seed and on the tensor's name, axis and size. They do not depend on the
-order in which tensors are made, nor on the device.
+Random values depend on the seed and on the tensor's name, axis and size. Random values do not
+depend on the device or on the order in which tensors are made.
 
-**New units without zeros** (`cancelling`, `splits`). Section 5 of the growth paper leaves other
-definitions open. Along an axis that grows, a sublayer's output, or a score, is Σ_i f(r_i; x) w_i.
-Unit i has input weights r_i and output weights w_i; f acts on each unit separately.
+**New units without zeros** are made by `cancelling` and `splits`. Section 5 of the growth paper
+leaves room for such definitions. Along a growing axis, a sublayer's output, or an attention score,
+is Σ_i f(r_i; x) w_i. Unit i has input weights r_i and output weights w_i; f acts on each unit.
 
 Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so their sum is 0. Their gradients with
     respect to r are opposite, so the units differ after the first step.
@@ -26,22 +26,22 @@ Shares. A new unit j has r_j = r_i of an old unit i; w_i becomes α w_i - n, and
     stream (3.5)         W_Q, W_K, W_V, W_in, W_gate, W_U          W_E, W_pos, W_O, W_out and biases
     a new layer (3.6)    pairs of its heads and of its neurons; b_O and b_out are zero
 
-Heads that share a key and a value are split, or paired, as groups. The output weights of these new
-units stay zero, because neither pairs nor shares would keep the function:
+Heads that share a key and a value are split, or paired, as groups. The following new units keep
+zero output weights, because neither pairs nor shares would preserve the function:
 
 - the last unit, if an odd number of units is to be paired;
 - units that change a norm's mean square: coordinates of the stream (unless the model has no norm)
   and of normalized queries and keys;
-- queries and keys under rotary positions that rotate whole heads (if only the first coordinates are
-  rotated, new ones are not rotated; they can be paired but not split);
+- coordinates of queries and keys if rotary positions rotate whole heads (if only the first
+  coordinates are rotated, new coordinates can be paired but not split);
 - heads of a model with ALiBi, because the two heads of a pair have different slopes;
 - units of a new layer that is a copy, or whose norms after sublayers would divide rounding errors
   by √ε.
 
-Two kinds of units can be paired but not split: keys that `clip_qkv` bounds, and values and keys
-that grow only in some heads.
+Two kinds of units can be paired but not split: coordinates of keys bounded by `clip_qkv`, and
+coordinates of keys and values that grow only in some heads.
 
-In exact arithmetic the function is the same; in floating point, sums of cancelling terms have
+In exact arithmetic, the function is preserved. In floating point, sums of cancelling terms have
 rounding errors. Under dropout, pairs cancel on average.
 """
 
@@ -64,10 +64,10 @@ __all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "split
 
 @dataclass(frozen=True)
 class Units:
-    """Old and new units along a dimension, as indices in the grown model.
+    """Indices of the old and the new units along a dimension of the grown model.
 
-    Units form `runs` runs of equal length, several if heads are added to several groups. Every
-    `block` successive units share a key and a value.
+    The units are divided into `runs` runs of equal length (one run per group if heads are added to
+    existing groups). Every `block` successive units share a key and a value.
     """
 
     dim: int
@@ -91,7 +91,7 @@ class New:
         axis: the axis that grows; None if the whole tensor is new, in a new layer.
         dim: the dimension of this axis.
         shape: the shape of the new entries.
-        old: the tensor that grows; for a new layer, the tensor of the old layer it is modelled on.
+        old: the tensor that grows; for a new layer, the corresponding tensor of an old layer.
         constants: the constants of the grown model.
         units: the units of these entries, if new units may be paired or split; else None.
     """
@@ -128,28 +128,28 @@ class Initialiser(Protocol):
     """Makes new entries."""
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        """Return the new entries, of `new.shape`, in float64 on the CPU."""
+        """Return the new entries, with shape `new.shape`, in float64 on the CPU."""
         ...
 
 
 @dataclass(frozen=True)
 class Made:
-    """New entries, old entries if they change, and the conditions that units must meet."""
+    """New entries, changed old entries, and the conditions that the units must meet."""
 
     entries: Float[Tensor, "..."]
     old: Float[Tensor, "..."] | None = None
-    tied: tuple[tuple[int, int], ...] = ()  # a new unit, and the unit it copies
-    factor: float = 1.0  # multiplies these copies
+    tied: tuple[tuple[int, int], ...] = ()  # pairs of a new unit and the unit that it copies
+    factor: float = 1.0  # multiplies the entries of copies
     zero: tuple[int, ...] = ()  # units whose entries must be zero
-    shares: tuple[tuple[int, int, float], ...] = ()  # a new unit, an old unit, a share
+    shares: tuple[tuple[int, int, float], ...] = ()  # triples: a new unit, an old unit, the share
 
 
 def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Made:
-    """Return the entries in the dtype and on the device of the tensor that grows.
+    """Return new entries in the dtype and on the device of the tensor that grows.
 
     Initialisers get and return true gains, even if the model stores gain - 1.
     """
-    if new.old.device.type == "meta":  # a sketch has shapes but no values
+    if new.old.device.type == "meta":  # meta tensors have no values
         return Made(new.old.new_empty(new.shape))
     offset = new.constants.gain_offset if new.is_gain else 0.0
     seen = replace(new, old=new.old + offset) if offset else new
@@ -169,20 +169,19 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
 
 
 def _generator(seed: int, *what: object) -> torch.Generator:
-    """Return a generator for one draw, so that the order of draws does not matter."""
+    """Return a random generator for one tensor, so that the order of tensors has no effect."""
     digest = hashlib.sha256(repr((seed, *what)).encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _key_of(new: New, seed: int) -> torch.Generator:
-    # A second growth step must not repeat the values of the first. The whole shape distinguishes
-    # two steps on one tensor; the number of layers distinguishes two tensors that have the same
-    # name because a layer was inserted between the steps.
+    # A second growth step must not repeat random values of the first step. The shape differs if one
+    # tensor grows twice; the number of layers differs if inserted layers shift tensor names.
     return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
 
 
 def _axis_of_units(axis: Axis) -> Axis:
-    """Return one axis for heads, keys and values, so that all three copy the same old heads."""
+    """Return one axis for heads and kv_heads, so that both draw the same old heads to copy."""
     return Axis(axis.label.removeprefix("kv_"), axis.layer)
 
 
@@ -191,12 +190,12 @@ def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _deviation(old: Tensor) -> float:
-    """Return the standard deviation of the entries; for a single entry, its absolute value."""
+    """Return the standard deviation of a tensor, or the absolute value of a single entry."""
     return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
 
 
 def _own_std(new: New) -> float:
-    """Return `HookedTransformer.init_weights`' standard deviation for the grown shape."""
+    """Return the standard deviation that `HookedTransformer.init_weights` uses for this shape."""
     mode, gain = new.constants.init
     whole = new.whole
     heads = whole[0] if len(whole) == 3 else 1
@@ -209,7 +208,7 @@ def _own_std(new: New) -> float:
         return gain * math.sqrt(2 / fan_in)
     if mode == "muP":
         return 1.0 if "embed" in new.name else 1 / math.sqrt(fan_in)
-    raise ValueError(f"got init_mode {mode!r}, which is unknown; pass init=normal(std)")
+    raise ValueError(f"got unknown init_mode {mode!r}; pass init=normal(std)")
 
 
 @dataclass(frozen=True)
@@ -246,9 +245,9 @@ class _Copies:
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
         made = old = new.old.detach().cpu().double()
         if new.dim is not None and new.axis is not None:
-            # Copy the same old unit in every tensor of the axis, so that a copied neuron keeps its
-            # gate and bias, and a copied head its keys (unless heads share keys: then queries and
-            # groups are drawn separately).
+            # Copy the same old unit in every tensor with this axis, so that a copied neuron keeps
+            # its gate and its bias, and a copied head keeps its keys. (If heads share keys, old
+            # heads and old groups are drawn separately.)
             size, n_new = old.shape[new.dim], new.shape[new.dim]
             key = _generator(seed, _axis_of_units(new.axis), size, new.constants.n_layers)
             units = torch.randint(size, (n_new,), generator=key, device="cpu")
@@ -257,23 +256,23 @@ class _Copies:
 
 
 class WithoutZeros(ABC):
-    """An initialiser that also makes the output weights of new units, instead of zeros.
+    """An initialiser that makes nonzero output weights for new units.
 
     Attributes:
         free: draws all other entries.
-        may: the field of a plan that lists the tensors that this initialiser may make.
+        may: the `Plan` field with the tensors that may have nonzero output weights.
     """
 
     free: Initialiser
     may: ClassVar[Literal["cancel", "share"]]
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        """Return the free entries, in float64 on the CPU."""
+        """Return new values for free entries, in float64 on the CPU."""
         return self.free(new, seed)
 
     @abstractmethod
     def together(self, new: New, units: Units, seed: int, *, writes: bool) -> Made:
-        """Return the entries of new units in one tensor, in float64 on the CPU."""
+        """Return one tensor's entries for new units, in float64 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +328,7 @@ class _Splits(WithoutZeros):
         )
 
     def _sources(self, new: New, units: Units, seed: int) -> list[int]:
-        """Return the old unit's position for each new unit; no old unit twice before each once."""
+        """Return, for each new unit, the position of the old unit to copy."""
         assert new.axis is not None  # tensors of new layers have no axis that grows
         olds, news = units.blocks(range(len(units.old))), units.blocks(range(len(units.added)))
         n_blocks = len(olds[0])
@@ -349,7 +348,7 @@ def _index(positions: list[int]) -> Tensor:
 
 
 def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
-    """Return factors along a dimension as a tensor that broadcasts."""
+    """Return factors along one dimension, as a tensor that broadcasts to `ndim` dimensions."""
     shape = [-1 if axis == dim else 1 for axis in range(ndim)]
     return torch.tensor(factors, dtype=torch.float64, device="cpu").reshape(shape)
 
@@ -363,42 +362,42 @@ def own() -> Initialiser:
 
 
 def normal(std: float) -> Initialiser:
-    """Draw normal numbers with this standard deviation; the gains of norms have a mean of one.
+    """Draw from a normal distribution. Gains of norms have mean one, all other entries mean zero.
 
     Raises:
         ValueError: the standard deviation is not positive.
     """
     if not std > 0:
-        raise ValueError(f"got std={std}; expected more than 0; for dead units, use zeros()")
+        raise ValueError(f"got std={std}; expected more than 0; to get dead units, use zeros()")
     return _Normal(std)
 
 
 def zeros() -> Initialiser:
-    """Set new entries to zero, for controls: new units are dead, with a zero gradient at all steps.
+    """Set new entries to zero, for control experiments: new units have zero gradients at all steps.
 
-    New coordinates of the stream under LayerNorm are an exception, because they change its mean.
+    New coordinates of a stream with LayerNorm are an exception, because they affect the mean.
     """
     return _Zeros()
 
 
 def copies(noise: float = 0.1) -> Initialiser:
-    """Copy randomly drawn old units, with noise in units of the tensor's standard deviation.
+    """Copy randomly drawn old units, with noise relative to the tensor's standard deviation.
 
     Raises:
         ValueError: the noise is not positive; without noise, equal units would stay equal.
     """
     if not noise > 0:
-        raise ValueError(f"got noise={noise}; expected more than 0, or equal units stay equal")
+        raise ValueError(f"got noise={noise}; expected more than 0, so that equal units diverge")
     return _Copies(noise)
 
 
 def cancelling(std: float | None = None) -> Initialiser:
     """Draw new units in pairs with equal input weights and opposite output weights.
 
-    So all their entries have a gradient from the first step. If the number of units is odd, the
-    last unit has zero output weights. So do units that cannot cancel: coordinates of a stream with
-    norms, and of queries and keys that are normalized or rotated as a whole
-    (`expansion/initialise.py` has the list and the proofs).
+    So all new entries have a gradient from the first step. If the number of units is odd, the last
+    unit has zero output weights. Units that cannot cancel have zero output weights too: coordinates
+    of a stream with norms, and coordinates of queries and keys that are normalized or rotated as a
+    whole (`expansion/initialise.py` has the full list).
 
     Args:
         std: the standard deviation; by default, entries are drawn as in `own`.
@@ -417,21 +416,20 @@ def cancelling(std: float | None = None) -> Initialiser:
         True
     """
     if std is not None and not 0 < std < math.inf:
-        raise ValueError(f"got std={std}; expected more than 0, or the new units would be dead")
+        raise ValueError(f"got std={std}; expected a finite number above 0")
     return _Cancelling(_Own() if std is None else _Normal(std))
 
 
 def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
     """Make new units copies of randomly drawn old units; the copies share the old unit's output.
 
-    Every old unit is copied once before any is copied a second time. If outputs cannot be shared
-    (`expansion/initialise.py` has the list), new units are drawn as in `own`, with zero output
-    weights.
+    Every old unit is copied once before any unit is copied a second time. If outputs cannot be
+    shared (see `initialise.py`), new units are drawn as in `own`, with zero output weights.
 
     Args:
-        share: the fraction that the old unit keeps; its copies get the rest in equal parts.
+        share: the fraction of the output that the old unit keeps; its copies get equal parts.
         noise: standard deviation of the noise, in units of the tensor's standard deviation. Noise
-            is added to the output weights of copies and subtracted from the old unit's.
+            is added to copies' output weights, and subtracted from the old unit's.
 
     Raises:
         ValueError: the share is not between 0 and 1, or the noise is not positive.
@@ -444,7 +442,7 @@ def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
         True
     """
     if not 0 < share < 1:
-        raise ValueError(f"got share={share}; expected more than 0 and less than 1")
+        raise ValueError(f"got share={share}; expected a number between 0 and 1")
     if not 0 < noise < math.inf:
-        raise ValueError(f"got noise={noise}; expected more than 0, or equal units stay equal")
+        raise ValueError(f"got noise={noise}; expected more than 0, so that equal units diverge")
     return _Splits(share, noise)

@@ -1,17 +1,18 @@
 """Theorem 3.6: more layers, at any depth.
 
-A block adds the outputs of its attention and its MLP to the stream. If W_O, b_O, W_out and b_out
-are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if it has
-no bias and ε > 0. Its slope at zero is gain/√ε, so the first training steps change the new layer's
-output a lot (logits change ten times as much on OLMo 2's and Gemma 2's shape): use a warm-up.
+A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
+b_out are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if
+it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so early training steps
+change the new layer's output a lot (logits change ten times as much for OLMo 2 and Gemma 2): use a
+warm-up.
 
-A norm on the stream itself, norm(x + f(x)) as in BERT, changes the stream even where f(x) is 0, and
-no gain and bias turn it into the identity, so new layers are refused in post-norm models.
+Post-norm models such as BERT compute norm(x + f(x)), which is not x even if f(x) is 0, and no gain
+and bias turn the norm into the identity. So post-norm models cannot get new layers.
 
-Layers above the new one move up by one. If scores of layer l are divided by l + 1
-(`scale_attn_by_inverse_layer_idx`), the keys of a moved layer are multiplied by a factor that keeps
-its scores. A new layer may start as a copy of another layer, with zero outputs (block expansion: Wu
-et al., "LLaMA Pro", 2024).
+Layers above the new layer move up by one. If attention scores in layer l are divided by l + 1
+(`scale_attn_by_inverse_layer_idx`), the keys of a moved layer are multiplied by a factor that
+preserves the layer's scores. A new layer may start as a copy of another layer, with zero outputs,
+as in Wu et al., "LLaMA Pro" (2024).
 """
 
 from dataclasses import dataclass
@@ -28,13 +29,13 @@ _AFTER = {"ln1.b", "ln2.b"}  # the biases of norms after sublayers
 class InsertLayer(Expansion):
     """Grow n_layers by one: Definition and Theorem 3.6.
 
-    Zero: the new layer's output weights W_O, b_O, W_out and b_out. Free: its other weights.
+    The new layer's output weights W_O, b_O, W_out and b_out are zero. Its other weights are free.
 
     Attributes:
-        at: the new layer's index; layers with this index or a larger one move up. With n_layers,
-            the new layer is the last one.
-        like: the layer from which the new one takes its shapes and kind of attention; by default
-            the layer before it.
+        at: the new layer's index; layers with this index or a larger index move up. `at=n_layers`
+            puts the layer last.
+        like: the layer from which the new layer takes its shapes and its kind of attention; by
+            default, the preceding layer.
         copy: whether the free entries are copied from layer `like` instead of drawn by the
             initialiser.
 

@@ -1,8 +1,8 @@
 """Theorem 3.1: more neurons.
 
-The MLP outputs Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out, a sum over neurons. So neurons
-whose rows of W_out are zero add nothing (equations 6 to 10), whatever their activations are. The
-activation function must act on each neuron alone, unlike SoLU's softmax over neurons.
+The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. So neurons
+whose rows of W_out are zero add nothing to the output (equations 6 to 10), whatever their
+activations are. The activation function must act on neurons separately, unlike SoLU's softmax.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class AddNeurons(Expansion):
     """Grow d_mlp: Definition and Theorem 3.1.
 
-    Zero: the new rows of W_out. Free: the new columns of W_in and W_gate, and of b_in.
+    The new rows of W_out are zero. The new columns of W_in, W_gate and b_in are free.
 
     Attributes:
         n: how many neurons to add to each layer.
-        layers: the layers that get them; None for all.
+        layers: the layers that get new neurons; None for all.
 
     Example:
         >>> from attn_only_lens import expansion as ex, grow, pretrained
@@ -38,7 +38,7 @@ class AddNeurons(Expansion):
         known = set(weights.in_layers("mlp.W_out"))
         without = [layer for layer in layers_of(self.layers, weights) if layer not in known]
         if without and not reasons:
-            reasons.append(f"layers {without} have no MLP to add neurons to")
+            reasons.append(f"layers {without} have no MLP, so they cannot get new neurons")
         if weights.constants.pointwise is False:
             reasons.append("its activation function mixes neurons: new ones would change old ones")
         return reasons

@@ -1,8 +1,8 @@
-"""Provenance: the parts of a model (heads, neurons, layers, coordinates, tensors) after growth.
+"""Maps from the parts of a model (heads, neurons, layers, coordinates, tensors) to a grown model.
 
-An expansion gives old layers, and old entries along each axis, new indices. The old entries of a
-tensor are at the new indices of its axes, multiplied by the tensor's scale. A head's new name
-consists of its layer's new index and its own new index. Provenances compose like functions.
+An expansion gives new indices to the old layers and to the old entries along each axis. The old
+entries of a tensor, multiplied by the tensor's scale, are at the new indices of its axes. A head's
+new name has the new indices of its layer and of the head. Provenances compose like functions.
 """
 
 import re
@@ -33,7 +33,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return ranges of successive indices, as pairs of start and stop; usually one range."""
+    """Return successive indices as ranges, each a pair (start, stop)."""
     ranges = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
     return [(run[0][1], run[-1][1] + 1) for run in ranges]
 
@@ -42,7 +42,7 @@ def _indices(ranges: list[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(index for start, stop in ranges for index in range(start, stop))
 
 
-# The form in which pydantic writes indices to `provenance.json` and reads them.
+# Pydantic stores indices as ranges in `provenance.json`.
 Indices: TypeAlias = Annotated[
     tuple[int, ...],
     PlainSerializer(_ranges, return_type=list[tuple[int, int]]),
@@ -53,14 +53,14 @@ _FROM_PAIRS = BeforeValidator(lambda pairs: {Axis(*axis): value for axis, value 
 
 @dataclass(frozen=True)
 class IndexMap:
-    """The new index of each old index, along an axis or of layers, and the new size."""
+    """A map from old to new indices, along an axis or for layers, with the new size."""
 
     new_of: Indices
     size: int
 
     @classmethod
     def identity(cls, size: int) -> "IndexMap":
-        """Return the map of an axis that does not grow."""
+        """Return the map for an axis that does not grow."""
         return cls(tuple(range(size)), size)
 
     @classmethod
@@ -69,14 +69,14 @@ class IndexMap:
         return cls(tuple(range(size)), size + n)
 
     def then(self, after: "IndexMap") -> "IndexMap":
-        """Return this map followed by another."""
+        """Return the composition: this map, then the map `after`."""
         if after.is_prefix:
             return IndexMap(self.new_of, after.size)
         return IndexMap(tuple(after.new_of[index] for index in self.new_of), after.size)
 
     @cached_property
     def is_prefix(self) -> bool:
-        """True if old indices do not change, and new ones come after them."""
+        """True if old indices do not change, and new indices come after the old indices."""
         return self.new_of == tuple(range(len(self.new_of)))
 
     @property
@@ -86,21 +86,21 @@ class IndexMap:
 
     @cached_property
     def old_of(self) -> dict[int, int]:
-        """The old index for each new index that has one."""
+        """A dictionary from new indices to old indices, without indices that growth added."""
         return {new: old for old, new in enumerate(self.new_of)}
 
     @cached_property
     def added(self) -> tuple[int, ...]:
-        """The new indices that have no old index."""
+        """The new indices without an old index."""
         if self.is_prefix:
             return tuple(range(len(self.new_of), self.size))
         return tuple(index for index in range(self.size) if index not in self.old_of)
 
     def combine(self, old: Tensor, new: Tensor, dim: int) -> Tensor:
-        """Return a tensor with old and new entries at their indices along a dimension."""
-        if old.device.type == "meta":  # a sketch has shapes but no values
+        """Return a tensor that has both old and new entries at their indices along a dimension."""
+        if old.device.type == "meta":  # meta tensors have no values
             return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
-        # A transposed matrix keeps its memory layout, so that its parameter needs no second copy.
+        # Keep the memory layout of a transposed matrix, so that its parameter needs no second copy.
         dims = sorted(range(old.ndim), key=old.stride, reverse=True)
         parts = [old.permute(dims), new.permute(dims)]
         both = torch.cat(parts, dims.index(dim)).permute([dims.index(i) for i in range(old.ndim)])
@@ -110,7 +110,7 @@ class IndexMap:
         return both.index_select(dim, order)
 
     def select_old(self, grown: Tensor, dim: int) -> Tensor:
-        """Return the entries at old indices along a dimension; a view if they did not move."""
+        """Return the old entries along a dimension, as a view if their indices did not change."""
         if self.is_prefix:
             return grown.narrow(dim, 0, len(self.new_of))
         return grown.index_select(dim, _index(self.new_of, grown.device))
@@ -118,9 +118,9 @@ class IndexMap:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The entries of an old tensor in the grown tensor `name`: (old + offset) · scale - offset.
+    """A map from an old tensor to its entries (old + offset) · scale - offset in a grown tensor.
 
-    The offset is 1 for a gain that is stored as gain - 1.
+    The offset is 1 for a gain that is stored as gain - 1, and otherwise 0.
     """
 
     name: str
@@ -134,25 +134,25 @@ class TensorMap:
         return tuple(axis.size for axis in self.axes)
 
     def scaled(self, old: Tensor) -> Tensor:
-        """Return old entries, scaled for the grown tensor; the same tensor if the scale is 1."""
+        """Return old entries as they are in the grown tensor, multiplied by the scale."""
         if self.scale == 1.0:
             return old
         return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
 
     def unscaled(self, part: Tensor) -> Tensor:
-        """Return the old entries; this is the inverse of `scaled`."""
+        """Return the entries without the scale. This method is the inverse of `scaled`."""
         if self.scale == 1.0:
             return part
         return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown tensor, still scaled."""
+        """Return the old entries of a grown tensor, which are still multiplied by the scale."""
         for dim, axis in enumerate(self.axes):
             grown = axis.select_old(grown, dim)
         return grown
 
     def put(self, old: Tensor, into: Tensor) -> Tensor:
-        """Return a copy of the grown-shape tensor `into` that has `old`, unscaled, in its place."""
+        """Return a copy of `into` (a tensor with the grown shape) whose old entries equal `old`."""
         if all(axis.is_identity for axis in self.axes):
             return old.clone()
         indices = (_index(axis.new_of, into.device) for axis in self.axes)
@@ -161,7 +161,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class ZeroEntries:
-    """Entries of a grown tensor that must be zero so that the model's function stays the same.
+    """Entries of a grown tensor that must be zero to preserve the model's function.
 
     Attributes:
         name: the tensor's name.
@@ -178,7 +178,7 @@ class ZeroEntries:
         return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
-        """Return these entries of the tensor."""
+        """Return the tensor's entries at `indices`."""
         for dim, indices in enumerate(self.indices):
             tensor = tensor.index_select(dim, _index(indices, tensor.device))
         return tensor
@@ -186,7 +186,7 @@ class ZeroEntries:
 
 @dataclass(frozen=True)
 class TiedEntries(ZeroEntries):
-    """Entries that must be multiples of other entries of the same tensor.
+    """Entries that must equal `factor` times other entries of the same tensor.
 
     Attributes:
         dim: the axis along which the other entries lie.
@@ -210,9 +210,9 @@ class Shares:
 
     Attributes:
         new: the indices of the new units.
-        of: for each new unit, the index of the old unit.
-        share: for each new unit, its fraction of the old output, before noise was added; the old
-            unit kept the rest.
+        of: for each new unit, the index of an old unit.
+        share: for each new unit, its fraction of the old unit's output, before noise was added; the
+            old unit kept the rest.
         written: the tensors that were shared. In other tensors, new units are copies.
     """
 
@@ -223,7 +223,7 @@ class Shares:
     written: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
 
     def kept(self) -> dict[int, float]:
-        """Return the fraction of its output that each old unit kept."""
+        """Return, by old unit, the fraction of its output that the old unit kept."""
         rest: dict[int, float] = {}
         for of, share in zip(self.of, self.share, strict=True):
             rest[of] = rest.get(of, 1.0) - share
@@ -254,8 +254,8 @@ class Provenance:
         like: for each new layer, by its new index, an old layer with the same shapes.
         scales: factors of old tensors, by old name.
         activation_scales: factors of old activations, by the old name of the hook point.
-        zeros: entries that had to be zero.
-        ties: entries that had to be multiples of others, because units cancel or are copies.
+        zeros: entries that had to be zero in the grown model.
+        ties: entries that had to equal ±1 times other entries, because units cancel or are copies.
         shares: the new units that share the outputs of old units.
         centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
         source: identity of the original model (`growth.identity`); None if only weights grew.
@@ -293,7 +293,7 @@ class Provenance:
     source: Identity | None = None
 
     def then(self, after: "Provenance") -> "Provenance":
-        """Return the provenance of this growth step followed by another."""
+        """Return the provenance of this growth step and the next step, `after`, together."""
         like = {after.layers.new_of[new]: old for new, old in self.like.items()}
         sources = {**self.layers.old_of, **self.like}
         like |= {new: sources[middle] for new, middle in after.like.items()}
@@ -332,10 +332,10 @@ class Provenance:
         return str(HeadName(now, head.kind, new_of[head.index], head.member))
 
     def old_of(self, name: str) -> str | None:
-        """Return the old name of a head, neuron or layer of the grown model; None if it is new.
+        """Return the old name of a head, neuron or layer, or None if the part is new.
 
         Raises:
-            UnknownHeadError: the grown model has no such part.
+            UnknownHeadError: the grown model has no head, neuron or layer with this name.
         """
         head, layer = self._parsed(name)
         n_now = self.layers.size if head is None else self.sizes.get(_axis(head), 0)
@@ -371,8 +371,8 @@ class Provenance:
         """Return a frame with one row for each layer, head and neuron of the grown model.
 
         Returns:
-            Columns `name`, `kind` ("layer", "head", "neuron"), `old` (its name in the old model;
-            missing if new), `is_new`.
+            Columns `name`, `kind` ("layer", "head", "neuron"), `old` (the part's name in the old
+            model; missing if the part is new), `is_new`.
         """
         names = [(f"L{layer}", "L") for layer in range(self.layers.size)]
         names += [(name, letter) for letter in "HN" for name in self._names(letter)]
@@ -387,7 +387,7 @@ class Provenance:
         )
 
     def axis(self, old: Axis) -> Axis:
-        """Return the grown model's axis for an axis of the old model."""
+        """Return the axis of the grown model that corresponds to an axis of the old model."""
         return old if old.layer is None else Axis(old.label, self.layers.new_of[old.layer])
 
     def name(self, old: str) -> str:
@@ -404,7 +404,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return a tensor's old name or, in a new layer, the name of its model in an old layer."""
+        """Return a tensor's old name, or the name of a similar old tensor if its layer is new."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -413,7 +413,7 @@ class Provenance:
         return old
 
     def tensor_map(self, name: str) -> TensorMap:
-        """Return the map of an old tensor's entries.
+        """Return the map from an old tensor to the grown tensor.
 
         Raises:
             KeyError: the tensor is unknown.
@@ -423,14 +423,14 @@ class Provenance:
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
     def _times(self, first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-        """Return the products, by old name, of the factors from this step and the next one."""
+        """Return the products of the factors from this step and the next step, by old name."""
         names = {*first, *(old for new in second if (old := self.old_name(new)) is not None)}
         return {
             name: first.get(name, 1.0) * second.get(self.name(name), 1.0) for name in sorted(names)
         }
 
     def _moved_entries(self, entries: _EntriesT) -> _EntriesT:
-        """Return the positions of the entries after this growth step."""
+        """Return the entries with their name and indices after this growth step."""
         axes = axes_of(entries.name, self.constants)
         changes: dict[str, Any] = {"indices": tuple(map(self._moved, axes, entries.indices))}
         if isinstance(entries, TiedEntries):
@@ -438,7 +438,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Return the entries of a later step, with this step's shares added to `since`."""
+        """Return the entries from a later step, with `since` increased by this step's shares."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -454,12 +454,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return an old tensor's entries in a grown model, with the outputs of copies added."""
+        """Return an old tensor's entries in a grown model, with the shares of copies added."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the grown model's tensors that violate a condition, with the condition."""
+        """Return the grown tensors that violate a condition, and the violated conditions."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -472,7 +472,7 @@ class Provenance:
         return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
-        """Return a grown model's tensor, with the outputs of copies added to their old units."""
+        """Return a grown tensor, with output weights of copies added to those of old units."""
         for shares in reversed(self.shares[since:]):
             if name in shares.written:
                 dim = axes_of(name, self.constants).index(shares.axis)
@@ -486,11 +486,11 @@ class Provenance:
         return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
     def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """Return a part's layer, and the head if the name is a head's or a neuron's."""
+        """Return the head or neuron, or None for a layer, and the layer's index."""
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
-        head.heads(self.constants.heads_per_neuron)  # refuses a member that does not exist
+        head.heads(self.constants.heads_per_neuron)  # raises an error if the member does not exist
         return head, head.layer
 
 

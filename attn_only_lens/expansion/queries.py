@@ -1,23 +1,23 @@
 """Theorem 3.4: wider queries and keys.
 
-A score is q · k / √k̂. If the new coordinates of the key are zero, they add nothing to the score
-(equation 20), whatever the query's coordinates are. Growth replaces the divisor √k by √k̂, so old
-keys are multiplied by √(k̂/k) (equation 19). If the model sets its own score scale, the scale and
-the keys do not change. (b_K adds the same amount to the scores of all keys, and softmax ignores it;
-but scores, soft caps, sinks and rotary positions depend on it, so b_K is scaled like W_K.)
+An attention score is q · k / √k̂, where k̂ is the new width. New coordinates of the key that are
+zero add nothing to the score (equation 20), whatever the query's coordinates are. Growth replaces
+the divisor √k of the old width k by √k̂, so old keys are multiplied by √(k̂/k) (equation 19). If
+the model sets its own score scale, the scale and the keys do not change. (b_K adds the same amount
+to the scores of all keys, so b_K has no effect on a plain softmax. But scores, soft caps, sinks and
+rotary positions depend on b_K, so b_K is scaled like W_K.)
 
 If rotary positions rotate only the first coordinates, new coordinates come last and are not
-rotated. If they rotate whole heads (coordinates i and i + k/2 by θ^(-2i/k) per position), old
-coordinates keep their halves: i ≥ k/2 becomes i + (k̂ - k)/2, and θ becomes θ^(k̂/k), which keeps
-their angles.
+rotated. If rotary positions rotate whole heads (coordinates i and i + k/2 by θ^(-2i/k) per
+position), old coordinates stay in the same half of the head: i ≥ k/2 becomes i + (k̂ - k)/2. θ
+becomes θ^(k̂/k), which preserves the rotation angles of old coordinates.
 
 A norm of queries and keys divides by the root of the mean square 1/k̂ Σ q², which includes the new
-coordinates. So the new coordinates of queries are zero as well, and their gradient stays zero:
-queries and keys do not become wider in effect, but values do if they are widened too. Old
-coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε keeps
-its effect.
+coordinates. So the new coordinates of queries are zero as well, and all gradients of new
+coordinates stay zero: the effective width of queries and keys does not grow. Old coordinates are
+multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε keeps its effect.
 
-Models with `clip_qkv` are refused if keys must be scaled, because the bound applies after scaling.
+Models with `clip_qkv` are refused if keys must be scaled, because the clipping follows the scaling.
 """
 
 import math
@@ -41,10 +41,10 @@ _QUERIES, _KEYS = ("attn.W_Q", "attn.b_Q"), ("attn.W_K", "attn.b_K")
 
 @dataclass(frozen=True)
 class WidenQueriesAndKeys(Expansion):
-    """Grow the width of queries and keys, k in the paper: Definition and Theorem 3.4.
+    """Grow the width k of queries and keys (Definition and Theorem 3.4).
 
-    Zero: the new columns of W_K and b_K. Scaled: their old columns, by √(k̂/k). Free: the new
-    columns of W_Q and b_Q, which are zero too if queries and keys are normalized.
+    The new columns of W_K and b_K are zero, and the old columns are multiplied by √(k̂/k). The new
+    columns of W_Q and b_Q are free, but must be zero too if queries and keys are normalized.
 
     Attributes:
         n: how many coordinates to add to each head's query and key.
@@ -122,7 +122,7 @@ class WidenQueriesAndKeys(Expansion):
         )
 
     def _places(self, size: int, constants: Constants) -> IndexMap:
-        """Return the new indices of a head's coordinates."""
+        """Return the new indices of the coordinates of a head's query and key."""
         if constants.rotary == "fixed":
             return IndexMap.append(size, self.n)
         half = size // 2

@@ -1,12 +1,12 @@
-"""Theorem 3.5: a wider residual stream, h to ĥ, with extensions beyond the paper.
+"""Theorem 3.5: a residual stream whose width grows from h to ĥ, with extensions of the theorem.
 
-Nothing writes to the new coordinates (equations 33 to 38), so components that read the stream get
-the old values. Norms are the exception: the mean square over ĥ entries is h/ĥ times the old mean
+No component writes to the new coordinates (equations 33 to 38), so components that read the stream
+get the old values. Norms are an exception: the mean square over ĥ entries is h/ĥ times the old mean
 square. With s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
 
-so gains are multiplied by s (equation 24) and ε by s² (the paper's norm has no ε). Extensions:
+so growth multiplies gains by s (equation 24) and ε by s² (the paper has no ε). Extensions:
 
 LayerNorm           equals RMSNorm on a stream of mean zero; `centre.py` centres the stream first.
 folded gains        (LNPre, RMSPre): the old rows of the weights that read the stream are multiplied
@@ -39,12 +39,12 @@ _NORMS = {*_BLOCK_NORMS, "ln_final"}
 class WidenStream(Expansion):
     """Grow d_model: Definition and Theorem 3.5, extended to norms with ε and to LayerNorm.
 
-    Zero: the new columns of W_E, W_pos, W_O, b_O, W_out, b_out, and the norms' new biases. Gains
-    are scaled by √(h/ĥ), and ε by h/ĥ. Free: the new rows of the weights that read the stream (W_Q,
-    W_K, W_V, W_in, W_gate, W_U) and new gains.
+    The new columns of W_E, W_pos, W_O, b_O, W_out and b_out are zero, and so are the norms' new
+    biases. Gains are scaled by √(h/ĥ), and ε by h/ĥ. The new rows of the weights that read the
+    stream (W_Q, W_K, W_V, W_in, W_gate, W_U) and new gains are free.
 
     Attributes:
-        n: how many coordinates to add.
+        n: how many coordinates to add to the residual stream.
 
     Example:
         >>> from attn_only_lens import expansion as ex, grow, pretrained
@@ -70,7 +70,7 @@ class WidenStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights, centred if their norm is LayerNorm."""
+        """Return the plan for these weights, which must be centred if their norm is LayerNorm."""
         constants = weights.constants
         axis = Axis("d_model")
         size = weights.sizes[axis]
@@ -95,7 +95,7 @@ class WidenStream(Expansion):
         )
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Apply the plan, to centred weights if their norm is LayerNorm."""
+        """Apply the plan. Weights with LayerNorm are centred first."""
         if not is_layer_norm(weights):
             return super().expand(weights, init, seed)
         centred, before = CentreStream().expand(weights, init, seed)
@@ -103,11 +103,11 @@ class WidenStream(Expansion):
         return grown, before.then(provenance)
 
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
-        """Return a factor for each tensor that corrects norms whose output is divided by s."""
+        """Return, by tensor, the factors that compensate for the division of norm outputs by s."""
         constants = weights.constants
         twice = constants.embed_scaled and _stays_tied(
             constants
-        )  # the unembedding W_E has the factor, too
+        )  # the unembedding W_E is scaled too
         through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
         if constants.embed_scaled:
             through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
@@ -134,13 +134,13 @@ def _stays_tied(constants: Constants) -> bool:
 
 
 def _after_folded_norm(weights: Weights) -> bool:
-    """Return True if positions are added to the output of a norm that has no gain."""
+    """Return True if position embeddings are added to the output of a norm without a gain."""
     constants = weights.constants
     return constants.positions == "shortformer" and constants.norm in ("LNPre", "RMSPre")
 
 
 def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
-    """Return the factors of activations, by hook point."""
+    """Return the factors by which activations change, by hook point."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
     norms = [block_name(layer, norm) for layer in layers for norm in _BLOCK_NORMS]

@@ -1,7 +1,7 @@
 """Theorem 3.3: wider values.
 
-A head outputs pattern · x W_V W_O, a sum over the coordinates of its value. So new coordinates add
-nothing if their rows of W_O are zero (equations 13 to 17).
+A head's output, pattern · x W_V W_O, is a sum over the coordinates of the head's value. So new
+coordinates add nothing to the output if their rows of W_O are zero (equations 13 to 17).
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,13 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 
 @dataclass(frozen=True)
 class WidenValues(Expansion):
-    """Grow the width of values, v in the paper: Definition and Theorem 3.3.
+    """Grow the width v of values (Definition and Theorem 3.3).
 
-    Zero: the new rows of W_O, in every head. Free: the new columns of W_V and b_V.
+    The new rows of W_O are zero in every head. The new columns of W_V and b_V are free.
 
-    All heads of a layer share one tensor, so every head gets new entries. With `heads`, the new
-    entries are free for those heads only. For other heads, the new columns of W_V and b_V are zero
-    too, and stay zero under gradient descent: W_V gets no gradient while W_O is zero, and the
-    reverse holds too.
+    All heads of a layer share one tensor, so every head gets new entries. If `heads` is given, new
+    entries are free in those heads only. For other heads, the new columns of W_V and b_V are zero
+    too, and stay zero during training: W_V gets no gradient while W_O is zero, and vice versa.
 
     Attributes:
         n: how many coordinates to add to each head's value.

@@ -1,7 +1,6 @@
-"""A transformer's weights in one common layout, and the constants that its function depends on.
+"""A transformer's weights in one common layout, and the constants that determine its function.
 
-For every kind of model, tensors have the names and shapes of TransformerLens' HookedTransformer.
-The axes have these labels:
+For every kind of model, tensors have the names and shapes of HookedTransformer. Labels of axes:
 
 d_model    a coordinate of the residual stream
 d_mlp      a neuron
@@ -10,16 +9,17 @@ kv_head    a key and value head (fewer than query heads if queries are grouped)
 d_query    a coordinate of queries and keys (k in the growth paper)
 d_value    a coordinate of values (v in the growth paper). TransformerLens uses d_head for both
 
-`d_model` is one axis of the whole model; every layer has its own copies of the other axes.
+`d_model` is one axis of the whole model. Every other axis in this list belongs to one layer.
 
-An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor is its
-norm and the sum of its entries in order, weighted by pseudorandom numbers:
+An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor w
+consists of the norm ‖w‖ and the sum s of its entries, weighted by pseudorandom numbers r:
 
     s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
 
-A change Δ of the weights, wherever it is, changes s by about ‖Δ‖ / 3. So if s changed by no more
-than rounding errors of ‖w‖, the tensor is the same, perhaps cast or computed on another machine.
-After one training step it is not the same. (A digest of the bytes would change with the dtype.)
+A change Δ of the weights changes s by about ‖Δ‖ / 3, whichever entries change. So if s changed by
+no more than rounding errors of ‖w‖, the tensor is the same, perhaps with another dtype or computed
+on another machine. A training step changes s by more. (A hash of the bytes would depend on the
+dtype.)
 """
 
 import math
@@ -79,11 +79,11 @@ _OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type"}
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _GOLDEN = (math.sqrt(5) + 1) / 2
 _ROW = 2**11  # entries of a row
-_ROWS_AT_ONCE = 2**7  # this many float64 rows fit into the processor's cache
+_ROWS_AT_ONCE = 2**7  # this many float64 rows fit into the CPU cache
 
 
 class Axis(NamedTuple):
-    """An axis of tensors: its label, and its layer (None for an axis of the whole model)."""
+    """An axis of tensors, given by a label and a layer (None for an axis of the whole model)."""
 
     label: str
     layer: int | None = None
@@ -125,7 +125,7 @@ def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that the function of a model depends on, besides its tensors.
+    """Constants that, together with the tensors, determine the function of a model.
 
     Attributes:
         n_layers: how many blocks.
@@ -201,7 +201,7 @@ class Weights:
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """The length of every axis; raise ValueError if tensors disagree."""
+        """The length of every axis. Raise ValueError if the lengths in two tensors differ."""
         sizes: dict[Axis, int] = {}
         for name, tensor in self.tensors.items():
             axes = axes_of(name, self.constants)
@@ -209,7 +209,7 @@ class Weights:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {axes}")
             for axis, size in zip(axes, tensor.shape, strict=True):
                 if sizes.setdefault(axis, size) != size:
-                    raise ValueError(f"{name} has {size} along {axis}; others have {sizes[axis]}")
+                    raise ValueError(f"{name} has {size} along {axis}; expected {sizes[axis]}")
         return sizes
 
     def in_layers(self, of: str) -> list[int]:
@@ -222,13 +222,13 @@ class Weights:
         return replace(self, tensors={name: change(x) for name, x in self.tensors.items()})
 
     def sketch(self) -> "Weights":
-        """Return the weights on the meta device (no values), to try an expansion at no cost."""
+        """Return the weights on the meta device (without values), to test an expansion cheaply."""
         return self.map(lambda tensor: tensor.to("meta"))
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Marks of a model's tensors, computed by `growth.identity`.
+    """Numbers that identify a model's tensors, computed by `growth.identity`.
 
     Attributes:
         marks: the weighted sum and the norm of each tensor.
@@ -239,7 +239,7 @@ class Identity:
     precision: float
 
     def differences(self, second: "Identity") -> list[str]:
-        """Return the tensors that differ, and nonzero tensors that only one model has.
+        """Return the names of tensors that differ, and of nonzero tensors that only one model has.
 
         A missing tensor equals zeros: transformer-lens 3.9's bridge adds a zero unembedding bias.
         """
@@ -254,7 +254,7 @@ class Identity:
 
 
 def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
-    """Return the identity of a model, from its tensors by name."""
+    """Return the identity of a model with these tensors."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     return Identity(
         {name: _mark(tensor) for name, tensor in tensors.items()},

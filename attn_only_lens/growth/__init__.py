@@ -1,4 +1,4 @@
-"""Growth of models: the expansions of `expansion`, applied to every kind of model."""
+"""Growth of all kinds of models by the expansions in `attn_only_lens.expansion`."""
 
 from attn_only_lens.growth._grow import Grown, grow, identity, read
 from attn_only_lens.growth.grown_folder import read_provenance

@@ -39,26 +39,27 @@ _CENTRED = (
 
 @dataclass(frozen=True)
 class Grown:
-    """A grown model, from which the original can be restored.
+    """A grown model that can be shrunk back to the original model.
 
     Attributes:
         model: the grown model, which has the class of the original model.
         provenance: the new place of each old head, neuron, layer, coordinate and parameter.
-        notes: sentences about other changes.
+        notes: sentences that describe other changes.
     """
 
     model: Any
     provenance: Provenance
     notes: tuple[str, ...] = ()
-    # Tensors that growth changed, and digests of their entries in the grown model. While these
-    # entries do not change, `shrink` returns the original tensor.
+    # Original tensors that growth changed, with digests of their entries in the grown model. As
+    # long as these entries do not change, `shrink` returns the original tensor.
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
-        """Return the model without new parts; right after growth, this is exactly the original.
+        """Return the model without new parts.
 
-        After training, the result is the trained old part, with the original's scales (and centred,
-        if growth centred it).
+        Right after growth, the result equals the original model exactly. After training, the result
+        consists of the trained old entries, without the factors that growth applied. If growth
+        centred the residual stream, the result is centred too.
 
         Args:
             drop_new: whether to drop new parts even if they have an effect.
@@ -92,23 +93,23 @@ class Grown:
                 tensors[old] = provenance.tensor_map(old).unscaled(part)
         constants = provenance.constants
         if constants.tied and not torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T):
-            constants = replace(constants, tied=False)  # growth untied it, and training changed it
+            constants = replace(constants, tied=False)  # training changed the untied unembedding
         before = Weights(tensors, constants)
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
-        """Return an optimizer for the grown model that continues the original's.
+        """Return an optimizer that continues the training of the original with the grown model.
 
-        Right after growth, its next step changes old parameters exactly as the old optimizer would.
-        If d_model grew under LayerNorm, the steps differ (`growth/optimizer.py` says by how much).
-        Create new learning-rate schedulers, with `last_epoch`.
+        The first step after growth changes old parameters exactly as the old optimizer would. If
+        d_model grew under LayerNorm, the steps differ (`growth/optimizer.py` says by how much).
+        Learning-rate schedulers must be created anew, with `last_epoch`.
 
         Args:
             optimizer: torch's `SGD`, `Adam` or `AdamW`; it is not changed.
             model: the original model, whose parameters the optimizer trains.
 
         Raises:
-            GrowthError: the optimizer has another class, or trains another model.
+            GrowthError: the optimizer has an unsupported class, or trains another model.
 
         Example:
             >>> import torch
@@ -128,20 +129,20 @@ class Grown:
         """Write the grown model with its current weights to a folder, completely or not at all.
 
         For a bridge around a transformers model, `AutoModelForCausalLM.from_pretrained(folder)`
-        (BERT: `AutoModelForMaskedLM`) reads the folder. For a HookedTransformer, the folder has
-        `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of every
-        file. So after more training, call this method again; do not overwrite the weights.
+        (BERT: `AutoModelForMaskedLM`) loads the saved model. For a HookedTransformer, the folder
+        has `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of
+        every file. After more training, call this method again instead of overwriting the weights.
 
         Args:
-            folder: path of the folder. An earlier save is replaced; a folder with other files is
-                refused.
+            folder: path of the folder. A grown model in the folder is replaced. A folder with other
+                files is refused.
 
         Returns:
             The folder.
 
         Raises:
-            GrowthError: the model is of another kind, or no transformers configuration can
-                describe it; `attn_only_lens.save` saves it with neuron-heads.
+            GrowthError: the model is of another kind, or no transformers configuration can describe
+                the model. `attn_only_lens.save` can save such models with neuron-heads.
             CheckpointError: the folder holds other files.
 
         Example:
@@ -157,7 +158,7 @@ class Grown:
         return save_pretrained(growable_of(self.model), self.provenance, folder)
 
 
-@torch.inference_mode(False)  # weights made in inference mode cannot be trained
+@torch.inference_mode(False)  # tensors created in inference mode cannot be trained
 def grow(
     model: Any,
     expansion: Expansion | None = None,
@@ -170,7 +171,7 @@ def grow(
     init: Initialiser | None = None,
     seed: int = 0,
 ) -> Grown:
-    """Make a larger model that computes the same function as `model`, which does not change.
+    """Make a larger model that computes the same function as `model`. `model` does not change.
 
     Args:
         model: a `TransformerBridge` around a transformers language model, or from `boot_native`; a
@@ -190,7 +191,7 @@ def grow(
         frozen parameters; and the provenance.
 
     Raises:
-        GrowthError: the model cannot grow in this way; the error lists every reason.
+        GrowthError: this expansion cannot be applied to the model. The error lists every reason.
 
     Example:
         >>> import torch
@@ -228,7 +229,7 @@ def grow(
             f"rounded: weights that growth scaled were rounded once to half precision; the largest "
             f"change of a tensor is {error:.2g} of its norm"
         )
-    # Build the model and test it
+    # Build the grown model and test it
     provenance = replace(provenance, source=identity_of(weights.tensors))
     grown = growable.write(_unshared(larger, weights), provenance.source_of)
     GrowthError.raise_if(growable.trial(grown))
@@ -248,17 +249,17 @@ def _checked_expansion(
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
     odd = [
-        f"got {name}={size!r}; expected a whole number, 1 or more"
+        f"got {name}={size!r}; expected a positive whole number"
         for name, size in asked.items()
         if not is_count(size, 1)
     ]
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
     if init is not None and not callable(init):
-        odd.append(f"got init={init!r}; expected an initialiser of attn_only_lens.expansion.init")
+        odd.append(f"got init={init!r}; expected an initialiser from attn_only_lens.expansion.init")
     if expansion is not None and not isinstance(expansion, Expansion):
         odd.append(
-            f"got a {type(expansion).__name__}; expected an expansion of attn_only_lens.expansion"
+            f"got a {type(expansion).__name__}; expected an expansion from attn_only_lens.expansion"
         )
     if odd:
         raise GrowthError([*reasons, *odd])
@@ -276,7 +277,7 @@ def _checked_expansion(
 def _rounded(
     larger: Weights, source: Weights, provenance: Provenance
 ) -> tuple[Weights, float | None]:
-    """Round tensors to the source's precision; return the largest relative change, or None."""
+    """Return tensors rounded to the original dtypes, and the largest relative change (or None)."""
     tensors, errors = dict(larger.tensors), []
     for name, tensor in larger.tensors.items():
         tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
@@ -297,14 +298,16 @@ _BY_LAYER = (
 
 
 def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, list[str]]:
-    """Return the expansion to these sizes in every layer, and the reasons against it."""
+    """Return the expansion that gives every layer these sizes, and the reasons against it."""
     steps: list[Expansion] = []
     reasons: list[str] = []
     sizes, n_layers = weights.sizes, weights.constants.n_layers
 
     def missing(name: str, had: int) -> int:
         if asked[name] < had:
-            reasons.append(f"got {name}={asked[name]}, but it has {had}; expected at least {had}")
+            reasons.append(
+                f"got {name}={asked[name]}, but the model has {had}; expected at least {had}"
+            )
         return asked[name] - had
 
     for name, label, expansion in _BY_LAYER:
@@ -323,12 +326,12 @@ def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, l
         reasons += too_many
         steps += [] if too_many else map(ex.InsertLayer, range(n_layers, n_layers + n))
     if not steps and not reasons:
-        reasons.append(f"got {asked}, which are its current sizes; pass at least one larger size")
+        reasons.append(f"got {asked}, which are the current sizes; pass at least one larger size")
     return ex.compose(*steps), list(dict.fromkeys(reasons))
 
 
 def read(model: Any) -> Weights:
-    """Return the weights of a model in the layout of `expansion`; the tensors are not copied.
+    """Return a model's weights as `attn_only_lens.expansion.Weights`, without copying tensors.
 
     Raises:
         GrowthError: the model cannot be grown.
@@ -342,7 +345,7 @@ def identity(model: Any) -> Identity:
     """Return the identity of a model, computed from its current weights.
 
     The identity does not depend on the device, the dtype or the kind of model: it stays the same if
-    the model is cast, converted, exposed, or saved and loaded. Training changes it.
+    the model is cast, converted, exposed, or saved and loaded. Training changes the identity.
 
     Args:
         model: any model that `grow` or `compare` accepts.
@@ -365,19 +368,19 @@ def identity(model: Any) -> Identity:
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # this kind cannot grow, or it is a bridge with renamed parameters
+    except GrowthError:  # models that cannot grow have an identity too
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
 
 def growable_of(model: Any) -> Growable:
-    """Return the `Growable` through which growth reads and writes a model."""
+    """Return the `Growable` that reads and writes models of this kind."""
     for kind_of_model in _KINDS:
         if kind_of_model.is_kind(model):
             return kind_of_model(model)
     kind = type(model)
     got = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(model, TransformerBridge):  # an exposed bridge has a subclass from this package
+    if isinstance(model, TransformerBridge):  # exposed bridges have a subclass from this package
         got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [
@@ -392,6 +395,6 @@ def _all_reasons(growable: Growable) -> list[str]:
 
 
 def _unshared(weights: Weights, source: Weights) -> Weights:
-    """Return weights in which tensors that the source owns are replaced by copies."""
+    """Return weights that share no memory with `source`: shared tensors are copied."""
     pointers = {tensor.data_ptr() for tensor in source.tensors.values()}
     return weights.map(lambda x: x.clone() if x.data_ptr() in pointers else x)

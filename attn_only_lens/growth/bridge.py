@@ -1,9 +1,10 @@
-"""Growth of TransformerBridges: the code that all kinds of bridges share.
+"""Growth of TransformerBridges: code that is shared by all kinds of bridges.
 
 A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
-how their parameters store the tensors of `Weights`. If the wrapped model has a joint matrix for
-queries, keys and values, the bridge computes with copies of its three parts, and training changes
-only these copies. So growth reads the copies, and makes the joint matrix from them.
+how the parameters of these parts store the tensors of `Weights`. If the wrapped model has a joint
+matrix for queries, keys and values, the bridge computes with copies of the matrix's three parts,
+and training changes only these copies. So growth reads the copies and builds the joint matrix from
+them.
 """
 
 import re
@@ -18,17 +19,17 @@ from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
-WRAPPED = "_original_component."  # the attribute of a bridge's part for the module that it wraps
+WRAPPED = "_original_component."  # the wrapped module in a bridge component
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
 def _norms(*names: str) -> _Table:
-    """Return table entries for the gain and the bias of norms."""
+    """Return the table entries for the gains and biases of these norms."""
     parts = {"weight": "w", "bias": "b"}
     return {f"{x}.{part}": (f"{x}.{ours}", None) for x in names for part, ours in parts.items()}
 
 
-# For each parameter of the model or a block, the tensor and the einops pattern between the two.
+# For each parameter, the tensor that it stores and the einops pattern from parameter to tensor.
 _OF_MODEL: _Table = {
     "embed.weight": ("embed.W_E", None),
     "pos_embed.weight": ("pos_embed.W_pos", None),
@@ -65,7 +66,7 @@ class BridgeModel(Growable):
     """A TransformerBridge."""
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why the model's function is unknown."""
+        """Return every reason why growth cannot read this model."""
         model = self.model
         if exposed_heads(model):
             return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
@@ -83,7 +84,7 @@ class BridgeModel(Growable):
         return reasons + shared_parameter_reasons(parts.items())
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that the bridge computes with; a tied parameter has two names."""
+        """Return the parameters that the bridge computes with. A tied parameter has two names."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters: dict[str, nn.Parameter] = {}
         for path, (parameter, _) in self._parts.items():
@@ -103,7 +104,7 @@ class BridgeModel(Growable):
 
     @cached_property
     def _parts(self) -> dict[str, tuple[nn.Parameter, Parameter]]:
-        """The parameters and their layouts, by path in the bridge."""
+        """The bridge's parameters and their layouts, by path in the bridge."""
         model, cfg = self.model, self.model.cfg
         heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
         blocks = [(block_name(i, ""), block, OF_BLOCK) for i, block in enumerate(model.blocks)]
@@ -124,12 +125,12 @@ class BridgeModel(Growable):
         return parts
 
     def _norm_pattern(self, name: str) -> str | None:
-        """Return the layout of a query or key norm's gain; by default, all heads share one gain."""
+        """Return the pattern for a query or key norm's gain, or None if heads share one gain."""
         return None
 
 
 def _part(owner: Any, path: str) -> Any:
-    """Return the module that a bridge's part wraps, or None if the bridge has no such part."""
+    """Return the innermost module of a bridge component, or None if there is no such component."""
     for name in path.split("."):
         owner = getattr(owner, "_modules", {}).get(name)
         if owner is None:
@@ -140,42 +141,42 @@ def _part(owner: Any, path: str) -> Any:
 
 
 def _transposed(pattern: str) -> str:
-    """Return the pattern for a matrix whose first axis is its input."""
+    """Return the pattern for a matrix whose first axis is the input axis."""
     left, right = pattern.split(" -> ")
     rows, columns = re.findall(r"\([^)]*\)|\w+", left)
     return f"{columns} {rows} -> {right}"
 
 
 def differing_modules(model: Any, usual: Any) -> list[str]:
-    """Return which modules, or constants of modules (eps, scale, …), differ from the usual model.
+    """Return how modules and their constants (eps, scale, …) differ from those of the usual model.
 
-    The usual model is built from the configuration, without a bridge.
+    The usual model is a new model with the same configuration, without a bridge.
     """
     modules = {name.replace(f".{WRAPPED[:-1]}", ""): x for name, x in model.named_modules()}
     reasons = []
     for name, twin in usual.named_modules():
-        module, label = modules.get(name), f"its {name or 'model'}"
+        module, label = modules.get(name), name or "the model"
         if module is None or isinstance(twin, nn.ModuleList):
-            continue  # a bridge splits joint matrices, and has its own lists of blocks
+            continue  # bridges split joint matrices and have their own lists of blocks
         if type(module) is not type(twin):
             got, expected = type(module).__qualname__, type(twin).__qualname__
-            reasons.append(f"{label} is a {got}; its configuration says {expected}")
+            reasons.append(f"{label} is a {got}; the configuration says {expected}")
             continue
         has, says = _constants(module), _constants(twin)
         reasons += [
-            f"{label}.{key} is {has.get(key)!r}; its configuration says {says.get(key)!r}"
+            f"{label}.{key} is {has.get(key)!r}; the configuration says {says.get(key)!r}"
             for key in sorted(has.keys() | says.keys())
             if has.get(key) != says.get(key)
         ]
     return reasons
 
 
-# Attributes that do not affect a model's outputs, or that transformers does not update.
+# Attributes that do not affect a model's output, or that transformers does not keep up to date.
 _INCIDENTAL = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size", "p")
 
 
 def _constants(module: Any) -> dict[str, Any]:
-    """Return a module's plain attributes that its outputs depend on."""
+    """Return the numbers, strings and flags of a module that can affect the module's output."""
     plain = (bool, int, float, str, tuple, type(None))
     return {
         key: value

@@ -1,4 +1,4 @@
-"""`Growable`: the interface through which growth reads and writes models, a subclass per kind."""
+"""`Growable`: the interface that growth uses to read and write models."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -19,10 +19,10 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The layout of a model's parameter: which tensor of `Weights` it stores, in which shape.
+    """The layout of a parameter: the tensor of `Weights` that the parameter stores, and its shape.
 
-    The einops pattern goes from the parameter to the tensor; `sizes` has the sizes of axes that it
-    splits. The pattern is None if both have the same shape.
+    The einops pattern converts the parameter to the tensor; `sizes` has the sizes of axes that the
+    pattern splits. The pattern is None if the parameter and the tensor have the same shape.
     """
 
     name: str
@@ -30,11 +30,11 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
     def to_weights(self, value: Tensor) -> Tensor:
-        """Return the parameter, or a tensor of its shape, in the layout of `Weights`."""
+        """Return a tensor with the parameter's shape, rearranged to the layout of `Weights`."""
         return value if self.pattern is None else rearrange(value, self.pattern, **dict(self.sizes))
 
     def from_weights(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of `Weights`, of any size, in the layout of the parameter."""
+        """Return a tensor of `Weights`, of any size, rearranged to the layout of the parameter."""
         if self.pattern is None:
             return tensor
         left, right = self.pattern.split("->")
@@ -42,7 +42,7 @@ class Parameter:
 
 
 class Growable(ABC):
-    """A model that growth can read and write; each kind of model has a subclass."""
+    """Base class of models that growth can read and write, with one subclass per kind of model."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
@@ -54,15 +54,15 @@ class Growable(ABC):
     @staticmethod
     @abstractmethod
     def is_kind(model: Any) -> bool:
-        """Return True if a model is of this kind."""
+        """Return True if this subclass handles the model."""
 
     @abstractmethod
     def reasons_against(self) -> list[str]:
-        """Return every reason why the model's function is unknown."""
+        """Return every reason why growth cannot read this model."""
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return the model's weights (detached, not copied); needs empty `reasons_against`."""
+        """Return the model's weights, detached and not copied. `reasons_against` must be empty."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
@@ -76,7 +76,7 @@ class Growable(ABC):
         return dict(self.model.named_parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of `Weights`: the model's own tensors, detached."""
+        """Return the tensors of `Weights`, which are detached views of the model's parameters."""
         named = self.named_parameters()
         return {
             layout.name: layout.to_weights(named[name].detach())
@@ -84,15 +84,14 @@ class Growable(ABC):
         }
 
     def frozen(self) -> set[str]:
-        """Return the tensors of `Weights` whose parameters are not trained."""
+        """Return the names of tensors whose parameters have `requires_grad=False`."""
         named, layouts = self.named_parameters(), self.parameters()
         return {layout.name for name, layout in layouts.items() if not named[name].requires_grad}
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
         """Return every reason why no model of this kind can have such weights.
 
-        By default, these are TransformerLens' reasons: all layers need the same sizes and one
-        d_head.
+        By default, as in TransformerLens, all layers need the same sizes and a single d_head.
         """
         sizes = defaultdict(set)
         for axis, size in weights.sizes.items():
@@ -115,7 +114,7 @@ class Growable(ABC):
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with these weights; everything else comes from this model."""
+        """Return a new model with these weights. Everything else is copied from `self.model`."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""
@@ -125,11 +124,11 @@ class Growable(ABC):
         ]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write configuration, weights and tokenizer to an empty folder."""
+        """Write the configuration, the weights and the tokenizer to an empty folder."""
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return every reason why a grown model computes another function; subclasses may test."""
+        """Test a grown model, and return every reason why it computes another function."""
         return []
 
 
@@ -138,7 +137,7 @@ def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [
-        f"its {one} and {item} share one parameter, but may grow differently; make two parameters"
+        f"{one} and {item} share one parameter, but may grow differently; make two parameters"
         for one, item in pairs
         if one != item
     ]

@@ -29,7 +29,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# TransformerLens recognizes these norms by the name of the architecture, not by a flag.
+# For these architectures, TransformerLens has no flag that says how norms work.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -53,20 +53,20 @@ class HookedModel(Growable):
         return isinstance(model, HookedTransformer) and not converted
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why the model's function is unknown."""
+        """Return every reason why growth cannot read this model."""
         model = self.model
         if exposed_heads(model):
             return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
         return reasons_against(model, needs_mlp=False) or configuration_reasons(model, _BLOCK_NORMS)
 
     def read(self) -> Weights:
-        """Return its weights."""
+        """Return the model's weights."""
         return Weights(self.tensors(), constants_of(self.model.cfg))
 
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
         return {
-            # If grouped heads share a parameter, its name has an underscore.
+            # The names of parameters that grouped heads share start with an underscore.
             name: parameter_of(name.replace("attn._", "attn."), self.model.cfg)
             for name, _ in self.model.named_parameters()
         }
@@ -82,7 +82,7 @@ class HookedModel(Growable):
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder that `source_folder` reads."""
         model = self.model
-        # The tokenizer is in the same folder; do not search for it on a hub.
+        # The folder contains the tokenizer, so it need not be downloaded.
         config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         state = model.state_dict()
@@ -95,7 +95,7 @@ class HookedModel(Growable):
         """Return a new HookedTransformer."""
         template = self.model
         config = copy.deepcopy(template.cfg.to_dict()) | config_fields(template.cfg, weights)
-        # Building must neither change the caller's random state nor download a tokenizer.
+        # Building a model must not change the caller's random state or download a tokenizer.
         held_back = {"seed": None, "tokenizer_name": None, "init_weights": False}
         cfg = HookedTransformerConfig(**config | held_back)
         with quiet(), torch.device("meta"):
@@ -120,7 +120,7 @@ class HookedModel(Growable):
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
-    """Return the layout of a TransformerLens parameter, by its name in `Weights`."""
+    """Return the layout of the TransformerLens parameter with this name in `Weights`."""
     axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
     if axis is None or constants_of(cfg).qk_norm != "all heads":
         return Parameter(name)
@@ -134,7 +134,7 @@ def _set(model: nn.Module, name: str, value: Any) -> None:
 
 
 def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
-    """Return how a model differs from its configuration, from which a grown model is built."""
+    """Return every difference between a model and its configuration."""
     cfg, constants = model.cfg, constants_of(model.cfg)
     reasons = shared_parameter_reasons(model.named_parameters(remove_duplicate=False))
     norms = [f"blocks.{layer}.{norm}" for layer in range(cfg.n_layers) for norm in block_norms]
@@ -142,30 +142,29 @@ def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
     for name, module in model.named_modules():
         if name in expected and type(module) is not _CLASSES[expected[name]]:
             reasons.append(
-                f"its {name} is a {type(module).__qualname__}; its configuration says "
-                f"{expected[name]}"
+                f"{name} is a {type(module).__qualname__}; the configuration says {expected[name]}"
             )
         if getattr(module, "eps", cfg.eps) != cfg.eps:
-            reasons.append(f"its {name}.eps is {module.eps}; its configuration says {cfg.eps}")
+            reasons.append(f"{name}.eps is {module.eps}; the configuration says {cfg.eps}")
         if (layer := getattr(module, "layer_id", None)) is not None:
             scale = module.cfg.attn_scale if cfg.use_attn_scale else 1.0
             scale *= layer + 1 if cfg.scale_attn_by_inverse_layer_idx else 1
             if module.attn_scale != scale:
                 reasons.append(
-                    f"its {name}.attn_scale is {module.attn_scale}; its configuration says {scale}"
+                    f"{name}.attn_scale is {module.attn_scale}; the configuration says {scale}"
                 )
     return reasons
 
 
 def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return the reasons if a norm over the queries of all heads would not be d_model wide."""
+    """Return a reason if a norm over the queries of all heads would not have width d_model."""
     if weights.constants.qk_norm != "all heads":
         return []
     sizes, d_model = weights.sizes, weights.sizes[Axis("d_model")]
     layers = range(weights.constants.n_layers)
     widths = {sizes[Axis("head", layer)] * sizes[Axis("d_query", layer)] for layer in layers}
     return [
-        f"its norm over the queries of all heads has width d_model ({d_model}) in TransformerLens, "
+        f"the norm over the queries of all heads has width d_model ({d_model}) in TransformerLens, "
         f"but the queries would have width {width}; grow heads, d_head and d_model together"
         for width in sorted(widths - {d_model})
     ]

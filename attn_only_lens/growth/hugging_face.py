@@ -1,11 +1,11 @@
 """Growth of TransformerBridges around Hugging Face transformers models.
 
-A table lists what a family's configuration does not contain: its norms and their places.
-Transformers builds the grown model from a larger configuration of the same class, with the tensors
-of `Weights` as parameters. Then the model gets a new bridge.
+A table lists facts about model families that transformers' configurations do not contain, such as
+the kinds and places of norms. Transformers builds the grown model from a larger configuration of
+the same class, with the tensors of `Weights` as parameters. Then the grown model gets a new bridge.
 
-Transformers does not accept the configuration of every grown model (`transformers_module.py`). A
-model with such a configuration computes the same function, but cannot be saved for transformers.
+Transformers rejects the configurations of some grown models (`transformers_module.py`). These grown
+models also compute the same function as the original, but cannot be saved in transformers' format.
 """
 
 import copy
@@ -47,10 +47,10 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """A family's `Constants` that its transformers configuration does not contain.
+    """Constants of a model family that are missing in transformers' configuration.
 
-    `eps` is the name of ε in the configuration. Without `partial_rotary`, the model ignores
-    `partial_rotary_factor`, and rotary positions rotate whole heads.
+    `eps` is the name of the configuration's field for ε. If `partial_rotary` is False, the model
+    ignores `partial_rotary_factor`, and rotary positions rotate whole heads.
     """
 
     norm: Norm = "RMS"
@@ -80,29 +80,29 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types whose frequencies depend only on their wavelength, or on the index of a pair.
+# Rotary types whose frequencies depend only on their wavelength, or on a pair's index.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
-_RECOMPUTED = ("dynamic", "longrope")  # frequencies that the model recomputes for each input length
-# Joint matrices, with the parts that they consist of, in order.
+_RECOMPUTED = ("dynamic", "longrope")  # recomputed by the model for each input length
+# Joint matrices, and the parts of each joint matrix in order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
     "query_key_value": ("attn.q", "attn.k", "attn.v"),
     "qkv_proj": ("attn.q", "attn.k", "attn.v"),
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
-_POS = 5  # tokens per prompt in the trial
-_DIFFERENCE = 1e-3  # largest relative difference of logits; rotary angles are computed in float32
-_ROUNDED = 5e-2  # the same for weights that were rounded to half precision
+_POS = 5  # tokens per prompt in `trial`
+_DIFFERENCE = 1e-3  # tolerance relative to the largest logit; rotary angles are float32
+_ROUNDED = 5e-2  # the tolerance if weights were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
-    """A TransformerBridge around a causal or masked language model from one of the `FAMILIES`."""
+    """A TransformerBridge around a causal or masked language model of a known family."""
 
     may_differ_by_layer = frozenset({"d_mlp"})
 
     @staticmethod
     def is_kind(model: Any) -> bool:
-        """Return True for a bridge of one of the families."""
+        """Return True for a bridge around a model from one of the `FAMILIES`."""
         wrapped = getattr(model, "original_model", None)
         kind = getattr(getattr(wrapped, "config", None), "model_type", None)
         return (
@@ -119,11 +119,11 @@ class HuggingFaceBridge(BridgeModel):
 
     @property
     def family(self) -> Family:
-        """The constants of the model's family that its configuration does not contain."""
+        """The constants of the model's family that are missing in transformers' configuration."""
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why the model's function is unknown."""
+        """Return every reason why growth cannot read this model."""
         quantised = weight_reasons(self.model.original_model)
         if reasons := quantised or super().reasons_against():
             return reasons
@@ -140,19 +140,19 @@ class HuggingFaceBridge(BridgeModel):
         known = set(map(id, [*named.values(), *self.named_parameters().values()]))
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
-            reasons.append(f"its family has no such parameters: {', '.join(unknown[:5])}")
+            reasons.append(f"its family has no parameters named {', '.join(unknown[:5])}")
         fresh = dict(self._usual.named_buffers())
         if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
         buffers = self.model.original_model.named_buffers()
         return reasons + [
-            f"its {name} differs from the value that its configuration gives"
+            f"{name} differs from the value that the configuration gives"
             for name, buffer in ((name.replace(WRAPPED, ""), buffer) for name, buffer in buffers)
             if name in fresh and not torch.equal(buffer.cpu(), fresh[name].to(buffer.dtype))
         ]
 
     def read(self) -> Weights:
-        """Return its weights."""
+        """Return the model's weights."""
         config, family = self.config, self.family
         scalar = getattr(config, "query_pre_attn_scalar", None)
         kinds = getattr(config, "layer_types", None)
@@ -210,12 +210,12 @@ class HuggingFaceBridge(BridgeModel):
         model = self._bridge(module)
         model.cfg.n_devices = len(places)
         usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
-        for key, value in vars(template.cfg).items():  # options that the user changed
+        for key, value in vars(template.cfg).items():  # copy options that the user changed
             if key in usual and type(value) in (bool, str) and usual[key] != value:
                 setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
-            if isinstance(part, nn.Dropout):  # the user may have changed p
+            if isinstance(part, nn.Dropout):  # copy p, which the user may have changed
                 like = self._with_layer(
                     name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
                 )
@@ -257,7 +257,7 @@ class HuggingFaceBridge(BridgeModel):
         ]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that the wrapped class' `from_pretrained` reads."""
+        """Write a folder that can be loaded with `from_pretrained` of the wrapped model's class."""
         module = self._module(self.config, self.state(self.read()))
         module.config.dtype = next(self.model.parameters()).dtype
         module.config.output_attentions = False  # only TransformerLens needs it
@@ -265,7 +265,7 @@ class HuggingFaceBridge(BridgeModel):
         if not difference <= _DIFFERENCE:
             reason = (
                 f"without its bridge, the model's logits differ by {difference:.2g} of the largest "
-                "logit: transformers and TransformerLens interpret its configuration differently"
+                "logit: transformers and TransformerLens interpret the configuration differently"
             )
             raise GrowthError([reason], PROBLEM)
         try:
@@ -274,25 +274,25 @@ class HuggingFaceBridge(BridgeModel):
             raise GrowthError([f"transformers cannot save it: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
-        for path in folder.glob("*.safetensors"):  # readable by the owner only
+        for path in folder.glob("*.safetensors"):  # make files readable for other users
             path.chmod(0o666 & ~umask)
         if self.model.tokenizer is not None:
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return the reason if a grown bridge computes other logits on a few tokens."""
+        """Return a reason if a grown bridge computes different logits for a few tokens."""
         difference = _difference(self._few_logits(self.model), self._few_logits(grown))
         is_half = next(grown.parameters()).dtype not in (torch.float32, torch.float64)
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
             return []
         return [
-            f"its logits would differ by {difference:.2g} of the largest logit: its configuration "
+            f"the logits would differ by {difference:.2g} of the largest logit: the configuration "
             "has a setting that growth does not know"
         ]
 
     @torch.no_grad()
     def _few_logits(self, model: Any) -> Tensor:
-        """Return the logits of a few tokens; half-precision models run in float32."""
+        """Return the logits for a few tokens. Half-precision models are run in float32."""
         some, cfg = next(model.parameters()), self.model.cfg
         if some.dtype not in (torch.float32, torch.float64):
             is_bridge = isinstance(model, TransformerBridge)
@@ -344,7 +344,7 @@ class HuggingFaceBridge(BridgeModel):
                     rotary_dim = int(was * rope.get("partial_rotary_factor", 1.0))
                     rope["partial_rotary_factor"] = _fraction(rotary_dim, width)
                     continue
-                # Rounding makes sure that growing and shrinking restores the same value.
+                # Round θ so that growing and then shrinking restores the same value.
                 rope["rope_theta"] = float(f"{rope['rope_theta'] ** (width / was):.14g}")
                 for key in {"short_factor", "long_factor"} & rope.keys():
                     rope[key] = rope[key] and [*rope[key], *[1.0] * ((width - was) // 2)]
@@ -366,35 +366,35 @@ class HuggingFaceBridge(BridgeModel):
         return made
 
     def _norm_pattern(self, name: str) -> str | None:
-        """Return the layout of the gain of a query or key norm."""
+        """Return the pattern for the gain of a query or key norm."""
         if self.family.qk_norm != "all heads":
             return None
         axis = "head" if name == "attn.q_norm" else "kv_head"
         return f"({axis} width) -> {axis} width"
 
     def _named_by_transformers(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their names in the model without a bridge."""
+        """Return the wrapped model's parameters, with the names that they have without a bridge."""
         clean = self._usual.state_dict()
         named = self.model.original_model.named_parameters(remove_duplicate=False)
         parameters = ((name.replace(WRAPPED, ""), parameter) for name, parameter in named)
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """Return the path of a bridge's part in the wrapped model."""
+        """Return the path of a bridge component in the wrapped model."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
-        """Return a path in the wrapped model, with `change` applied to its layer index."""
+        """Apply `change` to the layer index in a path of the wrapped model."""
         blocks = re.escape(self._path("blocks"))
         return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
 
     def _rule(self, name: str) -> str:
-        """Return a parameter's name with {} in place of the layer index."""
+        """Return a parameter's name with the layer index replaced by {}."""
         return self._with_layer(name, lambda layer: "{}")
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """The tails of the tensors that each transformers parameter holds, by `_rule`."""
+        """The tails of the tensors that transformers' parameters store, by `_rule`."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
         for name, layout in layouts.items():  # if the weights are tied, the embedding comes first
@@ -416,13 +416,13 @@ class HuggingFaceBridge(BridgeModel):
         return names
 
     def _beside(self) -> set[str]:
-        """Return tensors that only the bridge has: version 3.9 adds an unembedding bias."""
+        """Return the names of tensors that only the bridge has, such as an unembedding bias."""
         held = {tail for tails in self._rules.values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
     @cached_property
     def _usual(self) -> PreTrainedModel:
-        """The transformers model built from the configuration, with arbitrary weights."""
+        """A transformers model with the same configuration and arbitrary weights."""
         return self._module(self.config)
 
     def _module(
@@ -442,7 +442,7 @@ class HuggingFaceBridge(BridgeModel):
         return model
 
     def _bridge(self, model: PreTrainedModel) -> TransformerBridge:
-        """Put a bridge around a transformers model, with this bridge's tokenizer."""
+        """Return a new bridge around a transformers model, with the tokenizer of this bridge."""
         template = self.model
         with keep_random_state(next(model.parameters()).device):
             bridge: TransformerBridge = build_bridge_from_module(
@@ -456,7 +456,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return the device of each largest module that is on one device; `first` if it is empty."""
+    """Return a device map with as few entries as possible. Empty modules are put on `first`."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
@@ -467,7 +467,7 @@ def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[
 
 
 def _difference(one: Tensor, second: Tensor) -> float:
-    """Return the largest difference of logits, relative to the largest logit; NaN equals NaN."""
+    """Return the largest difference of logits, relative to the largest logit. NaN equals NaN."""
     finite = one.isfinite() | second.isfinite()
     difference = (one - second).abs().nan_to_num(torch.inf)[finite]
     largest = one[one.isfinite()].abs()
@@ -475,7 +475,7 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
-    """Join several matrices or biases into one; the first axis of each is the output axis."""
+    """Join matrices (or biases) along their first axis, which is the output axis."""
     if "query_key_value" in name:  # the query, key and value of a head are adjacent
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
@@ -501,7 +501,7 @@ def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """Return the settings of rotary positions: one dict, or one per kind of layer."""
+    """Return all settings for rotary positions: one dictionary, or one per kind of layer."""
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
     return nested or ([ropes] if ropes else [])

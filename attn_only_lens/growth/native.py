@@ -1,7 +1,7 @@
 """Growth of a TransformerBridge around TransformerLens' own model (`boot_native`).
 
-In every dtype, its norms compute in float32, except LayerNorm with gains. So growth with these
-norms is exact only to float32 precision.
+In any dtype, such a bridge computes all norms in float32, except LayerNorm with gains. So growth
+with these norms is exact only to float32 precision.
 """
 
 import copy
@@ -21,7 +21,7 @@ from attn_only_lens.growth.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.hooked import config_fields
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# The keys are in upper case, because the model ignores the case of its configuration.
+# Keys are in upper case, because the native model ignores the case of `normalization_type`.
 _NORMS: dict[str | None, Norm] = {"LN": "LN", "LNPRE": "LNPre", "RMS": "RMS", "RMSPRE": "RMSPre"}
 
 
@@ -35,20 +35,20 @@ class NativeBridge(BridgeModel):
         return isinstance(model, TransformerBridge) and architecture == "TransformerLensNative"
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why the model's function is unknown."""
+        """Return every reason why growth cannot read this model."""
         if reasons := super().reasons_against():
             return reasons
         model = self.model
         known = set(map(id, self.named_parameters().values()))
         odd = [name for name, item in model.named_parameters() if id(item) not in known]
         if odd:
-            reasons.append(f"native models have no such parameters: {', '.join(odd[:5])}")
+            reasons.append(f"native models have no parameters named {', '.join(odd[:5])}")
         with torch.device("meta"):
             usual = NativeModel(copy.deepcopy(model.cfg))
         return [*reasons, *differing_modules(model.original_model, usual)]
 
     def read(self) -> Weights:
-        """Return its weights."""
+        """Return the model's weights."""
         cfg = self.model.cfg
         norm = _NORMS.get(cfg.normalization_type and cfg.normalization_type.upper())
         final: Any = "RMSPre" if norm == "LNPre" else norm if norm == "RMSPre" else "RMS"
@@ -79,7 +79,7 @@ class NativeBridge(BridgeModel):
         cfg.init_weights, cfg.seed = False, None
         some = next(template.parameters())
         cpu = torch.device("cpu")
-        with keep_random_state(cpu), cpu:  # building must not touch the caller's random state
+        with keep_random_state(cpu), cpu:  # keep the caller's random state
             model = TransformerBridge.boot_native(
                 cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
             )
@@ -91,7 +91,7 @@ class NativeBridge(BridgeModel):
             named[name].requires_grad_(source_of(layout.name) not in frozen)
         wrapped: Any = model.original_model
         buffers = dict(template.original_model.named_buffers())
-        for name, buffer in wrapped.named_buffers():  # copied, because rotary tables are rounded
+        for name, buffer in wrapped.named_buffers():  # copied, as new tables may differ
             buffer.data = buffers[_source_buffer(name, source_of)].clone()
         if weights.constants.tied:
             wrapped.head._original_component.weight = wrapped.tok_embed.weight
@@ -99,7 +99,7 @@ class NativeBridge(BridgeModel):
 
 
 def _source_buffer(name: str, source_of: Callable[[str], str]) -> str:
-    """Return the template's buffer that a buffer of the new model copies."""
+    """Return the name of the original model's buffer from which a new buffer is copied."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name

@@ -1,24 +1,24 @@
-"""Carry the state of an optimizer over to a grown model.
+"""Transfer the state of an optimizer to a grown model.
 
 If growth multiplies a parameter by s (p' = s p), its gradient becomes g / s, its first moment m / s
-and its second moment v / s². To keep p' = s p after the next step, that step must be s times the
-old one:
+and its second moment v / s². To keep p' = s p, the new step must be s times the old step:
 
     SGD            s lr g = lr' g'                    lr' = s² lr
     Adam, AdamW    s lr m / (√v + ε) = lr' m' / (√v' + ε')    lr' = s lr,  ε' = ε / s
 
 Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam), and λ' = λ / s if it
-subtracts lr λ p from the parameter (AdamW). So scaled parameters get their own group.
+subtracts lr λ p from the parameter (AdamW). So scaled parameters need separate parameter groups.
 
-New entries start with zero moments, at the step count of their tensor. With β₂ = .999, Adam's
-first updates of new entries are up to 3.2 lr. Parameters of new layers have no state yet. If units
-were split (`expansion.init.splits`), their moments are split in the same way.
+New entries start with zero moments and keep the step count of their tensor. With β₂ = .999, Adam's
+first updates of new entries are up to 3.2 lr. Parameters of new layers start without any state. If
+units were split (`expansion.init.splits`), the moments of these units are split in the same way.
 
-This is exact, with three exceptions. Gains that are stored as gain - 1 (Gemma) decay towards 0, not
--1. If growth unties embeddings, both start with the moments of the tied embedding. If d_model grows
-under LayerNorm, the gradients of old weights that write to the stream change by a constant that all
-old coordinates share, and so does SGD's step. In tests, Adam's step changes by up to 0.1 lr, and by
-0.4 lr if weight decay acts on weights that were not centred.
+The transfer is exact, with three exceptions. If gains are stored as gain - 1 (Gemma), weight decay
+moves the stored value towards 0, not -1. If growth unties embeddings, both matrices start with the
+moments of the tied matrix. If d_model grows under LayerNorm, the gradients of old weights that
+write to the stream change by a constant that all old coordinates share, and SGD's step changes by a
+constant too. In tests, Adam's step changed by up to 0.1 lr, or 0.4 lr with weight decay on
+uncentred weights.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ from attn_only_lens.growth.growable import Growable, Parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _PROBLEM = "this optimizer cannot be grown"
-# The powers of 1 / s by which moments, and a group's settings, are multiplied.
+# Exponents: moments and group settings are multiplied by these powers of 1 / s.
 _MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
     SGD: {"lr": -2, "initial_lr": -2, "weight_decay": 2},
@@ -57,7 +57,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # new names by the old parameter with that role
+    of_new_layers = defaultdict(list)  # names in new layers, by name in a similar old layer
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
@@ -65,8 +65,8 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names, and becomes two parameters if growth unties it. Parameters
-        # that a bridge does not compute with have no name, because they have no gradient.
+        # A tied embedding has two names, because growth may untie it into two parameters. Unused
+        # parameters of a bridge have no name, because they have no gradient.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
@@ -88,7 +88,7 @@ def grown_optimizer(
     if not any("param_names" in group for group in optimizer.param_groups):
         groups = [g | {"params": [parameter for _, parameter in g["params"]]} for g in groups]
     kind: Any = type(optimizer)
-    made: OptimizerT = kind(groups, lr=optimizer.defaults["lr"])  # each group has all settings
+    made: OptimizerT = kind(groups, lr=optimizer.defaults["lr"])  # torch requires lr
     made.defaults = dict(optimizer.defaults)
     made.state.update(state)  # type: ignore[arg-type]
     return made
@@ -120,7 +120,7 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
     """Return a group's settings for parameters that were multiplied by `scale`."""
     powers = dict(_SETTINGS[type(optimizer)])
-    if group.get("decoupled_weight_decay"):  # Adam with this flag equals AdamW
+    if group.get("decoupled_weight_decay"):  # Adam with this flag is the same as AdamW
         powers["weight_decay"] = 1
     return {
         key: value * scale ** -powers[key] if key in powers and scale != 1.0 else value
@@ -137,18 +137,18 @@ def _grown_state(
     tensor_map: TensorMap,
     provenance: Provenance,
 ) -> Any:
-    """Return one item of a parameter's state, for the grown parameter."""
+    """Return one entry of a parameter's state, resized for the grown parameter."""
     if key not in _MOMENTS or value is None:
         return value.clone() if isinstance(value, Tensor) else value
     moment = old.to_weights(value)
-    if tensor_map.scale != 1.0:  # an offset does not change a gradient
+    if tensor_map.scale != 1.0:  # moments do not depend on the offset
         moment = moment / tensor_map.scale ** _MOMENTS[key]
     moment = tensor_map.put(moment, moment.new_zeros(tensor_map.shape))
     return new.from_weights(_shared_out(moment, tensor_map.name, _MOMENTS[key], provenance))
 
 
 def _shared_out(moment: Tensor, name: str, power: int, provenance: Provenance) -> Tensor:
-    """Return a grown tensor's moment; each split unit's moment is divided among its copies."""
+    """Divide the moments of each split unit among the unit and its copies."""
     axes = axes_of(name, provenance.constants)
     for shares in provenance.shares:
         if shares.axis not in axes:

@@ -1,18 +1,16 @@
-"""Growth of a converted model, with two blocks per layer, through the weights of its source.
+"""Growth of converted models, which have two blocks per layer.
 
-Its parameters are the parameters of its source under other names: source layer l is blocks 2l and
-2l + 1, and neuron-heads have the MLP's matrices. So every expansion means the same as in the
-source: `AddNeurons` appends neuron-heads (m per neuron, if m heads form a neuron), and
-`InsertLayer` inserts two blocks. Converting a grown model and growing the converted model give the
-same weights, bit for bit. Layers may have different sizes, and values may have another width than
-queries and keys. So these models, unlike others, can grow in some layers only, or by `WidenValues`
-or `WidenQueriesAndKeys` alone.
+A converted model has the parameters of its source model under other names: source layer l becomes
+blocks 2l and 2l + 1, and neuron-heads have the MLP's matrices. So `AddNeurons` appends neuron-heads
+(m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks. Converting a grown
+model and growing the converted model give bitwise equal weights. Layers of a converted model may
+have different sizes, and values may have another width than queries and keys. So converted models,
+unlike others, can grow in some layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
 
 Bilinear gates of a gated MLP are exact on a range that was calibrated for each layer. A new layer
-gets the range of the old layer that it is modelled on, and new neurons get the range of their
-layer. Outside this range, new neurons do not compute the activation function, but their outputs are
-zero before training. If this matters, grow the source, and then convert and calibrate the grown
-model.
+gets the range of the old layer with the same shapes, and new neurons get the range of their layer.
+Outside this range, new neurons do not compute the activation function, but their outputs are zero
+before training. To avoid this, grow the source, then convert and calibrate the grown model.
 """
 
 import math
@@ -55,7 +53,7 @@ class ConvertedModel(Growable):
         return isinstance(model, AttentionOnlyTransformer)
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why the model's function is unknown."""
+        """Return every reason why growth cannot read this model."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
             return [f"it is a {type(model).__qualname__}, a subclass whose function is unknown"]
@@ -106,7 +104,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the template's layer from which everything but the weights comes.
+        # For each layer, the original layer from which everything except the weights is copied.
         layers = [
             layer
             for layer_index in range(constants.n_layers)

@@ -1,4 +1,4 @@
-"""Activation and path patching, and attribution, of attention heads and neuron-heads."""
+"""Activation patching, path patching and attribution for attention heads and neuron-heads."""
 
 from attn_only_lens.engine.interventions import ablated, steered
 from attn_only_lens.engine.metrics import (

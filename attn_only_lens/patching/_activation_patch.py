@@ -1,4 +1,4 @@
-"""Exact activation patching, site by site; only what each patch can change is computed."""
+"""Exact activation patching, site by site."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,11 +71,11 @@ def activation_patch(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
-    """Patch each site in turn, and compute the metric.
+    """Patch each site in turn, and compute the metric after each patch.
 
     Results are exact: each value equals the metric of a whole forward pass with the patch, up to
-    rounding. Only what a patch can change is computed (see `engine/replay`), for many sites at
-    once. A site whose patch cannot affect the metric has the value of the unpatched run.
+    rounding errors. Only activations that a patch can change are computed (see `engine/replay`),
+    for many sites at once. A patch that cannot affect the metric gives the unpatched value.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -85,10 +85,10 @@ def activation_patch(
         metric: `logit_diff(...)` or another metric, or any function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
-        part: the patched activation: "z", a head's output; "pattern", its attention pattern;
+        part: the patched activation: "z", a head's output; "pattern", a head's attention pattern;
             "value"; "q"; or "k", for attention heads only. Heads that share a neuron are patched
-            together unless a name selects one. If heads share values and keys (grouped-query
-            attention), only one head reads the patch.
+            together unless a name selects a single head. If heads share values and keys
+            (grouped-query attention), only one head reads the patch.
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
             of numbers, or roles: `{"subject": [2, 4], "end": -1}`, with one number for all prompts
             or one number per prompt, counted without padding.
@@ -106,19 +106,20 @@ def activation_patch(
             as many as fit in a fifth of the memory, or the number in the folder `resume`; for a
             custom metric, all of them.
         batch_size: how many sites run in one forward pass; by default as many as fit in memory.
-        resume: a checkpoint folder: results are written to it as they are computed, and an
-            interrupted sweep resumes from it. A custom metric then needs a version (see `custom`).
-            Under `accelerate launch`, where processes share the work, the folder is required.
+        resume: a checkpoint folder: results are written to the folder as they are computed, and an
+            interrupted sweep resumes from the folder. A custom metric then needs a version (see
+            `custom`). Under `accelerate launch`, where processes share the work, the folder is
+            required.
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
-        The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
+        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, sites or positions; `per_prompt`
             with a metric that has one value for all prompts; a folder with another sweep.
-        UnsupportedModelError: the model has other logits if it is run in parts, or a patch then
-            differs from a hook in a whole forward pass (both are tested first).
+        UnsupportedModelError: a forward pass of the model cannot be split at block boundaries, or a
+            patch has another effect than a hook in a whole forward pass (both are tested first).
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -166,7 +167,7 @@ def activation_patch(
 
 @dataclass(frozen=True, eq=False)
 class SweepPlan:
-    """The prompts, sites (as requested, and resolved) and metric of a sweep."""
+    """The prompts, sites, metric and options of a sweep."""
 
     model: Any
     pair: PromptPair
@@ -181,32 +182,32 @@ class SweepPlan:
 
     @cached_property
     def sites(self) -> tuple[LayerSites, ...]:
-        """The heads of every layer and kind."""
+        """The heads to patch, by layer and kind."""
         return tuple(dict.fromkeys(group.sites for group in self.groups))
 
     @property
     def n_rows(self) -> int:
-        """The number of heads at positions."""
+        """The number of sites, where a site is a head at a position."""
         return sum(map(len, self.groups))
 
     @property
     def prompts(self) -> list[range]:
-        """The prompts of each chunk, in order."""
+        """The indices of the prompts in each chunk, in order."""
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def chunks(self, *, by_cost: bool) -> list[Chunk]:
-        """Split the sweep by prompts; with `by_cost` (stored or shared results), also by sites."""
+        """Split the sweep by prompts and, with `by_cost` (for stored results), also by sites."""
         if by_cost:
             at_once = self.prompts_at_once
             return split_sweep(self.model, self.pair, self.groups, at_once, self.direction)
         return [Chunk(prompts, range(self.n_rows)) for prompts in self.prompts]
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record the clean and the corrupted run of some prompts."""
+        """Record the clean and the corrupted run for some prompts."""
         return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
 
     def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
-        """Return the runs of the prompts, recorded chunk by chunk."""
+        """Return the runs for all prompts, which are recorded chunk by chunk."""
         ablated = None
         if self.direction in ABLATIONS:
             ablated = AblatedRuns(
@@ -216,7 +217,7 @@ class SweepPlan:
         return PromptChunks(self.model, self.pair, self.metric, self.direction, record, ablated)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that values depend on, so that a different sweep is not resumed."""
+        """Return all settings that affect values, so that only the same sweep can be resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.groups),
             "reference": None if self.reference is None else self.reference.tolist(),
@@ -249,7 +250,7 @@ def plan_sweep(
     traced: bool = False,
     most_rows: int | None = ROWS,
 ) -> SweepPlan:
-    """Resolve prompts, sites and metric, and choose how many prompts are in memory at once."""
+    """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk."""
     pair = (
         single_prompts(model, clean, mask)
         if corrupted is None
@@ -266,7 +267,7 @@ def plan_sweep(
 
 
 class SitePatches:
-    """The patches of all sites of a sweep, computed chunk by chunk."""
+    """Computes the patches of all sites in a sweep, chunk by chunk."""
 
     def __init__(
         self,
@@ -281,7 +282,7 @@ class SitePatches:
         self._tested: set[tuple[bool, int]] = set()
 
     def compute(self, chunk: Chunk) -> Arrays:
-        """Return the stored statistics of the metric after each patch of a chunk."""
+        """Return the statistics to store: the metric after each patch in a chunk."""
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)
@@ -289,7 +290,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Return a runner of patches on some prompts; the edits of the sites are tested first."""
+        """Return a patch runner for some prompts. First test the edits that the runner uses."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)
@@ -305,7 +306,7 @@ class SitePatches:
 def sweep_reasons(
     model: Any, corrupted: object, part: object, direction: object, reference: object
 ) -> list[str]:
-    """Return the reasons why these patches or attributions are refused."""
+    """Return every reason why these options for patching or attribution are invalid."""
     reasons = [*reasons_not_to_run(model)]
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
@@ -322,7 +323,7 @@ def sweep_reasons(
 
 
 def count_reasons(**counts: object) -> list[str]:
-    """Return the reasons why options are neither positive whole numbers nor None."""
+    """Return a reason for each option that is neither a positive whole number nor None."""
     return [
         f"got {name}={count!r}; expected 1 or more, or None"
         for name, count in counts.items()
@@ -333,7 +334,7 @@ def count_reasons(**counts: object) -> list[str]:
 def prompt_settings(
     model: Any, pair: PromptPair, metric: Metric, groups: Sequence[SiteGroup]
 ) -> dict[str, Any]:
-    """Return the settings that all patching methods share."""
+    """Return the settings that are common to all patching methods."""
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),

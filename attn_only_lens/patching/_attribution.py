@@ -1,11 +1,11 @@
-"""Attribution: estimate the score of every patch from a few forward passes and a backward pass.
+"""Attribution: estimate the score of every patch from a few forward and backward passes.
 
     value after the patch ≈ value + Σ_{patched positions} g · Δ
 
-Here `value` is the metric of the run that is patched into (the target run). Δ is the change of an
-activation of a head (source run minus target run), and g is the gradient of the metric with respect
-to this activation. Scores are defined in `results.py`. In an ablation, the source run is the clean
-run with z ablated. The methods differ in g:
+Here `value` is the metric of the target run, into which activations are patched. Δ is the
+difference of a head's activation (source run minus target run), and g is the gradient of the metric
+with respect to this activation. Scores are defined in `results.py`. For an ablation, the source run
+is the clean run with z ablated. The methods differ in g:
 
     "gradient"    g is the gradient in the target run: attribution patching (Nanda 2023; Syed, Rager
                   and Conmy 2023, "Attribution Patching Outperforms Automated Circuit Discovery").
@@ -20,16 +20,16 @@ run with z ablated. The methods differ in g:
                   them by, is exactly the change of the metric. The direction changes only its sign,
                   so compare it with the mean of denoising and noising.
 
-Every method is linear in the keys of attention heads (part "k"). Δ is exact except for keys, and
-for queries with "gradient" and "integrated": a patch of any part of a neuron-head is treated as a
-patch of z by its Δz (`edits.py`). As ε → 0, a patch scaled by ε changes the metric by ε times the
-estimate of "gradient".
+Every method treats z as linear in the keys of attention heads (part "k"); "gradient" and
+"integrated" also treat z as linear in queries. All other changes Δ are exact: a patch of any part
+of a neuron-head is treated as a patch of z by the resulting Δz (`edits.py`). As ε → 0, a patch
+scaled by ε changes the metric by ε times the "gradient" estimate.
 
-The cost is counted in forward passes of 2 · n_pos · parameters flops (a backward pass that stops at
-activations costs one). "gradient" costs 3; "exact_gate" costs 3, plus 2 for queries of attention
-heads; "secant" costs 6; "integrated" costs 3 + 2 · steps. Some sites are then patched exactly
-(`repairs.py`). The agreement with patching is in `analyses/results/attribution_vs_patching.md`,
-`contrast_vs_patching.md` and `attribution_repairs.md`.
+Costs are counted in forward passes of 2 · n_pos · parameters flops (a backward pass that stops at
+activations costs as much as a forward pass). "gradient" costs 3 forward passes; "exact_gate" costs
+3, plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps. Some
+sites are then patched exactly (`repairs.py`). In `analyses/results`, `attribution_vs_patching.md`,
+`contrast_vs_patching.md` and `attribution_repairs.md` report the agreement with patching.
 """
 
 from collections.abc import Sequence
@@ -100,8 +100,8 @@ from attn_only_lens.tolerances import disagreement
 
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
-_TRACED = ("gradient", "exact_gate")  # methods whose gradients come from the recorded run
-_STEPS = 5  # as in the EAP-IG experiments
+_TRACED = ("gradient", "exact_gate")  # methods that need gradients in the recorded target run
+_STEPS = 5  # the number of steps in the EAP-IG experiments
 
 
 @warned_once()
@@ -127,16 +127,15 @@ def attribution(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> Sweep:
-    """Estimate the results of patching every site, for all sites at once.
+    """Estimate the results of activation patching for all sites at once.
 
-    The results have the same scale and columns as those of `activation_patch`; `agreement` compares
-    the two.
+    The results have the scale and columns of `activation_patch`; use `agreement` to compare.
 
-    Estimates from gradients can miss the one site that matters, usually a neuron of an early layer
-    at the first token that differs. So the sites with the largest expected errors are patched
-    exactly (`repairs.py`), and their rows are marked `exact`. In a small model, these are most or
-    all sites; with `budget=0`, there are none. `expected_pearson` is the expected correlation with
-    patching, for attention heads and for neuron-heads.
+    Gradient estimates can miss the one site that matters, which is usually a neuron in an early
+    layer at the first token that differs. So the sites with the largest expected errors are patched
+    exactly (`repairs.py`), and the rows of these sites are marked `exact`. In a small model, most
+    or all sites are patched; with `budget=0`, no sites are patched. `expected_pearson` is the
+    expected correlation with patching, for attention heads and for neuron-heads.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -156,10 +155,10 @@ def attribution(
         method: "gradient", "exact_gate", "integrated" or "secant"; see the module docstring.
         steps: for "integrated", how many gradients to average; by default 5.
         budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
-            spends at least 3 forward passes or 0.2 Gflop. It then continues until the expected
-            correlations are .99, but spends at most 7 forward passes (10 with the estimates) or
-            4 Gflop. In each case the larger limit applies. Tests of a model cost about ten more
-            forward passes, once.
+            spends at least 3 forward passes or 0.2 Gflop. "auto" then continues until the expected
+            correlations are .99, but spends at most 7 forward passes (10 with the estimates) or 4
+            Gflop. Of the two limits, the larger one applies. Tests of a new model cost about ten
+            passes.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
             on the score.
@@ -174,8 +173,7 @@ def attribution(
             "integrated", or sites if there are several chunks of prompts.
 
     Returns:
-        The estimated metric after each patch, and its score: 0 is the corrupted run, 1 the clean
-        one. `Sweep.method` names the method.
+        The estimated metric and score after each patch; score 0 is the corrupted run, 1 the clean.
 
     Raises:
         InputWarning: with "secant", the metric has no secant rule, and shares do not add up to the
@@ -243,7 +241,7 @@ def attribution(
             exact &= arrays["exact"]  # patched in all chunks
             weight = totals.weight(chunk.prompts)
             share = len(chunk.prompts) / totals.n_prompts
-            # The sum of errors bounds the error of the mean.
+            # The error of the mean over chunks is at most the weighted sum of the chunks' errors.
             for name, w in (("errors", weight), ("by_pattern", weight), ("forwards", share)):
                 if name in arrays:
                     sums[name] = sums.get(name, 0.0) + w * arrays[name]
@@ -261,7 +259,7 @@ def attribution(
 def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
-    """Return the stored statistics of a chunk's estimates."""
+    """Return the statistics of a chunk's estimates that are stored."""
     some_prompts = prompts.of(chunk.prompts)
     repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]
@@ -277,7 +275,7 @@ def _estimate_chunk(
 def _expected_pearson(
     plan: SweepPlan, totals: OverPrompts, errors: np.ndarray
 ) -> dict[Any, float | None]:
-    """Return the expected correlation with patching for each kind of head."""
+    """Return, for each kind of head, the expected correlation between estimates and patching."""
     sizes = [len(group) for group in plan.groups]
     kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
     means = totals.means.numpy()
@@ -289,7 +287,7 @@ def _expected_pearson(
 
 
 class _Estimator:
-    """Estimates the effects of all sites, for one chunk of prompts at a time."""
+    """Estimates the effects of all sites on one chunk of prompts at a time."""
 
     def __init__(
         self,
@@ -308,7 +306,7 @@ class _Estimator:
             for site in plan.sites
         }
         self._attention = [site.layer for site in plan.sites if site.kind == "attention"]
-        # Record z of the heads that read keys or values, because heads may share these.
+        # Heads may share keys and values, so record z of the heads that read them.
         self._readers = {
             node: hook_name(plan.model, site.layer, "z")
             for site, node in self._nodes.items()
@@ -319,7 +317,7 @@ class _Estimator:
         self._both: BothRuns | None = None
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs of some prompts, and keep the autograd graph of the target run."""
+        """Record both runs for some prompts, and keep the autograd graph of the target run."""
         plan, nodes = self._plan, self._nodes.values()
         written, kept = set[str](), set[str]()
         if self._budget:
@@ -340,9 +338,9 @@ class _Estimator:
             )
 
     def estimate(self, prompts: PromptChunk) -> tuple[Repairs, Tensor | None]:
-        """Estimate the effects of all sites, and replace some estimates by exact patches.
+        """Estimate the effects of all sites, and replace some estimates by exact values.
 
-        If the results are split, also return each row's effect on the metric through patterns.
+        If the attribution is split, also return each row's effect on the metric through patterns.
         """
         model, part = self._plan.model, self._plan.part
         target, source = prompts.target, prompts.source
@@ -396,7 +394,7 @@ class _Estimator:
         return result
 
     def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
-        """Return by how much each row changes the metric through patterns."""
+        """Return each row's effect on the metric through attention patterns and gates."""
         model, sign = self._plan.model, 1 if self._plan.direction == "denoise" else -1
         moves = []
         for group in groups:
@@ -406,14 +404,14 @@ class _Estimator:
         return sign * on_one_device(moves).cpu().double()
 
     def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
-        """Return the gradients that the method uses, by hook point."""
+        """Return the gradients for the chosen method, by hook point."""
         model, metric = self._plan.model, prompts.runs.metric
         target, source = prompts.target, prompts.source
         require_differentiable(metric, target.logits.detach())
-        if self._method == "integrated":  # gradients at points between the runs
+        if self._method == "integrated":  # average over points between the runs
             tape, steps = self._tape, self._steps
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
-        if prompts.first:  # later prompts may happen to have zero gradient
+        if prompts.first:  # only the first chunk, because single prompts may have zero gradient
             ablation = self._plan.direction in ABLATIONS
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value
@@ -422,7 +420,7 @@ class _Estimator:
 
 
 def _method_reasons(part: str, direction: str, method: str, steps: object) -> list[str]:
-    """Return the reasons why a method cannot estimate these patches."""
+    """Return every reason why this method cannot be used with these options."""
     reasons = option_reasons("method", method, METHODS)
     if direction in ABLATIONS and method == "integrated":
         reasons.append(
@@ -451,13 +449,13 @@ def integrated_gradients(
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Return gradients at hook points, averaged over k runs between the target and the source."""
+    """Return gradients at hook points, averaged over runs between the target and the source run."""
     x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()
     for step in tqdm(range(steps), unit="step", disable=not progress):
         tape, point = tape.anew(), torch.lerp(x, end, (step + 0.5) / steps)
-        # A later hook sees the output of an earlier one: first replace the point, then make a root.
+        # Hooks run in order: first replace the stream, then start the autograd graph there.
         start = partial(_replace_stream, point)
         with torch.enable_grad(), edit_input(model, start), start_graph(model):
             logits = run(model, target.tokens, target.mask, tape.hooks)
@@ -474,7 +472,7 @@ def _replace_stream(stream: Residual, _: Residual) -> Residual:
 
 @torch.no_grad()
 def _require_whole(model: Any, target: Recording, source: Recording) -> None:
-    """Refuse models that read tokens not only in the embedding before the first block."""
+    """Refuse models that use the input tokens again after the embedding."""
     with edit_input(model, lambda _: source.streams[0]):
         logits = run(model, target.tokens, target.mask)
     tolerance = logit_tolerance(host_of(model).neurons, logits.dtype)

@@ -1,13 +1,14 @@
 """Split a patch's effect into pattern, value and interaction.
 
-The output of a neuron-head is z = w v. So between two runs (the second run has a prime)
+The output of a neuron-head is z = w v, where w is the pattern and v the value. So the difference
+between two runs (the second run has a prime) is
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. In an MLP, only the left side can be observed. The metric is not linear in these changes.
-So the interaction in the metric is the effect of patching z minus the effects of patching only the
-pattern and only the value.
+exactly. In an ordinary MLP, only the left side of the equation can be observed. The metric is not a
+linear function of the three parts. So the interaction in the metric is the effect of patching z
+minus the effects of patching only the pattern and only the value.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ _WRITES: dict[str, Callable[[NeuronRun, NeuronRun], Tensor]] = {
     "write_interaction": interaction,
     "write": partial(change_of_z, part="z"),
 }
-"""The parts of the change of z, in the order of the columns."""
+"""The parts of the change in z, in the order of the columns."""
 
 
 @warned_once()
@@ -92,7 +93,8 @@ def gate_and_value(
             corrupted run, 1 the clean one). The first three add up to the last.
 
     Raises:
-        InputError: as in `activation_patch`; sites that are not neuron-heads; an ablation.
+        InputError: for the same reasons as in `activation_patch`, or if a site is not a
+            neuron-head, or if the direction is an ablation.
 
     Example:
         >>> import torch
@@ -152,7 +154,7 @@ def _writes(
     direction: str,
     per_prompt: bool,
 ) -> dict[str, np.ndarray]:
-    """Return the changes of each neuron's activation, in the order of a sweep's rows."""
+    """Return the changes in each neuron's activation, in the same order as a sweep's rows."""
     layers = [group.sites.layer for group in groups]
     n_rows, n_prompts = sum(map(len, groups)), len(pair.clean)
     shape = (n_rows, n_prompts) if per_prompt else (n_rows, 1)

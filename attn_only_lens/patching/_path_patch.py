@@ -1,7 +1,6 @@
-"""Exact path patching: replace what one head writes, but only in what another head reads.
+"""Exact path patching: replace one head's output, but only in the input of another head.
 
-A path has a sender s and a receiver r. The target is the run that is patched into, and the source
-is the other run.
+A path has a sender s and a receiver r. Patches copy from the source run to the target run.
 
     δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
     the stream that r reads for its inputs `part` changes by δ before r's norm; all else stays fixed
@@ -9,19 +8,21 @@ is the other run.
     z_r + Δz_r is patched into the target run, and the metric is computed
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
-Behavior with Path Patching".) A pair includes all paths whose first edge is s → r. For the receiver
-"logits", it is the direct path. The norm before r is "held" at the target run, so that the changes
-from several senders add up, or it is computed "anew" from x + δ. (TransformerLens'
-`get_act_patch_direct_path` is "held" in 3.9, "anew" in 4.) A norm after s belongs to s. Norms of
-queries and keys belong to r, and are computed anew.
+Behavior with Path Patching".) The pair (s, r) stands for all paths whose first edge is s → r. If r
+is "logits", the pair stands for the direct path only. The scale of the norm before r is either
+"held" at its value in the target run, so that changes from several senders add up, or computed
+"anew" from x + δ. (`get_act_patch_direct_path` in TransformerLens uses "held" in version 3.9 and
+"anew" in version 4.) A norm after s is part of s. Norms of queries and keys are part of r, and are
+always computed anew.
 
-The cost of a pair, for each prompt, is the run after r (2 S Σ_{later blocks} parameters flops), and
-the change of r. Here δ has T positions, and S positions begin with the first of them. For a neuron,
-the change costs 2 d_model T flops (4 d_model T if gated). For an attention head, it costs the
-attention of its layer, once for each sender. For logits, it costs the unembedding.
+For each prompt, a pair costs the run after r (2 S Σ_{later blocks} parameters flops) and the
+computation of Δz_r. Here T is the number of positions of δ, and S is the number of positions from
+the first of these to the end. For a neuron, Δz_r costs 2 d_model T flops (4 d_model T if the MLP is
+gated). For an attention head, Δz_r costs a pass through the attention of one layer, once per
+sender. For logits, the pair costs an unembedding.
 
-Paths run in blocks. A block has some senders of one layer and kind, at one set of positions, and
-some receivers of one layer and kind. Its tensors have at most about `_NUMBERS` numbers.
+Paths run in blocks. A block consists of senders from one layer and kind, at one set of positions,
+and receivers from one layer and kind. Tensors of a block have at most about `_NUMBERS` entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,9 +80,9 @@ from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these paths cannot be patched"
 _LOGITS = "logits"
-_AT_ONCE = 256  # how many paths a chunk of exact values has
-_ESTIMATES_AT_ONCE = 2**24  # how many paths a chunk of estimates has: about ten seconds of work
-_NUMBERS = 2**21  # how many numbers a tensor of a block has; several are in memory at once
+_AT_ONCE = 256  # paths in a chunk of exact values
+_ESTIMATES_AT_ONCE = 2**24  # paths in a chunk of estimates: about ten seconds of work
+_NUMBERS = 2**21  # entries of a block's largest tensor
 
 
 @warned_once()
@@ -107,11 +108,11 @@ def path_patch(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Paths:
-    """Patch each path from a sender to a later receiver, and compute the metric.
+    """Patch each path from a sender to a later receiver, and compute the metric after each patch.
 
-    Results are exact. The receiver reads what the sender wrote in the other run, and everything
-    else that it reads stays fixed. The change of the receiver's output then affects the rest of the
-    forward pass and the metric (see `_path_patch.py`).
+    Results are exact. The receiver reads the sender's output from the other run, and the rest of
+    the receiver's input stays fixed. The change in the receiver's output then affects the rest of
+    the forward pass and the metric (see `_path_patch.py`).
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -147,15 +148,15 @@ def path_patch(
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
-        The metric after each patch, and its score: 0 is the corrupted run, 1 the clean one.
+        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, heads or positions; no receiver
             comes after a sender; with `top`, a metric with zero gradient; with `per_prompt`, a
             metric that has one value for all prompts.
-        UnsupportedModelError: the writes of the model do not add up to its stream; a receiver's
-            attention is not a function of its hooked queries, keys and values; the model has other
-            logits if it is run in parts.
+        UnsupportedModelError: sublayer outputs do not add up to the residual stream; attention in a
+            receiver's layer is not a function of the queries, keys and values at its hook points; a
+            forward pass of the model cannot be split at block boundaries.
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -208,7 +209,7 @@ def path_patch(
 
 @dataclass(frozen=True, eq=False)
 class _PathPlan:
-    """The prompts, senders, receivers and metric of path patching."""
+    """The prompts, senders, receivers, metric and options of path patching."""
 
     model: Any
     pair: PromptPair
@@ -222,11 +223,11 @@ class _PathPlan:
 
     @property
     def prompts(self) -> list[range]:
-        """The prompts of each chunk, in order."""
+        """The indices of the prompts in each chunk, in order."""
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that values depend on, so that different results are not resumed."""
+        """Return all settings that affect values, so that only the same job can be resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.senders),
             "senders": [[*site_rows([group])["name"]] for group in self.senders],
@@ -240,7 +241,7 @@ class _PathPlan:
 
 
 class _PathPatches:
-    """Estimates and patches of paths, computed chunk by chunk."""
+    """Computes estimates and exact values for paths, chunk by chunk."""
 
     def __init__(
         self, plan: _PathPlan, top: int | None, per_prompt: bool, batch_size: int | None
@@ -273,7 +274,7 @@ class _PathPatches:
         self._tested = set[bool]()
 
     def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs of some prompts, split into what each sublayer writes."""
+        """Record both runs for some prompts, including the output of each sublayer."""
         model, names = self._plan.model, self._names
         self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
         self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
@@ -281,16 +282,15 @@ class _PathPatches:
         return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
-        """Return all paths, and the rows of each chunk of paths; a chunk has whole blocks."""
+        """Return all paths, and the rows of each chunk. Blocks are not split between chunks."""
         work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
         ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
         return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
-        """Return the paths with the largest |mean estimate|, and the rows of each chunk of them."""
-        # Here each row is a block. The keys have no prompts, so they cannot equal keys of patch
-        # chunks.
+        """Return the paths with the largest |mean estimate|, and the rows of each chunk."""
+        # Rows of these chunks are blocks. The chunks' keys have no prompts, unlike other keys.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
@@ -316,7 +316,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Return the stored statistics of the metric after each path of a chunk is patched."""
+        """Return the statistics to store: the metric after each patch in a chunk."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [
@@ -326,7 +326,7 @@ class _PathPatches:
         return {"kept": prompts.reduced(self.totals, torch.cat(values)).numpy()}
 
     def results(self, work: pd.DataFrame) -> Paths:
-        """Return the results with one row per path, or per path and prompt, after all chunks."""
+        """Return the results of all chunks, with one row per path, or per path and prompt."""
         plan = self._plan
         settings = run_settings(plan.model, plan.pair, plan.senders, self.totals, plan.part)
         paths = pd.concat(
@@ -343,7 +343,7 @@ class _PathPatches:
         return Paths(frame=frame, scale=plan.scale, n_paths=self.n_paths, **settings)
 
     def _runner(self, prompts: PromptChunk) -> "_PathRunner":
-        """Return the runner of paths on some prompts; the edits of receivers are tested first."""
+        """Return a path runner for some prompts. First test the edits of receivers."""
         if prompts.runner is None:
             plan, runs = self._plan, self._runs
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
@@ -378,7 +378,7 @@ class _PathPatches:
 
 
 def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
-    """Return receivers by layer and kind; None, at the end, stands for the logits."""
+    """Return receivers by layer and kind. The last entry is None if the logits are a receiver."""
     names, has_logits = receivers, False
     if isinstance(names, str | HeadName):
         names = [names]
@@ -399,7 +399,7 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
 
 
 def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
-    """Return ranges of blocks; each range except the last has at least `n_paths` paths."""
+    """Return ranges of blocks. Each range except the last has at least `n_paths` paths."""
     ends, n = [0], 0
     for number, block in enumerate(blocks):
         n += block.n_paths
@@ -410,14 +410,14 @@ def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
 
 
 def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
-    """Return the paths with the largest |estimated effect| of all chunks, ordered by block."""
+    """Return the paths with the largest |estimated effect| in all frames, ordered by block."""
     paths = pd.concat(picked, ignore_index=True)
     rows = paths["estimate"].abs().nlargest(top).index
     return paths.loc[rows.sort_values()].reset_index(drop=True)
 
 
 def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each block's number with the senders and receivers of its paths."""
+    """Yield, for each block, its number and the senders and receivers of its paths."""
     for number, rows in work.groupby("block"):
         i, j = (torch.from_numpy(rows[name].to_numpy(np.int64, copy=True)) for name in "ij")
         yield int(number), i, j  # type: ignore[arg-type]
@@ -442,12 +442,12 @@ class _PathBlock:
         return self.shape[0] * self.shape[1]
 
     def paths(self, number: int) -> pd.DataFrame:
-        """Return all paths as rows with the block's number, sender i and receiver j."""
+        """Return a frame with one row per path: the block's number, sender i and receiver j."""
         i, j = (index.ravel() for index in np.indices(self.shape))
         return pd.DataFrame({"block": number, "i": i, "j": j})
 
     def of_prompts(self, pair: PromptPair) -> "_PathBlock":
-        """Return the same paths on a chunk of the prompts."""
+        """Return the same paths for a chunk of the prompts."""
         if pair.among is None:
             return self
         positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
@@ -471,7 +471,7 @@ def _path_blocks(
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
 ) -> Iterator[_PathBlock]:
-    """Yield blocks of all pairs in which the receiver comes after the sender.
+    """Yield blocks with all pairs in which the receiver comes after the sender.
 
     The order and the sizes of blocks depend only on the prompts, the heads and `prompts_at_once`.
     """
@@ -531,13 +531,13 @@ def _take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
 
 
 def _local(sites: LayerSites) -> LayerSites:
-    """Return the same sites with indices from 0."""
+    """Return the same sites with the indices 0, 1, 2, …"""
     return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
 
 
 @dataclass(eq=False)
 class _PathRunner:
-    """Patches paths into one run; `baseline` is the unpatched metric of each prompt."""
+    """Patches paths into one run. `baseline` is the unpatched metric of each prompt."""
 
     readers: Readers
     source: Decomposition
@@ -555,10 +555,10 @@ class _PathRunner:
     ) -> Float[Tensor, "path prompt"]:
         """Return the metric of each prompt with the path from sender i to receiver j patched.
 
-        A path that cannot affect the metric gives the baseline, without a run.
+        For paths that cannot affect the metric, the result is the baseline, without a forward pass.
         """
         values = self.baseline.repeat(len(i), 1)
-        if not block.positions.chosen.any():  # no prompt of this chunk has such a position
+        if not block.positions.chosen.any():  # these prompts lack the positions
             self.batching.on_done(len(i))
             return values
         senders, i = i.unique(return_inverse=True)
@@ -586,7 +586,7 @@ class _PathRunner:
         block: int,
         run: Callable[[Tensor, int], Tensor],
     ) -> None:
-        """Run the paths that can affect the metric by a change at some positions of a block."""
+        """Run only those paths whose changes can affect the metric, and fill in their values."""
         replay = self.replay
         effective = replay.effective(changed, block, positions)
         moving, first = effective.flatten(1).any(1), 0
@@ -598,7 +598,7 @@ class _PathRunner:
         self.batching.fill(values, rows, numbers, lambda batch: run(batch, first))
 
     def _sent(self, block: _PathBlock, positions: Any) -> Float[Tensor, "sender batch pos d_model"]:
-        """Return what senders wrote in the source run minus what they wrote in the target run."""
+        """Return each sender's output in the source run minus its output in the target run."""
         layer, kind = block.senders.layer, block.senders.kind
         if isinstance(positions, Tensor):
             positions = positions.to(self.target.of(layer, kind).z.device)
@@ -621,7 +621,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return the change of each receiver's z by each sender × prompt, and its positions."""
+        """Return each receiver's change in z by sender × prompt, and the changed positions."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
@@ -653,7 +653,7 @@ class _PathRunner:
     def _attention_z(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """Return z of all heads in the receivers' layer for each sender, and its first position."""
+        """Return z of all heads in the receivers' layer for each sender, and z's first position."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])
@@ -685,7 +685,7 @@ class _PathRunner:
         name = replay.host.hook_name(layer, "attention", "z")
 
         def run(some: Tensor, first: int) -> Tensor:
-            # Variants may begin before the path, at positions that it does not change.
+            # Variants may begin at earlier positions, which the path does not change.
             before = z_values[:, first:begins, index[some]].movedim(2, 0)
             rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
             rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)
@@ -704,7 +704,7 @@ class _PathRunner:
     def estimates(
         self, block: _PathBlock, gradients: dict[tuple[int, HeadKind], Tensor]
     ) -> Float[Tensor, "sender receiver"]:
-        """Return each path's estimated change of the metric; to the logits, it is exact."""
+        """Return each path's estimated change in the metric (exact for paths to the logits)."""
         receivers, n = block.receivers, len(block.senders.names)
         if not block.positions.chosen.any():
             return torch.zeros(block.shape, device="cpu")

@@ -1,17 +1,17 @@
-"""A job: chunks of work that are computed, stored if requested, and collected in order.
+"""Jobs compute chunks of work, optionally store the results, and collect them in order.
 
-All long computations run in the same way. The work is split into chunks, and a function computes
-the named arrays of each chunk. A folder can store the arrays, so that an interrupted job resumes.
+All long computations are jobs. The work is split into chunks, and a function computes named arrays
+for each chunk. The arrays can be stored in a folder, so that an interrupted job can be resumed.
 Processes started by `accelerate launch` share the chunks: with n processes, process i mod n
-computes chunk i. A patching method defines only its chunks and how to compute one chunk:
+computes chunk i. A patching method only has to define chunks and how to compute one:
 
     job = Job(resume, settings, progress)
     for chunk, arrays in job.run(chunks, compute, unit="site"):
         ...  # add up, in the order of chunks
 
-If a process dies, its chunks are missing, and the next run of the job computes them. Without a GPU,
-`accelerate launch --multi_gpu --num_processes 2 script.py` starts two processes on CPUs. With GPUs,
-the script puts its model on `accelerate.PartialState().device`.
+If a process dies, the next run of the job computes the missing chunks. Without a GPU, `accelerate
+launch --multi_gpu --num_processes 2 script.py` starts two processes on CPUs. With GPUs, the script
+must put its model on `accelerate.PartialState().device`.
 """
 
 import time
@@ -27,8 +27,8 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-_POLL, _PATIENCE = 0.2, 3600.0  # seconds: how often, and how long, to look for a missing chunk
-# torchrun, accelerate and MPI set these variables to the number of processes and this one's rank.
+_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for a missing chunk, and in total
+# Environment variables of torchrun, accelerate and MPI: number of processes, and process rank.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
@@ -42,7 +42,7 @@ class Chunk(Protocol):
 
     @property
     def size(self) -> int:
-        """By how much the chunk advances the progress bar."""
+        """The number of progress-bar units that the chunk counts for."""
 
 
 _Chunk = TypeVar("_Chunk", bound=Chunk)
@@ -85,7 +85,7 @@ class Job:
     def run(
         self, chunks: Sequence[_Chunk], compute: Callable[[_Chunk], Arrays], *, unit: str
     ) -> Iterator[tuple[_Chunk, Arrays]]:
-        """Yield each chunk with its arrays, in order; `unit` is the unit of the progress bar."""
+        """Yield each chunk with its arrays, in order. `unit` is the unit of the progress bar."""
         total, hidden = sum(chunk.size for chunk in chunks), self._hidden
         with tqdm(total=total, unit=unit, desc=self._label, disable=hidden) as self._bar:
             if self._store is None:
@@ -114,7 +114,7 @@ class Job:
         return arrays
 
     def _collected(self, chunk: Chunk) -> Arrays:
-        """Return the stored arrays of a chunk; wait if another process still computes them."""
+        """Return a chunk's stored arrays, and wait if another process is still computing them."""
         assert self._store is not None
         start = time.monotonic()
         while (arrays := self._store.get(chunk.key)) is None:
@@ -150,7 +150,7 @@ def require_folder(folder: str | Path | None) -> None:
 
 
 def is_first() -> bool:
-    """Return whether this is the only process, or the first of those launched together."""
+    """Return True if this is the only process, or the first of several launched processes."""
     return n_launched() == 1 or _from_environment(_RANKS, 0) == 0
 
 

@@ -1,20 +1,21 @@
-"""Means over prompts with standard errors, or values for each prompt, from chunks of prompts.
+"""Collect values over chunks of prompts: means with standard errors, or values per prompt.
 
-Let v_b be the metric of prompt b after a patch, and u_b the metric before it. The weight of the
-prompt in the mean is w_b (1/n, except for a loss; Σ w_b = 1). The metric's range, span = clean -
-corrupted (of the means), is treated as a constant. Then
+Let v_b be the metric of prompt b after a patch, u_b the metric before the patch, and w_b the
+prompt's weight in the mean (Σ w_b = 1; w_b is 1/n except for a loss). The metric's range, span =
+clean - corrupted (of the means), is treated as a constant. Then
 
     value                  Σ w_b v_b
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
-For n prompts with equal weights, the standard error is s/√n. Otherwise it is the linearised
-standard error of a ratio of sums. The standard error of the score uses paired differences, because
-prompts differ more from each other than before and after a patch.
+For n prompts with equal weights, the standard error is s/√n, where s is the sample standard
+deviation. For unequal weights, the standard error is the linearised standard error of a ratio of
+sums. The standard error of the score uses paired differences d_b, because the metric varies more
+between prompts than between the patched and the unpatched run of a prompt.
 
-For each chunk of prompts and each site, three numbers are stored for v, and three for d: the mean
-m, Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². To join two chunks, the sums of both are shifted to the
-common mean (Chan, Golub and LeVeque 1979, for equal weights).
+For each chunk of prompts and each site, three statistics are stored for v, and three for d: the
+mean m, Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². When two chunks are joined, the sums are shifted to
+the common mean (see Chan, Golub and LeVeque 1979 for equal weights).
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ SPREAD = ("value_standard_error", "score_standard_error")
 
 @dataclass(eq=False)
 class OverPrompts:
-    """The metric of both runs and after each patch, accumulated over the prompts added so far.
+    """The metric of both runs and after each patch, accumulated over chunks of prompts.
 
     Attributes:
         name: the name of the metric.
@@ -62,7 +63,7 @@ class OverPrompts:
             raise InputError([reason], "there are no rows for single prompts")
         if self.per_prompt and 0.0 in self.weights:
             zero_step = self.weights.index(0.0)
-            reason = f"{self.name} has no value for prompt {zero_step}; leave it out"
+            reason = f"{self.name} has no value for prompt {zero_step}; leave out this prompt"
             raise InputError([reason], "there are no rows for single prompts")
         width = self.n_prompts if self.per_prompt else 6 if self.n_prompts > 1 else 1
         self._table = torch.zeros(2 + self.n_rows, width, dtype=torch.float64, device="cpu")
@@ -74,7 +75,7 @@ class OverPrompts:
         values: Float[Tensor, "row prompt"],
         shares: tuple[float, ...],
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return a chunk's stored statistics for the clean run, the corrupted run and each row."""
+        """Return statistics of the clean run, the corrupted run and each row for a chunk."""
         scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
             return scores
@@ -84,7 +85,7 @@ class OverPrompts:
         return torch.cat([_moments(scores, shares), _moments(scores - unpatched, shares)], dim=1)
 
     def add(self, chunk: Chunk, by_row: Float[Tensor, "end_or_row number"]) -> None:
-        """Add the result of `reduced` for a chunk. Chunks must be added in order."""
+        """Add a chunk's result from `reduced`. Chunks must be added in order."""
         rows = slice(2 + chunk.rows.start, 2 + chunk.rows.stop)
         for there, new in ((slice(2), by_row[:2]), (rows, by_row[2:])):
             if self.per_prompt:
@@ -102,7 +103,7 @@ class OverPrompts:
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        total = (before.sum() + here.sum()) or 1.0  # if all weights so far are 0, so are the sums
+        total = (before.sum() + here.sum()) or 1.0  # all sums are 0 if all weights are 0
         mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (here.sum() / total)
         first = second = torch.zeros_like(mean)
         for moments, w in ((old, before), (new, here)):
@@ -114,7 +115,7 @@ class OverPrompts:
         return torch.stack([mean, first, second], dim=-1).flatten(1)
 
     def weight(self, prompts: range) -> float:
-        """Return the sum of the weights of some prompts."""
+        """Return the total weight of some prompts."""
         return sum(self.weights[prompts.start : prompts.stop])
 
     @property
@@ -125,11 +126,11 @@ class OverPrompts:
 
     @property
     def means(self) -> Float[Tensor, "row"]:
-        """The mean over prompts of the metric after each patch."""
+        """The metric after each patch, averaged over prompts."""
         return mean_over(self._table[2:], self.weights) if self.per_prompt else self._table[2:, 0]
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the results, with one row per site, or per site and prompt."""
+        """Return the columns of the results, with one entry per site, or per site and prompt."""
         values = self._table[2:]
         if self.per_prompt:
             unpatched = self._table[1 if self.direction == "denoise" else 0]
@@ -156,10 +157,10 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return the weighted mean over prompts, with the same summation for one row and for many."""
+    """Return the weighted mean over prompts, with the same rounding for any number of rows."""
     if len(shares) == 1:
         return values[:, 0]
-    # Sum as in `BoundMetric.mean`, so a patch without effect has exactly the unpatched value.
+    # Sum as in `BoundMetric.mean`, so that patches without effect give exactly the unpatched value.
     weighted = zip(shares, values.unbind(-1), strict=True)
     return sum((share * weight for share, weight in weighted), torch.zeros_like(values[:, 0]))
 
@@ -167,9 +168,9 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return the value of each prompt, from the change of the mean that it causes."""
+    """Return each prompt's value, given the change in the mean that the prompt contributes."""
     moves = moves.cpu().double()
-    if len(shares) == 1:  # one value for all prompts, or only one prompt
+    if len(shares) == 1:  # the metric has one value for all prompts, or there is only one prompt
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))
     return unpatched + moves / moves.new_tensor([share or 1.0 for share in shares])
 

@@ -1,4 +1,4 @@
-"""Record the runs of prompts in chunks, so that activations fit in memory."""
+"""Record runs for chunks of prompts, so that activations fit in memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,17 +23,17 @@ from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.storage.chunks import ChunkStore
 
-_SHARE = 0.2  # the share of all memory for the recorded activations of a chunk of prompts
+_SHARE = 0.2  # fraction of total memory for a chunk's activations
 
 
 @dataclass(eq=False)
 class PromptChunk:
-    """The recorded runs of some prompts; a patch copies from the source run to the target run.
+    """The recorded runs for some prompts. Patches copy from the source run to the target run.
 
     Attributes:
         unpatched: the metric of each prompt in the target run.
-        first: whether the chunk contains the first prompt pair that differs.
-        runner: the runner of patches on these prompts; it is created when first needed.
+        first: whether the chunk contains the first pair of different prompts.
+        runner: the patch runner for these prompts, or None before its first use.
     """
 
     prompts: range
@@ -46,12 +46,12 @@ class PromptChunk:
 
     @property
     def pair(self) -> PromptPair:
-        """The prompt pairs of the chunk."""
+        """The prompt pairs in the chunk."""
         return self.runs.pair
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The weight of each prompt in the mean over the chunk's prompts."""
+        """The weight of each prompt in the mean over the chunk."""
         return self.runs.metric.shares(len(self.unpatched))
 
     @property
@@ -68,7 +68,7 @@ class PromptChunk:
 
 
 class PromptChunks:
-    """The recorded runs of all prompts; one chunk is in memory at a time."""
+    """The recorded runs for all prompts. One chunk is in memory at a time."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class PromptChunks:
         self._first = int(differ.int().argmax())
 
     def of(self, prompts: range) -> PromptChunk:
-        """Return a chunk of prompts; record it unless it is already in memory."""
+        """Return the runs for a chunk of prompts, which are recorded unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
-            # HookedTransformers with bidirectional attention attend to padding.
+            # Keep padding in bidirectional HookedTransformers, because they attend to padding.
             causal = getattr(self._model.cfg, "attention_dir", "causal") == "causal"
             pair = self._pair.of_prompts(prompts, cut=causal)
             runs = self._record(pair, distinct=pair is self._pair)
@@ -101,28 +101,27 @@ class PromptChunks:
         return self._held
 
     def first(self, prompts: Sequence[range]) -> PromptChunk:
-        """Return the chunk with the first prompt pair that differs."""
+        """Return the chunk that contains the first pair of different prompts."""
         return self.of(next(some for some in prompts if self._first in some))
 
     def totals(self, prompts: Sequence[range], n_rows: int, per_prompt: bool) -> OverPrompts:
-        """Return empty totals, to which the results of all prompts are added."""
+        """Return empty totals, to which the results of all chunks are added."""
         chunk, n_prompts = self.first(prompts), len(self._pair.clean)
         weights = chunk.shares
         if len(chunk.prompts) < n_prompts:
             if torch.equal(chunk.runs.clean_values, chunk.runs.corrupted_values):
                 require_distinct(chunk.runs.clean_value, chunk.runs.corrupted_value, torch.float64)
             weights = (1 / n_prompts,) * n_prompts
-            if not self._metric.needs_reference:  # such a metric has one reference per chunk
+            if not self._metric.needs_reference:  # references differ between chunks
                 weights = bind(self._metric, self._model, self._pair).shares(n_prompts)
         name = chunk.runs.metric.name
         return OverPrompts(name, n_rows, n_prompts, weights, self._direction, per_prompt)
 
 
 class AblatedRuns:
-    """For each chunk of prompts, the clean run with z ablated: the source run of an ablation.
+    """The source runs of an ablation: for each chunk of prompts, the clean run with z ablated.
 
-    Means over all prompts need a separate pass. For "resample", the prompts that supply z are run
-    together with the chunk.
+    For "mean", another pass computes means. For "resample", prompts that supply z are run too.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class AblatedRuns:
             InputError.raise_if(reasons, "these heads cannot be ablated in this way")
 
     def of(self, clean: Recording, prompts: range) -> Recording:
-        """Return the ablated clean run of some prompts."""
+        """Return the ablated clean run for some prompts."""
         z = replace(clean, hooked={name: clean.hooked[name] for name in self._names})
         rows, n_pos = slice(prompts.start, prompts.stop), clean.tokens.shape[1]
         whole = len(prompts) == len(self._pair.clean) and self._reference is None
@@ -165,7 +164,7 @@ class AblatedRuns:
         return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
 
     def _mean(self) -> Recording:
-        """Return the mean z over all real tokens, as the recording of a one-token run."""
+        """Return the mean of z over all real tokens, in the form of a recorded one-token run."""
         tokens, mask, real = self._pair.clean, self._pair.mask, self._pair.real
         if self._reference is not None:
             tokens, mask, real = self._reference, None, torch.ones_like(self._reference).bool()
@@ -200,9 +199,9 @@ def prompts_per_chunk(
     traced: bool = False,
     decomposed: bool = False,
 ) -> int:
-    """Return how many prompts to run at once: `asked`, the folder's number, or what memory allows.
+    """Return how many prompts to run at once: `asked`, the stored number, or as many as fit.
 
-    A metric with one value for all prompts needs all of them.
+    Metrics with one value for all prompts need all prompts at once.
     """
     n_prompts = len(pair.clean)
     if asked is None and resume is not None and metric.by_prompt:
@@ -215,8 +214,9 @@ def prompts_per_chunk(
     if asked < n_prompts and not metric.by_prompt:
         raise InputError(
             [
-                f"got prompts_at_once={asked} and {metric.name}, a function of the logits of all "
-                f"{n_prompts} prompts; expected a metric from this package, or prompts_at_once=None"
+                f"got prompts_at_once={asked} and {metric.name}, which is a function of the logits "
+                f"of all {n_prompts} prompts; expected a metric from this package, or "
+                "prompts_at_once=None"
             ],
             "these prompts cannot be split into chunks",
         )
@@ -224,7 +224,7 @@ def prompts_per_chunk(
 
 
 def _numbers_that_fit(model: Any) -> int:
-    """Return how many numbers may be recorded; it is the same for all processes on a machine."""
+    """Return how many numbers may be recorded. All processes on a machine get the same result."""
     parameter = next(model.parameters())
     if parameter.device.type == "cuda":
         memory = torch.cuda.mem_get_info(parameter.device)[1]
@@ -241,17 +241,17 @@ def _numbers_per_prompt(
     traced: bool,
     decomposed: bool,
 ) -> int:
-    """Estimate the largest number of values in memory at once for one prompt.
+    """Estimate how many numbers one prompt needs in memory at once.
 
-    On SmolLM2 the estimate is within a quarter of what torch allocates, with and without gradients.
+    On SmolLM2, the estimate is within a quarter of torch's allocation, with and without gradients.
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model
-    if decomposed:  # inputs and outputs of two sublayers and of their norms
+    if decomposed:  # inputs and outputs of two sublayers and of the norms
         kept += 10 * host.n_layers * cfg.d_model
     for site in sites:
         if site.kind == "attention":
-            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # z, or rows of the pattern
+            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # z, or a row of the pattern
         else:
             heads = host.neurons[site.layer]
             gates = 1 if part == "z" else 3

@@ -1,43 +1,46 @@
-"""Patch the sites exactly whose gradient estimates are likely to be wrong.
+"""Repair gradient estimates: patch sites whose estimates are likely to be wrong.
 
-Of more than ten thousand sites, a few have most of the squared error of gradient estimates. A key
-predicts these sites. They are patched, and the exact values replace the estimates.
+Among more than ten thousand sites, a few account for most of the squared error of gradient
+estimates. A number called the key predicts which sites these are. Sites with large keys are
+patched, and the exact values replace the estimates.
 
 A first-order estimate has a large error if a patch writes a vector that is long relative to the
-stream, because the scale of the next norm is then far from constant. Let a patch change what a head
-writes at token t by a vector of length a_t. Let x_t be the stream after the head's sublayer in the
-target run (the run that is patched into), and g_t the gradient of the metric there. Then
+stream, because the scale of the next norm is then far from constant. Let a_t be the length of the
+vector by which a patch changes a head's output at token t. Let x_t be the residual stream after the
+head's sublayer in the target run (the run that is patched into), and g_t the gradient of the metric
+with respect to x_t. The key
 
     key = Σ_t a_t² ‖g_t‖ / ‖x_t‖
 
-is the largest effect in a linear model, a ‖g‖, times the relative size of the write. The lengths
-a_t are
+is a_t ‖g_t‖ (the largest possible effect in a linear model) times a_t / ‖x_t‖ (the relative size of
+the change), summed over tokens. The lengths a_t are
 
     neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
     attention, z              ‖Δz W_O‖
-    pattern, q                ‖Δz W_O‖, from one pass in which all patterns (or queries) are
+    pattern, q                ‖Δz W_O‖, from a pass in which all patterns (or queries) are
                               replaced, and z is restored before anything reads it
     value                     P[t, s] ‖Δv_s W_O‖, written at every t by a value at s
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the scores. The next patch should raise their correlation with exact scores most per flop.
-This is the patch of the site with the largest
+Let e be the estimated scores. The next patch should be the one that increases the correlation of e
+with exact scores most per flop. So we patch the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-where c key² models the squared error. Each layer and kind has its own c, which is fitted to the
-sites patched so far, and is at least a quarter of the kind's c over all layers. The expected
-correlation of a kind is
+where c key² is a model of the squared error. Each layer and kind of head has its own c, which is
+fitted to the sites patched so far, and is at least a quarter of the c fitted to all layers of the
+kind. The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-The factor 4 is a margin. The first sum is the larger one for two choices of c: the fitted c, and
-the c of the half of the patched sites with the smaller keys. The result is an expectation, not a
-bound. It is None if fewer than 16 sites of a kind were patched, or if the budget is below 3 forward
-passes. The budget "auto" spends at least 3 forward passes or .2 Gflop. It then continues until the
-expected correlation is .99 for both kinds, but spends at most 7 forward passes (10 with the
-estimates) or 4 Gflop. In each case the larger limit applies.
+The factor 4 is a safety margin. The sum over unpatched sites is computed with the fitted c, and
+with a c fitted to the half of the patched sites with smaller keys, and the larger sum is used. The
+expected correlation is not a bound. The expected correlation is None if fewer than 16 sites of a
+kind were patched, or if the budget is below 3 forward passes. The budget "auto" spends at least 3
+forward passes or .2 Gflop. "auto" then continues until the expected correlation is .99 for both
+kinds of heads, but spends at most 7 forward passes (10 with the estimates) or 4 Gflop. Of the two
+limits (passes and Gflop), the larger one applies.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -64,27 +67,27 @@ from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
-_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits of "auto": forward passes, flops
-_TARGET, _STEP = 0.99, 2.5  # for "auto": the correlation, and the factor by which the budget grows
+_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
+_TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, growth factor of the budget
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
-_TINY = 1e-100  # replaces errors or effects that are all 0
-_LEAST_COST = 1e-3  # in forward passes: the cost of a patch in addition to its flops
+_TINY = 1e-100  # used if all errors or all effects are 0
+_LEAST_COST = 1e-3  # overhead of a patch, in forward passes
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Rows: TypeAlias = npt.NDArray[np.int64]
 
 _READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "value", "z")}
-"""For each part of attention heads, the other activations that its key needs."""
+"""For each part of attention heads, the other activations that the key depends on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Repairs:
-    """Estimates, some of them replaced by exact values.
+    """Estimates, some of which were replaced by exact values.
 
     Attributes:
         values: the metric after the patch of each row.
         exact: whether each row was patched.
-        expected_errors: for each kind of head, the root of the expected sum of squared errors over
-            rows, with a margin; None if too few sites were patched to estimate it.
+        expected_errors: for each kind of head, the square root of the expected sum of squared
+            errors over rows, with a margin; None if too few sites were patched for an estimate.
         forwards: the cost of the patches, in forward passes (counted in flops).
     """
 
@@ -101,7 +104,7 @@ class Repairs:
 
 
 def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Numbers) -> float | None:
-    """Return the expected correlation with exact scores; None if unknown or if effects are 0."""
+    """Return the expected correlation with exact scores, or None if it is unknown or undefined."""
     if error is None or np.isnan(error):
         return None
     total = float(((scores - scores.mean()) ** 2).sum())
@@ -111,14 +114,14 @@ def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Number
 
 
 def budget_reasons(budget: object) -> list[str]:
-    """Return the reasons why a value is not a valid budget."""
+    """Return a reason if the budget is invalid, or else an empty list."""
     if budget == "auto" or is_number(as_plain(budget), 0):
         return []
     return [f"got budget={budget!r}; expected 0 or more forward passes, or 'auto'"]
 
 
 class Repairer:
-    """Patches the rows of groups whose estimates are likely to be wrong."""
+    """Patches the sites whose estimates are likely to be wrong."""
 
     def __init__(
         self,
@@ -147,13 +150,13 @@ class Repairer:
         }
 
     def spend(self, budget: Budget) -> Repairs:
-        """Patch as many sites as a budget allows, or as "auto" needs."""
+        """Patch as many sites as the budget allows."""
         if budget == "auto":
             self._patch_until_expected()
         else:
             self._patch(self._rows_to_patch(float(budget), self._of_kind))
         errors = {kind: self._expected_error(kind) for kind in self._of_kind}
-        if budget != "auto" and budget < _AT_LEAST[0]:  # too few, unless all are exact
+        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches for an estimate
             errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
         return Repairs(self._values, self._exact, errors, self._spent)
 
@@ -163,19 +166,19 @@ class Repairer:
 
     @property
     def _scores(self) -> _Numbers:
-        """The current mean over prompts of each row."""
+        """Each row's mean over prompts, from exact values where available."""
         scores: _Numbers = self._mean(self._values).numpy()
         return scores
 
     def _costs(self) -> _Numbers:
-        """Return the cost of each row, in forward passes; infinite if the patch has no effect."""
+        """Return each patch's cost in forward passes, or infinity for patches without an effect."""
         replay = self._runner.replay
         blocks, starts = zip(*map(self._runner.starts, self._groups), strict=True)
         all_starts = torch.cat(starts)
         moving = all_starts[all_starts >= 0]
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
-        if self._first < first:  # all runs begin at position 0
+        if self._first < first:  # all runs must begin at position 0
             starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
@@ -183,7 +186,7 @@ class Repairer:
         return costs
 
     def _positive(self, keys: _Numbers) -> _Numbers:
-        """Return keys that are 0 if a patch changes nothing, and positive otherwise.
+        """Return keys that are positive if a patch can have an effect, and 0 otherwise.
 
         If a model saturates, the gradient of a site may be 0 although its patch has an effect. Such
         sites are patched last.
@@ -205,14 +208,14 @@ class Repairer:
             goal = min(most, _STEP * goal)
 
     def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_]) -> bool:
-        """Return whether more patches of a kind are needed and possible."""
+        """Return True if more patches for this kind of head are both needed and possible."""
         expected = expected_pearson(self._expected_error(kind), self._scores[rows]) or 0.0
         return expected < _TARGET and bool((self._key[rows & ~self._exact] > 0).any())
 
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
-        """Return rows of some kinds that the remaining budget allows, by decreasing gain.
+        """Return the rows to patch within the remaining budget, in order of decreasing gain.
 
-        A row that costs more than the remaining budget is skipped, and cheaper rows are taken.
+        Rows that cost more than the remaining budget are skipped in favour of cheaper rows.
         """
         scores, left = self._scores, budget - self._spent
         gain = np.zeros(len(scores))
@@ -224,7 +227,7 @@ class Repairer:
             gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
         gain[self._exact] = 0.0
         rows = np.flatnonzero((gain > 0) & (self._cost <= left))
-        n_most = int(left / _LEAST_COST)  # the budget allows no more rows
+        n_most = int(left / _LEAST_COST)  # upper bound on affordable rows
         if len(rows) > n_most:
             rows = np.sort(rows[np.argpartition(-gain[rows], n_most)[:n_most]])
         rows = rows[np.argsort(-gain[rows], kind="stable")]
@@ -238,7 +241,7 @@ class Repairer:
         return np.concatenate(chosen) if chosen else rows
 
     def _patch(self, rows: _Rows) -> None:
-        """Patch rows of any groups; rows of the same layer and kind run together."""
+        """Patch these rows. Rows from the same layer and kind run together."""
         self._bar.total = self._bar.n + len(rows)
         self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])
@@ -260,7 +263,7 @@ class Repairer:
             self._exact[chosen_rows] = True
 
     def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
-        """Test the edits of groups; each edit is tested once for all chunks of prompts."""
+        """Test the edits for these groups, unless an earlier chunk of prompts tested them."""
         replay = self._runner.replay.precise
         padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
         edits = {(group.sites, self._first, padded): group for group in groups}
@@ -269,7 +272,7 @@ class Repairer:
         self._tested.update(edits)
 
     def _squared_errors(self, kind: HeadKind) -> _Numbers:
-        """Return c, the ratio of squared errors to key², for each layer of a kind."""
+        """Return, for each layer, the ratio c of squared errors to key² for one kind of head."""
         patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
         if not len(patched):
             return np.ones(len(self._sites))
@@ -283,7 +286,7 @@ class Repairer:
         return np.maximum(of_layers, _LUCK * of_kind)
 
     def _expected_error(self, kind: HeadKind) -> float | None:
-        """Return the root of the expected squared error of a kind's scores; None if unknown."""
+        """Return the square root of the expected sum of squared errors, or None if unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
@@ -296,13 +299,13 @@ class Repairer:
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
     def _errors(self, rows: _Rows) -> _Numbers:
-        """Return the errors of the estimates of patched rows."""
+        """Return the estimation errors in patched rows."""
         exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
         return exact - self._estimates[rows]
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return the hook points whose gradients keys need, and the hook points to record."""
+    """Return the hook points at which keys need gradients, and the hook points to record."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     attention = {site.layer for site in sites if site.kind == "attention"}
@@ -319,7 +322,7 @@ def repair_keys(
     source: Recording,
     gradients: dict[str, Tensor],
 ) -> Float[Tensor, "row"]:
-    """Return the key of each row: its expected error up to a constant factor."""
+    """Return the key of each row, which is proportional to the expected error."""
     keys = _Keys(model, part, target, source, gradients)
     attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
     if attention and part in ("pattern", "q", "k"):
@@ -329,12 +332,12 @@ def repair_keys(
 
 
 def on_one_device(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of groups on one device; their layers may be on several devices."""
+    """Concatenate rows on one device, since the layers of a model may be on several devices."""
     return torch.cat([x.to(rows[0].device) for x in rows])
 
 
 class _Keys:
-    """Computes the keys of each layer's heads at each token."""
+    """Computes keys for the heads of a layer at each token."""
 
     def __init__(
         self,
@@ -346,10 +349,10 @@ class _Keys:
     ) -> None:
         self._host, self._model, self._part = host_of(model), model, part
         self._target, self._source, self._gradients = target, source, gradients
-        self.replaced: dict[str, Tensor] = {}  # from a pass with the part replaced in all heads
+        self.replaced: dict[str, Tensor] = {}  # from a pass with all heads patched
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
-        """Return the keys of heads at each token."""
+        """Return the keys of these heads at each token."""
         if sites.kind == "neuron":
             return self._of_neurons(sites)
         key = self._of_attention(sites.layer)
@@ -407,11 +410,11 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Run the target with a part from the source, and return each layer's z by hook name.
+    """Rerun the target run with one part from the source run, and return each layer's z by name.
 
-    For keys, also return the pattern. One forward pass serves all heads, because a part changes
-    only the z of its own head, and z is restored before anything reads it. For queries, another
-    pass tests this.
+    If the part is "k", also return the patterns. One forward pass is enough for all heads, because
+    the part of one head affects only the z of this head, and z is restored before later layers read
+    it. For queries, another pass tests this assumption.
     """
     if part == "q":
         moved = _run_with_part(model, target, source, layers, part, n_heads=1)
@@ -423,9 +426,9 @@ def run_with_part(
         if changed:
             raise UnsupportedModelError(
                 [
-                    f"a patch of one head's query changes the z of others ({', '.join(changed)}), "
-                    "because one norm acts on the queries of all heads; use method='gradient' with "
-                    "budget=0, or patch the pattern"
+                    "a patch of one head's query changes the z of other heads "
+                    f"({', '.join(changed)}), because one norm acts on the queries of all heads; "
+                    "use method='gradient' with budget=0, or patch the pattern"
                 ],
                 "the queries of this model cannot be patched in closed form",
             )
@@ -440,7 +443,7 @@ def _run_with_part(
     part: Part,
     n_heads: int | None,
 ) -> dict[str, Tensor]:
-    """Run with a part replaced in the first `n_heads` heads (None for all), and z restored."""
+    """Run with one part replaced in the first `n_heads` heads (or all heads), and restore z."""
     seen: dict[str, Tensor] = {}
     head_axis = 1 if part == "pattern" else 2
 

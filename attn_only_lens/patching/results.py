@@ -1,11 +1,11 @@
-"""The results of sweeps and of path patching: frames with one row per site or path, and its score.
+"""Results of sweeps and of path patching, as frames with one row per site or path.
 
     score = (value - corrupted) / (clean - corrupted)
 
-is 0 for the corrupted run and 1 for the clean run. Denoising raises it from 0, and noising lowers
-it from 1. Values are means over prompts. For a single prompt, whose value before the patch is
-`unpatched`, score = baseline + (value - unpatched) / (clean - corrupted). The mean of these scores
-over prompts is the score above.
+is 0 for the corrupted run and 1 for the clean run. Denoising raises the score from 0, and noising
+lowers the score from 1. Values are means over prompts. A single prompt with the value `unpatched`
+before the patch has the score baseline + (value - unpatched) / (clean - corrupted). The mean of
+these scores over prompts equals the score of the mean value.
 """
 
 from abc import abstractmethod
@@ -34,7 +34,7 @@ from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
-"""The score of the target run, by direction; an ablation patches into the clean run."""
+"""The score of the target run, by direction. Ablations patch into the clean run."""
 MEASURED = "patching"
 """The method name of a sweep in which every patch was run."""
 PARTS = ("by_pattern", "by_value")
@@ -42,8 +42,7 @@ PARTS = ("by_pattern", "by_value")
 
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
-# The columns of `top`, which fit into 80 characters: these, and the first group of details that
-# the frame has.
+# `top` shows these columns and the first group of details in the frame (80 characters wide).
 _ALWAYS_ON_TOP = ("name", "sender", "receiver", "position", "token", "part", "score", "exact")
 _DETAILS: tuple[tuple[str, ...], ...] = (
     ("score_standard_error",),
@@ -52,7 +51,7 @@ _DETAILS: tuple[tuple[str, ...], ...] = (
     PARTS,
     ("value",),
 )
-_SAME_RUN = 0.01  # of the metric's span: more than rounding in any dtype
+_SAME_RUN = 0.01  # fraction of the metric's range; above rounding errors in any dtype
 _PROBLEM = "these are not results of patching"
 _Column: TypeAlias = "pd.Series[Any]"
 _Results = TypeVar("_Results", bound="ScoredFrame")
@@ -63,8 +62,8 @@ class PromptTokens:
     """The token texts of all prompts.
 
     Attributes:
-        clean: for each clean prompt, the text at each position; None at padding.
-        corrupted: the same for the corrupted prompts; empty if there are none.
+        clean: for each clean prompt, the token text at each position; None for padding.
+        corrupted: token texts of the corrupted prompts; empty without corrupted prompts.
         roles: the position of each role in each prompt.
 
     Example:
@@ -81,7 +80,7 @@ class PromptTokens:
 
     @classmethod
     def of_groups(cls, model: Any, pair: PromptPair, groups: Sequence[SiteGroup]) -> "PromptTokens":
-        """Return the prompts' token texts, and the positions of the roles of some sites."""
+        """Return the token texts of the prompts, and the positions of all roles in these groups."""
         clean = token_texts_of_prompts(model, pair.clean, pair.real)
         single = pair.corrupted is pair.clean
         corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
@@ -98,8 +97,8 @@ class PromptTokens:
     ) -> str:
         """Return the clean token at a position, and the corrupted token if it differs.
 
-        If prompts differ at the position, return the two most frequent clean tokens, and "…" for
-        the others.
+        If prompts have different tokens at the position, return the two most frequent clean tokens,
+        followed by "…" if there are more.
         """
         chosen = range(len(self.clean)) if prompts is None else prompts
         pairs = Counter(pair for i in chosen if (pair := self._pair(position, i)) is not None)
@@ -113,13 +112,13 @@ class PromptTokens:
         return most + ", …" * (len(texts) > _SHOWN_TOKENS)
 
     def clean_text(self, position: int | str, prompts: Iterable[int]) -> str:
-        """Return the clean token at a position; an empty text if prompts differ there."""
+        """Return the clean token at a position, or "" if prompts have different tokens."""
         pairs = [self._pair(position, prompt) for prompt in prompts]
         texts = {pair and pair[0] for pair in pairs}
         return (texts.pop() or "") if len(texts) == 1 else ""
 
     def _pair(self, position: int | str, prompt: int) -> tuple[str, str] | None:
-        """Return a prompt's clean and corrupted token at a position, or None if it has none."""
+        """Return a prompt's clean and corrupted token at a position, or None for padding."""
         row = self.clean[prompt]
         if isinstance(position, str):
             if position not in self.roles:
@@ -150,7 +149,7 @@ def _floats(column: _Column) -> npt.NDArray[np.float64]:
 
 
 def _integers(column: _Column) -> npt.NDArray[np.int64]:
-    """Return the column as integers; pandas may turn integers into floats when it joins frames."""
+    """Return the column as integers, which pandas may have turned into floats."""
     if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
         return column.to_numpy(dtype=np.int64, copy=True)
     floats = _floats(column)
@@ -161,7 +160,7 @@ def _integers(column: _Column) -> npt.NDArray[np.int64]:
 
 
 def _flags(column: _Column) -> npt.NDArray[np.bool_]:
-    """Return the column as True and False, which CSV files store as text."""
+    """Return the column as booleans, which CSV files store as text."""
     if column.dtype == bool:
         return column.to_numpy(copy=True)
     text = column.astype(str)
@@ -213,9 +212,9 @@ _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoredFrame:
-    """A frame of rows with a column `score`, and the settings of the run.
+    """A frame with a column `score`, and the settings of the run.
 
-    Each subclass defines how its columns are read; the columns up to `value` are required.
+    Each subclass defines how columns are read. All columns up to `value` are required.
     """
 
     _document: ClassVar[Document]
@@ -262,7 +261,7 @@ class ScoredFrame:
             raise InputError([reason], _PROBLEM)
 
     def _row_reasons(self, frame: pd.DataFrame) -> list[str]:
-        """Return the reasons why rows are invalid; empty if they are valid."""
+        """Return every reason why the rows are invalid."""
         reasons = []
         if not (frame["part"] == self.part).all():
             parts = sorted({str(name) for name in frame["part"]})
@@ -273,18 +272,18 @@ class ScoredFrame:
         return reasons
 
     def _setting_reasons(self) -> list[str]:
-        """Return the reasons why settings are invalid; empty if they are valid."""
+        """Return every reason why the settings are invalid."""
         reasons = [
             f"got {name}={getattr(self, name)!r}; expected a text"
             for name in ("part", "metric", "model")
             if not isinstance(getattr(self, name), str)
         ]
-        if self.direction not in list(BASELINE):  # a list: it may not be hashable
+        if self.direction not in list(BASELINE):  # a list, because direction may not be hashable
             reasons.append(f"got direction={self.direction!r}; expected one of {list(BASELINE)}")
         ends = as_plain(self.clean_value), as_plain(self.corrupted_value)
         if not all(map(is_number, ends)) or ends[0] == ends[1]:
             reasons.append(
-                f"the metric is {ends[0]!r} on the clean run and {ends[1]!r} on the corrupted one; "
+                f"the metric is {ends[0]!r} on the clean run and {ends[1]!r} on the corrupted run; "
                 "expected two finite numbers that differ"
             )
         if not is_count(self.n_prompts, 1):
@@ -303,12 +302,12 @@ class ScoredFrame:
 
     @property
     def baseline(self) -> float:
-        """The score of the run that is patched into, and of a patch without effect."""
+        """The score of the target run, which is also the score of a patch without effect."""
         return BASELINE[self.direction]
 
     @property
     def effect(self) -> "pd.Series[float]":
-        """The change of the score by each patch, from `baseline`."""
+        """The difference between each patch's score and `baseline`."""
         return pd.Series(self.frame["score"].to_numpy() - self.baseline, name="score")
 
     def _scores(self, frame: pd.DataFrame) -> Float[np.ndarray, "row"]:
@@ -322,11 +321,11 @@ class ScoredFrame:
         return len(self.frame)
 
     def top(self, k: int = 20) -> pd.DataFrame:
-        """Return the k rows with the largest |effect|, the largest first; ties keep their order.
+        """Return the k rows with the largest |effect|, in descending order; ties keep their order.
 
-        With `per_prompt`, the row of each prompt is ranked by itself. The columns fit into a line
-        of 80 characters; `frame` has all of them. `token` is the clean prompt's token at the
-        position; it is empty where prompts have different tokens.
+        With `per_prompt`, rows for different prompts are ranked separately. Only columns that fit
+        into 80 characters are shown; `frame` has all columns. The column `token` has the clean
+        prompt's token at the position, or an empty text if prompts have different tokens.
         """
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
@@ -339,7 +338,7 @@ class ScoredFrame:
         return rows[[name for name in (*_ALWAYS_ON_TOP, *details) if name in rows]]
 
     def _positions_of(self, rows: pd.DataFrame) -> list[tuple[int | str, Iterable[int]]]:
-        """Return the position of each row, and the prompts whose metric it holds."""
+        """Return each row's position, and the prompts over which the row is averaged."""
         every = range(self.n_prompts)
         prompts = [[i] for i in rows["prompt"]] if "prompt" in rows else [every] * len(rows)
         return list(zip(rows["position"], prompts, strict=True))
@@ -365,7 +364,7 @@ class ScoredFrame:
 
     @abstractmethod
     def _kind_and_rows(self) -> tuple[str, str]:
-        """Return a name for these results, and a text with the number of rows."""
+        """Return a name for this kind of results, and a text with the number of rows."""
 
     def _headline(self) -> str:
         """Return a one-line description of these results."""
@@ -379,7 +378,7 @@ class ScoredFrame:
         )
 
     def _shown(self, as_text: Callable[..., str]) -> str:
-        """Return the top rows as text, with the tokens at their positions."""
+        """Return the top rows as text, with the tokens at each row's position."""
         top = self.top(_SHOWN_ROWS)
         if self.tokens is not None:
             texts = [self.tokens.text(*pair) for pair in self._positions_of(top)]
@@ -439,8 +438,8 @@ class Sweep(ScoredFrame):
         model: the model's name.
         method: "patching" if every patch was run, or the method of `attribution`.
         expected_pearson: for an attribution with exact patches, the expected correlation with
-            patching over attention heads ("attention") and neuron-heads ("neuron"). It is not a
-            bound. It is None if too few sites were patched to estimate it.
+            patching over attention heads ("attention") and neuron-heads ("neuron"). The expected
+            correlation is not a bound. It is None if too few sites were patched for an estimate.
         forwards: the cost of these exact patches, in forward passes (counted in flops).
         tokens: the texts of the prompts' tokens, which pictures show at positions, or None.
 
@@ -497,10 +496,9 @@ class Sweep(ScoredFrame):
         by_pattern: Float[np.ndarray, "row"] | None = None,
         **fields: Any,
     ) -> "Sweep":
-        """Return the sweep of all prompts.
+        """Return the results of a sweep over all prompts.
 
-        `exact` marks the rows that are exact patches; `by_pattern` is the effect through patterns,
-        in units of the metric.
+        `exact` marks rows with exact values. `by_pattern` is the metric's change via patterns.
         """
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
@@ -522,16 +520,16 @@ class Sweep(ScoredFrame):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there are several prompts, with separate rows for each."""
+        """Whether there are several prompts with separate rows."""
         return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
 
     def query(self, condition: str) -> "Sweep":
-        """Return the rows that meet a condition, such as `layer == 3 and kind == 'neuron'`.
+        """Return the rows that satisfy a condition such as `layer == 3 and kind == 'neuron'`.
 
-        A name after @ is a variable of the caller: `name in @names`.
+        As in `DataFrame.query`, `name in @names` uses the caller's variable `names`.
 
         Raises:
-            InputError: the text is not a condition on columns of the frame.
+            InputError: `condition` is not a condition on columns of the frame.
         """
         problem = f"no rows can be selected by {condition!r}"
         try:
@@ -562,7 +560,7 @@ class Sweep(ScoredFrame):
 def run_settings(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], totals: OverPrompts, part: str
 ) -> dict[str, Any]:
-    """Return the settings that `Sweep` and `Paths` share."""
+    """Return the settings that are common to `Sweep` and `Paths`."""
     return {
         "part": part,
         "direction": totals.direction,
@@ -576,7 +574,7 @@ def run_settings(
 
 
 def _sites(frame: pd.DataFrame) -> pd.MultiIndex:
-    """Return the key that identifies each row of a sweep."""
+    """Return an index that identifies the rows of a sweep."""
     columns = [name for name in ("name", "position", "prompt") if name in frame]
     return pd.MultiIndex.from_frame(frame[columns])
 
@@ -604,7 +602,7 @@ class Paths(ScoredFrame):
         tokens: the texts of the prompts' tokens, or None.
 
     Raises:
-        InputError: columns are missing, or a value is not finite.
+        InputError: a column is missing, or a value is not finite.
 
     Example:
         >>> import pandas as pd
@@ -630,7 +628,7 @@ class Paths(ScoredFrame):
 
 
 def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
-    """Compare the effects (`Sweep.effect`) of two sweeps site by site, whatever their row order.
+    """Compare the effects (`Sweep.effect`) in two sweeps site by site, in any order of rows.
 
     Args:
         exact: one sweep.
@@ -665,7 +663,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
             "same `per_prompt` for both"
         )
         raise InputError([reason], problem)
-    order = _sites(approx.frame).get_indexer(_sites(exact.frame))  # -1 for a missing site
+    order = _sites(approx.frame).get_indexer(_sites(exact.frame))  # -1 for missing sites
     reasons = _differences(exact, approx) + _site_reasons(exact, approx, order)
     for label, sweep in (("exact", exact), ("approx", approx)):
         if not np.ptp(sweep.effect) > 0:
@@ -703,7 +701,7 @@ def _differences(exact: Sweep, approx: Sweep) -> list[str]:
 
 
 def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
-    """Return a reason if one of the sweeps has sites that the other sweep lacks."""
+    """Return a reason if the sweeps do not have the same sites."""
     only_exact = exact.frame[order < 0]
     only_approx = approx.frame[~approx.frame.index.isin(order)]
     if only_exact.empty and only_approx.empty:

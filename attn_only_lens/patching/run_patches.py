@@ -1,9 +1,8 @@
 """Run the patches of several groups of sites together, in batches that fit in memory.
 
-One pass through the blocks, beginning at one position, runs patches in all layers
-(`engine/replay`). So a few sites in many layers and positions cost at most one pass for each
-position. Patches that start at a later position join an earlier pass if computing the tokens that
-they cannot change costs less than another pass.
+A pass through the blocks starts at one position and runs patches in all layers (`engine/replay`).
+So a few sites in many layers and at many positions cost at most one pass per position. Patches at
+later positions join a pass that starts earlier, if this costs less than a separate pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,17 +34,18 @@ from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup, position_sets
 from attn_only_lens.precision import full_precision
 
-# With GPT-2 small's shape on one thread, the times for 512, 1024 and 2048 differ by less than a
-# tenth. 128 is slower by a tenth, and 4096 and 8192 by a sixth, because they exceed the caches.
+# For a model with GPT-2 small's shape on one thread, run times with 512, 1024 and 2048 tokens
+# differ by less than a tenth. Batches of 128 tokens are slower by a tenth, and batches of 4096 and
+# 8192 tokens by a sixth, because they exceed the caches.
 _CPU_TOKENS = 2048
-_SHARE = 0.5  # the share of free memory to use
+_SHARE = 0.5  # the fraction of free memory to use
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
 """The tokens that each head changes, the block, and a function that makes variants for rows."""
 
 
 class Batching:
-    """Runs variants in batches that fit in memory, and in smaller batches if memory runs out."""
+    """Runs variants of a forward pass in batches, with smaller batches if memory runs out."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Batching:
         self.on_done = on_done
 
     def silent(self) -> "Batching":
-        """Return the same batching without progress reports."""
+        """Return a copy that does not report progress."""
         silent = copy(self)
         silent.on_done = lambda n: None
         return silent
@@ -71,7 +71,7 @@ class Batching:
         numbers_per_variant: int,
         run: Callable[[Tensor], Tensor],
     ) -> None:
-        """Set `values[rows]` to `run(rows)`, in batches; halve them if memory runs out."""
+        """Set `values[rows]` to `run(rows)`, in batches that are halved if memory runs out."""
         while len(rows):
             size = self._size or max(1, self._numbers // numbers_per_variant)
             batch = rows[:size]
@@ -97,7 +97,7 @@ def _unless_out_of_memory(run: Callable[[Tensor], Tensor], batch: Tensor) -> Ten
     try:
         return run(batch)
     except RuntimeError as error:
-        # torch.OutOfMemoryError is raised only on GPUs; on a CPU it is a plain RuntimeError.
+        # On a CPU, torch raises a plain RuntimeError instead of torch.OutOfMemoryError.
         gone = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if len(batch) == 1 or not gone:
             raise
@@ -110,17 +110,17 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
     fits = int(_SHARE * min(map(free_bytes, devices)) / n_bytes)
     if any(device.type == "cuda" for device in devices):
         return fits
-    # Processes launched together share the memory.
+    # Processes that were launched together share the memory.
     return min(_CPU_TOKENS * numbers_per_token, fits // n_launched())
 
 
 @dataclass(eq=False)
 class PatchRunner:
-    """Runs the patches of groups of sites into one target run.
+    """Runs patches of groups of sites into one target run.
 
     Attributes:
         replay: the replay of the target run.
-        source: the run whose activations are patched in.
+        source: the run from which activations are patched.
         part: the part of each head that is patched.
         baseline: the metric of each prompt in the target run.
     """
@@ -133,9 +133,9 @@ class PatchRunner:
 
     @torch.no_grad()
     def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
-        """Return the metric of each prompt after the patch of each row of each group.
+        """Return, for each group, the metric of each prompt after each row's patch.
 
-        A patch that cannot affect the metric gives the baseline, without a run.
+        A patch that cannot affect the metric gives the baseline, without a forward pass.
         """
         if not groups:
             return []
@@ -155,7 +155,7 @@ class PatchRunner:
         for first, rows in self._passes(blocks, starts):
 
             def run(batch: Tensor, first: int = first) -> Tensor:
-                # Rows are sorted by block, so rows of the same group are consecutive.
+                # Rows are sorted by block, so rows from the same group are consecutive.
                 indices, counts = group_of_row[batch].unique_consecutive(return_counts=True)
                 by_group = zip(indices.tolist(), batch.split(counts.tolist()), strict=True)
                 variants = [patches[i][2](rows - offsets[i], first) for i, rows in by_group]
@@ -166,16 +166,16 @@ class PatchRunner:
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
-        """Return the block in which a group's patches start, and each row's first position.
+        """Return the block in which a group's patches start, and the first position of each patch.
 
-        The position is -1 if a patch cannot affect the metric. The result is used to estimate
+        The position is -1 if a patch cannot affect the metric. The result is only for estimates of
         costs: it assumes that neurons write to the stream directly.
         """
         changed, block, _ = self._patch(group, tested=False)
         return block, self._starts(group, changed, block)
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position at which patches can start, judged only by the tokens."""
+        """Return the first position at which patches can start, given only the tokens."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))
@@ -185,7 +185,7 @@ class PatchRunner:
     def _starts(
         self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
     ) -> Int[Tensor, "row"]:
-        """Return the first position that each row changes; -1 where it cannot affect the metric."""
+        """Return each patch's first changed position, or -1 if the metric cannot change."""
         felt = self.replay.effective(changed, block)
         if group.columns is not None:
             columns = torch.tensor([position.column for position in group.positions], device="cpu")
@@ -199,11 +199,11 @@ class PatchRunner:
     def _passes(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
     ) -> Iterator[tuple[int, Int[Tensor, "some"]]]:
-        """Yield the first position of each pass, and its rows sorted by block.
+        """Yield the first position of each pass, and the rows of the pass sorted by block.
 
-        Rows that start later join an earlier pass if this costs less than a separate pass, although
-        it computes tokens that they cannot change. If the metric reads the logits at all positions,
-        rows never join, so that logits before a patch stay bit-equal.
+        Rows with later first positions join a pass that starts earlier, if the extra tokens in this
+        pass cost less than a separate pass. If the metric reads the logits at all positions, rows
+        never join an earlier pass, so that logits before a patch stay bitwise equal.
         """
         replay = self.replay
         flops = [replay.flops_per_token(block) for block in range(replay.n_blocks + 1)]
@@ -243,7 +243,7 @@ class PatchRunner:
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
             moves = change[head, :, first:] * edited[place, :, first:]
-            directions = heads.W_out[index[head]]  # only these heads, because W_out is large
+            directions = heads.W_out[index[head]]  # only these rows, because W_out is large
             rows = directions.repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
             added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
@@ -278,7 +278,7 @@ class PatchRunner:
 
 
 def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
-    """Yield lists of groups to run together: few rows in many layers, or many rows in one layer."""
+    """Yield lists of groups to run together, each with `ROWS` rows or more (except the last)."""
     batch = list[SiteGroup]()
     for group in groups:
         batch.append(group)
@@ -291,9 +291,9 @@ def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
 def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
-    """Compare the edits of a sweep with hooks in a whole run, for runs from several positions."""
+    """Compare edits with hooks in a whole forward pass, from several start positions."""
     somewhere = [position.chosen.any(dim=0) for position in position_sets(groups)]
-    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a chunk may lack a role
+    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a role may be absent
     later = sorted(firsts - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({group.sites.layer for group in groups if group.sites.kind == kind})
@@ -305,12 +305,12 @@ def check_edits(
             require_groups(replay, shared)
         for start in sorted(set(starts or (0, replay.start(block, later[len(later) // 2])))):
             require_same_edit(replay, kind, layers, part, start)
-            if shared:  # the z of other heads must be restored
+            if shared:  # such edits also restore the z of other heads
                 require_same_edit(replay, kind, shared, "z", start)
 
 
 def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
-    """Return the layers in which several attention heads share a part."""
+    """Return the layers in which several attention heads share this part."""
     if part not in SHARED_PARTS:
         return []
     recorded = replay.recording.hooked

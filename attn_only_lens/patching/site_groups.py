@@ -1,10 +1,10 @@
-"""Arrange sites at positions into groups and chunks, which a sweep runs one after another.
+"""Divide the sites of a sweep into groups and chunks, which run one after another.
 
-A chunk has some sites of a sweep on some of its prompts. If there are fewer than `_CHUNKS` prompt
-chunks, the sites are also split, into chunks of about equal cost. The cost is the number of tokens
-× blocks that a patch can change. So processes that share the work end at about the same time, and
-an interruption loses little. The chunks depend only on the size of the model, the prompts and the
-sites.
+A chunk contains some sites and some prompts of a sweep. If there are fewer than `_CHUNKS` chunks of
+prompts, the sites are split too, so that all chunks cost about the same. The cost of a patch is the
+number of tokens × blocks that the patch can change. So processes that share the work end at about
+the same time, and little work is lost if a job is interrupted. The division into chunks depends
+only on the size of the model, the prompts and the sites.
 """
 
 from collections import Counter
@@ -35,13 +35,13 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
 _PROBLEM = "these sites cannot be patched"
-ROWS = 2048  # the most rows in a group of neurons at several positions
-_CHUNKS = 128  # with equal costs, eight processes end within a sixteenth of their running time
-_LEAST = 4096  # the least cost of a chunk, in tokens through all blocks: one second on a CPU
+ROWS = 2048  # maximum number of rows in a group of neurons at several positions
+_CHUNKS = 128  # eight processes with equal chunks end within a sixteenth of the running time
+_LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks: one second on a CPU
 
 
 class _PositionSets(tuple[PositionSet, ...]):
-    """Sets of positions; groups in all layers share the tensors computed from them."""
+    """Sets of positions, with tensors that the groups of all layers share."""
 
     @cached_property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
@@ -50,7 +50,7 @@ class _PositionSets(tuple[PositionSet, ...]):
 
     @cached_property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions; None unless each is a single column."""
+        """The column of each set of positions, or None unless every set is a single column."""
         columns = [position.column for position in self]
         return None if None in columns else torch.tensor(columns, device=self[0].chosen.device)
 
@@ -64,7 +64,7 @@ class _PositionSets(tuple[PositionSet, ...]):
 
 @dataclass(frozen=True, eq=False)
 class SiteGroup:
-    """Heads of one kind in one layer, each at some sets of positions.
+    """Heads of one kind in one layer, with sets of positions for each head.
 
     Attributes:
         sites: the heads.
@@ -84,14 +84,14 @@ class SiteGroup:
 
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
-        """Return all heads at all sets of positions; the head index varies fastest."""
+        """Return a group with all heads at all sets of positions. The head index varies fastest."""
         n = len(sites.names)
         rows = torch.arange(n * len(positions), device="cpu")
         return cls(sites, _PositionSets(positions), rows % n, rows // n)
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
-        """Concatenate the rows of groups with the same heads."""
+        """Return a group with the rows of several groups that have the same heads."""
         positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
         places = [group.place + sum(sizes[:i]) for i, group in enumerate(groups)]
@@ -100,7 +100,7 @@ class SiteGroup:
 
     @property
     def is_product(self) -> bool:
-        """Return whether the rows are those of `product`, in the same order."""
+        """Return True if the group has the same rows as `product`, in the same order."""
         n = len(self.sites.names)
         rows = torch.arange(n * len(self.positions), device="cpu")
         return len(self) == len(rows) and torch.equal(self.place * n + self.head, rows)
@@ -109,13 +109,13 @@ class SiteGroup:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
-        """Return some of the rows, with only the sets of positions that they use."""
+        """Return a group with some of the rows, and only the sets of positions in these rows."""
         kept, used = self.place[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
 
     def of_prompts(self, pair: PromptPair) -> "SiteGroup":
-        """Return the same sites on a chunk of the prompts."""
+        """Return the same sites for a chunk of the prompts."""
         if pair.among is None:
             return self
         n_pos = pair.clean.shape[1]
@@ -129,7 +129,7 @@ class SiteGroup:
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions; None unless each set is a single column."""
+        """The column of each set of positions, or None unless all sets are single columns."""
         return self._sets.columns
 
     @property
@@ -138,7 +138,7 @@ class SiteGroup:
         return self.positions
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
-        """Sum a quantity of each row's head over the row's positions."""
+        """Return, for each row, the sum of the head's entries over the row's positions."""
         device, columns = of_heads.device, self.columns
         if columns is not None:
             in_column = self._sets.in_column.to(device)
@@ -151,7 +151,7 @@ class SiteGroup:
 
 
 def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
-    """Return a frame with the layer, kind, index, name and position of each row of some groups."""
+    """Return a frame with the layer, kind, index, name and position of each row in the groups."""
     layers = list(dict.fromkeys(group.sites for group in groups))
     sizes = [len(sites.names) for sites in layers]
     first = dict(zip(layers, np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -171,12 +171,12 @@ def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
 
 
 def position_sets(groups: Iterable[SiteGroup]) -> list[PositionSet]:
-    """Return all different sets of positions in some groups."""
+    """Return the distinct sets of positions in these groups."""
     return list(dict.fromkeys(position for group in groups for position in group.positions))
 
 
 def roles(groups: Iterable[SiteGroup]) -> list[PositionSet]:
-    """Return the sets of positions whose label is a role and not a position."""
+    """Return the sets of positions that are labelled with a role."""
     return [
         position
         for position in position_sets(groups)
@@ -193,7 +193,7 @@ def site_groups(
     *,
     most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
-    """Return the sites to patch in groups; the order depends only on the sites and prompts."""
+    """Return the sites to patch, in groups whose order depends only on the sites and prompts."""
     if sites is None:
         sites = heads() if part == "k" else all_heads()
     split = split_positions(sites)
@@ -214,9 +214,9 @@ def site_groups(
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Group all heads at all positions; a group of few neurons has several positions."""
+    """Group all heads at all positions. Layers with few neurons get groups with many positions."""
     groups: list[SiteGroup] = []
-    products: dict[tuple[int, int, int], SiteGroup] = {}  # layers share tensors of rows
+    products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share tensors
     for site in sites:
         at_once = len(positions)
         if site.kind == "neuron" and most_rows is not None:
@@ -235,7 +235,7 @@ def _placed_groups(
     split: Sequence[tuple[str, int | str | None]],
     positions: Positions,
 ) -> tuple[SiteGroup, ...]:
-    """Group sites by name; some names include a position, such as L0N5@1."""
+    """Group sites whose names may include a position, such as L0N5@1."""
     everywhere, placed = _resolve_placed(pair, split, positions)
     labels = [position_set.label for position_set in everywhere]
     sets = everywhere + [placed[p] for p in placed if p not in labels]
@@ -258,7 +258,7 @@ def _placed_groups(
 def _resolve_placed(
     pair: PromptPair, split: Sequence[tuple[str, int | str | None]], positions: Positions
 ) -> tuple[list[PositionSet], dict[int | str, PositionSet]]:
-    """Return the positions for names without a position, and the positions that names include."""
+    """Return the positions for names without a position, and the positions given in names."""
     free = {name for name, position in split if position is None}
     asked = dict.fromkeys(position for _, position in split if position is not None)
     if isinstance(positions, Mapping):
@@ -271,8 +271,8 @@ def _resolve_placed(
         return [*by_role.values()] * bool(free), {role: by_role[str(role)] for role in asked}
     if named := [position for position in asked if isinstance(position, str)]:
         reason = (
-            f"got a site at the role {named[0]!r}; expected its position in each prompt: pass "
-            f"positions={{{named[0]!r}: …}}"
+            f"got a site at the role {named[0]!r}; expected the role's position in each prompt: "
+            f"pass positions={{{named[0]!r}: …}}"
         )
         raise InputError([reason], _PROBLEM)
     if not free and not (isinstance(positions, str) and positions == "each"):
@@ -304,7 +304,7 @@ def _resolve_placed(
 
 
 def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionSet]) -> None:
-    # Two labels, such as -1 and 4, may mean the same position. Roles may have the same token.
+    # Two labels such as -1 and 4 may mean the same position. Two roles may share a token.
     first = [
         i if isinstance(some.label, str)
         else next(j for j, earlier in enumerate(sets) if torch.equal(earlier.chosen, some.chosen))
@@ -319,14 +319,14 @@ def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionS
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some sites of a sweep, as rows of all its groups, on some of its prompts."""
+    """A range of a sweep's prompts and a range of its rows, counted over all groups."""
 
     prompts: range
     rows: range
 
     @property
     def key(self) -> str:
-        """The name of the chunk in a store."""
+        """The name under which results of the chunk are stored."""
         ranges = {"prompts": self.prompts, "rows": self.rows}
         return ".".join(f"{name}-{span.start}-{span.stop}" for name, span in ranges.items())
 
@@ -336,7 +336,7 @@ class Chunk:
         return len(self.rows)
 
     def groups(self, groups: Sequence[SiteGroup], pair: PromptPair) -> list[SiteGroup]:
-        """Return the chunk's sites from the groups of the whole sweep, for the chunk's prompts."""
+        """Return the chunk's part of all groups in the sweep, for the prompts in `pair`."""
         chosen, first = [], 0
         for group in groups:
             start, stop = (
@@ -364,7 +364,7 @@ def split_sweep(
     prompts_at_once: int,
     direction: str,
 ) -> list[Chunk]:
-    """Split a sweep into chunks of about equal cost, by prompts first and then by sites."""
+    """Split a sweep into chunks with about equal costs, first by prompts and then by sites."""
     prompts = split_prompts(len(pair.clean), prompts_at_once)
     costs = torch.cat(_costs(model, pair, groups, direction))
     least = _LEAST * len(model.blocks)
@@ -379,7 +379,7 @@ def split_sweep(
 def _costs(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
 ) -> list[Int[Tensor, "row"]]:
-    """Return the largest cost of each row's patch over prompts, in tokens × blocks."""
+    """Return each patch's largest cost for any prompt, in tokens × blocks."""
     host, n_pos = host_of(model), pair.clean.shape[1]
     differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
     first = int(differ.int().argmax()) if direction in DIRECTIONS else 0
@@ -387,7 +387,7 @@ def _costs(
     for group in groups:
         sites = group.sites
         entered = host.block(sites.layer, sites.kind) + (sites.kind == "neuron")
-        blocks_left = len(model.blocks) - entered + 1  # + 1 for the logits
+        blocks_left = len(model.blocks) - entered + 1  # plus 1 for the logits
         patched = group.everywhere.any(dim=1)[:, first:].cpu()
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
         costs.append((tokens * blocks_left)[group.place])

@@ -146,7 +146,7 @@ def test_inputs_by_head(family, flag):
     assert max(worst.values()) < EXACT
     assert not unknown
     ln1 = ex.activation_map(grown.provenance, "blocks.0.ln1.hook_normalized")
-    with pytest.raises(ValueError, match="expected batch"):
+    with pytest.raises(ValueError, match="expected a batch axis"):
         ln1.old_part(new[ln1.name])
 
 

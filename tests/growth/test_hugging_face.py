@@ -573,7 +573,7 @@ def test_refusals():
         grow(bridged(model), STEPS["d_head"])
     changed = boot("llama")
     changed.original_model.model.norm._original_component.variance_epsilon = 0.5
-    with pytest.raises(GrowthError, match=r"variance_epsilon is 0.5; its configuration says"):
+    with pytest.raises(GrowthError, match=r"variance_epsilon is 0.5; the configuration says"):
         grow(changed, d_mlp=41)
     rotary = boot("llama")
     for module in rotary.original_model.modules():

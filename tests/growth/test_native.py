@@ -165,7 +165,7 @@ def test_modules_that_are_not_what_the_configuration_says_are_refused():
     ):
         bridge = native("rms")
         setattr(bridge.original_model.get_submodule(path), name, value)
-        with pytest.raises(GrowthError, match=rf"{name} is {value}; its configuration says"):
+        with pytest.raises(GrowthError, match=rf"{name} is {value}; the configuration says"):
             grow(bridge, d_mlp=41)
     changed = native("ln")
     changed.original_model.layers[0].mlp._original_component = torch.nn.Identity()

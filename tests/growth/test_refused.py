@@ -18,8 +18,11 @@ from attn_only_lens.tl import LayerNormPre
 @pytest.mark.parametrize(
     ("request_", "reasons"),
     [
-        ({"d_mlp": 31, "n_layers": 2}, ["d_mlp=31, but it has 37", "n_layers=2, but it has 3"]),
-        ({"d_mlp": 37}, ["which are its current sizes"]),
+        (
+            {"d_mlp": 31, "n_layers": 2},
+            ["d_mlp=31, but the model has 37", "n_layers=2, but the model has 3"],
+        ),
+        ({"d_mlp": 37}, ["which are the current sizes"]),
         ({}, ["give either an expansion or sizes"]),
         ({"expansion": ex.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
         ({"d_mlp": True, "init": "x"}, ["d_mlp=True; expected a whole number", "init='x'"]),
@@ -140,7 +143,7 @@ def test_models_that_are_not_plain():
     with pytest.raises(GrowthError) as error:
         grow(model, d_mlp=41)
     assert len(error.value.reasons) == 3
-    assert "its blocks.0.ln2 is a LayerNormPre; its configuration says LN" in str(error.value)
+    assert "blocks.0.ln2 is a LayerNormPre; the configuration says LN" in str(error.value)
 
 
 def test_an_error_half_way_leaves_the_source_as_it_was():

@@ -174,7 +174,7 @@ def test_values_and_keys_apart(family):
 @torch.no_grad()
 def test_layers_that_differ_are_brought_to_one_size():
     model, _ = uneven("llama", widths=True)
-    with pytest.raises(GrowthError, match="got n_heads=6, but it has 9"):
+    with pytest.raises(GrowthError, match="got n_heads=6, but the model has 9"):
         grow(model, n_heads=6)
     before = model(tokens())
     grown = grow(model, d_mlp=41, n_heads=12, d_head=16, n_layers=4, seed=1)
@@ -311,7 +311,7 @@ def test_refused_with_all_reasons():
     assert "blocks.0.attn.attn_scale is 5.0" in text
     assert "blocks.3.attn.b_out share one parameter" in text
     assert "forward was replaced on blocks.5.attn" in text
-    assert "blocks.3.ln1 is a Identity; its configuration says LN" in text
+    assert "blocks.3.ln1 is a Identity; the configuration says LN" in text
     with pytest.raises(GrowthError, match=r"convert\(model\) first"):
         grow(build("gelu"), ex.AddNeurons(5, layers=[1]))
 

@@ -189,7 +189,7 @@ def test_what_copies_write_goes_back_to_the_old_unit_after_training():
 
 def test_a_written_part_that_was_shared_out_is_no_old_activation():
     grown = grow(build("gelu"), ex.AddHeads(1), init=INITS["splits"])
-    with pytest.raises(KeyError, match="share this output with their copies"):
+    with pytest.raises(KeyError, match="copies share outputs of old units"):
         ex.activation_map(grown.provenance, "blocks.1.attn.hook_result")
     assert ex.activation_map(grown.provenance, "blocks.1.attn.hook_z").scale == 1.0
 
@@ -248,7 +248,7 @@ def test_other_dtypes(init, dtype):
         (lambda: ex.init.cancelling(0.0), "got std=0.0"),
         (lambda: ex.init.cancelling(float("nan")), "got std=nan"),
         (lambda: ex.init.splits(1.0), "got share=1.0"),
-        (lambda: ex.init.splits(noise=0.0), "equal units stay equal"),
+        (lambda: ex.init.splits(noise=0.0), "so that equal units diverge"),
     ],
 )
 def test_what_would_be_dead_or_equal_is_refused(make, reason):

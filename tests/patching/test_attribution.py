@@ -116,7 +116,7 @@ def test_exact_gate_is_gradient_where_no_gate_is_passed(part):
 
 def test_queries_that_are_normed_together_have_no_closed_form():
     model, (clean, corrupted) = model_of("post_norm", "in place"), prompts()
-    with pytest.raises(UnsupportedModelError, match="changes the z of others"):
+    with pytest.raises(UnsupportedModelError, match="changes the z of other heads"):
         estimate(model, clean, corrupted, METRIC, part="q", method="exact_gate")
     estimate(model, clean, corrupted, METRIC, part="q", method="exact_gate", sites=p.neuron_heads())
 
