@@ -1,15 +1,15 @@
-"""Largest entries and histograms of many neurons or heads, from one batch after another.
+"""Accumulate the largest entries and histograms of many neurons or heads over batches.
 
-Both are exact, and do not depend on how a corpus is cut into batches:
+The results are exact, and do not depend on how a corpus is split into batches.
 
-Largest entries. Among equal entries, the earliest are kept. `topk` may return any of them, so
-entries at the threshold are chosen again, by their order. Most neurons get no new entry from most
-batches: a comparison with the smallest kept entry skips these neurons.
+Largest entries. Among equal entries, the earliest are kept. `topk` may return any of the equal
+entries, so those at the threshold are selected again in corpus order. Most batches have no new
+largest entry for most neurons; a comparison with the smallest kept entry skips these neurons.
 
 Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
-side of 0 there are BINS bins of |x|, closed above: (i, i + 1] 2^e / BINS, with 0 in the first bin.
-When the range doubles, two bins become one, (2i, 2i + 2]. The result is the same as if the range
-had been larger from the start.
+side of 0, |x| is counted in BINS bins (i, i + 1] · 2^e / BINS; 0 is in the first bin. When the
+range doubles, pairs of bins are merged. The result is the same as if the range had been larger from
+the start.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ _LEAST = -40  # smallest exponent e; smaller values are in the first bin
 def no_examples(
     n: int, k: int, width: int, like: Tensor, numbers: Sequence[str], windows: Sequence[str]
 ) -> State:
-    """Return the state of `add_examples` before the first batch, of one end."""
+    """Return the initial state of `add_examples` for one end, without examples."""
     whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
     state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
     state |= {name: like.new_zeros(n, k) for name in numbers}
@@ -59,7 +59,7 @@ def add_examples(
     batch: Batch,
     before: int,
 ) -> None:
-    """Add the entries of a batch, whose tokens lie row after row, to the largest of each neuron.
+    """Update each neuron's largest entries with a batch, whose rows of tokens are concatenated.
 
     Args:
         state: what was found so far.
@@ -84,7 +84,7 @@ def add_examples(
     new |= {name: x[rows].gather(1, places) for name, x in numbers.items()}
     new["found"] = new["score"].isfinite()
     both = torch.cat([least[rows], ranked[rows].gather(1, chosen)], dim=1)
-    # The sort is stable, so that among equal entries, those from earlier batches stay first.
+    # The sort is stable: among equal entries, those from earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
     for name, kept in state.items():
         joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)
@@ -97,13 +97,13 @@ def add_examples(
 def quadrants(
     q: Float[Tensor, "neuron place"], value: Float[Tensor, "neuron place"]
 ) -> Int[Tensor, "neuron place"]:
-    """Return the quadrant of each token, by q = x W_gate and the value of a head, q · x W_in."""
+    """Return each token's quadrant from q = x W_gate and the head's value q · (x W_in)."""
     negative = q < 0
     return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
 
 
 def _first_of_largest(x: Float[Tensor, "row place"], k: int) -> Int[Tensor, "row k"]:
-    """Return the sorted indices of each row's k largest entries; among equals, the first."""
+    """Return the sorted indices of each row's k largest entries; ties are broken by position."""
     k = min(k, x.shape[1])
     least = x.topk(k, dim=1).values[:, -1:]
     larger, equal = x > least, x == least
@@ -147,7 +147,7 @@ def _windows(
 
 
 def no_counts(n: int, device: torch.device) -> State:
-    """Return the initial state of `add_counts`, before the first batch."""
+    """Return the initial state of `add_counts`, with all counts zero."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.long, device=device)
@@ -167,8 +167,8 @@ def add_counts(
 ) -> None:
     """Count the tokens of a batch in the bins of each neuron's z, gate and value.
 
-    There are joint counts, too: of the gate by row and the value by column, in `JOINT` bins on each
-    side of 0. How often z is exactly 0 is counted separately, because its bin has other values too.
+    Gates (rows) and values (columns) are also counted jointly, in `JOINT` bins on each side of 0.
+    Exact zeros of z are also counted separately, because the bin of 0 contains other values too.
     """
     bins = {}
     state["zeros"] += (z == 0).sum(dim=1)
@@ -187,9 +187,9 @@ def add_counts(
             state["joint"] = wide.flatten(3).flatten(1, 2)
         state[f"{name}.exponent"] = now
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
-        # In place, and of 32 bits: this takes most of the time of a pass over a corpus.
+        # This line takes most of the time of a pass, so it works in place and in 32 bits.
         bins[name] = size.mul_(scale).ceil_().int().sub_(1).clamp_(min=0, max=BINS - 1)
-        side = (x < 0).logical_not().int()  # 0 is on the side of what is positive
+        side = (x < 0).logical_not().int()  # 0 counts as positive
         _count(state[f"{name}.counts"], side * BINS + bins[name])
         bins[name] = side * JOINT + bins[name] // (BINS // JOINT)
     _count(state["joint"], bins["gate"] * 2 * JOINT + bins["value"])
@@ -198,7 +198,7 @@ def add_counts(
 def _halved(
     counts: Int[Tensor, "neuron *any bin"], times: Int[Tensor, "neuron"]
 ) -> Int[Tensor, "neuron *any bin"]:
-    """Return counts in bins 2^times as wide."""
+    """Return the counts of histograms whose bins are 2^times as wide."""
     bins = torch.arange(counts.shape[-1], device=counts.device)
     into = bins >> times.clamp(max=30)[:, None]
     into = into.view(len(into), *[1] * (counts.ndim - 2), -1).expand_as(counts)

@@ -402,5 +402,5 @@ def test_activations_that_are_not_finite_are_refused():
     model = bridge("gpt2")
     with torch.no_grad():
         model.W_E[7] = math.inf
-    with pytest.raises(InputError, match="in one of the texts 0 to 1 are not finite"):
+    with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):
         neurons.top_examples(model, NAMES, [[1, 2], [3, 7]], **QUIET)
