@@ -158,8 +158,7 @@ def head_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> HeadStatistics:
-    """Return which tokens attention heads attend to, and the tokens where their outputs are
-    largest.
+    """Return which tokens attention heads attend to, and where the heads' outputs are largest.
 
     The following arguments differ from those of `top_examples`.
 

@@ -63,8 +63,7 @@ def run_by_gradient(
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
-    # The batch is declared as part of a longer list, because all its texts may have one token, no
-    # loss.
+    # Treat the batch as part of a longer list: all its texts may have one token and thus no loss.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     keep = [x.__setitem__ for x in seen]
@@ -82,8 +81,8 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # Each value depends only on its own text, so the sum's gradient contains each value's
-        # gradient.
+        # A text's value depends only on this text, so the sum's gradient has the gradient of each
+        # value.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)

@@ -1,4 +1,4 @@
-"""Accumulate the attention that heads pay to BOS, offsets and tokens, over batches.
+"""Accumulate over batches how much attention heads pay to BOS, each offset and each token.
 
 The attention of a token has three parts: attention to BOS, to the token itself and to other tokens.
 Sums have the dtype of the model, but float32 if the model has half precision.

@@ -226,8 +226,7 @@ class NeuronStatistics(_Statistics):
     def histogram(
         self, name: str, quantity: str
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
-        """Return a histogram of one quantity of a neuron: the counts in 128 bins, and the bin
-        edges.
+        """Return the counts in 128 bins, and the bin edges, of one quantity of a neuron.
 
         Each bin includes its edge further from 0; the value 0 is in the first positive bin.
 
@@ -262,11 +261,9 @@ class NeuronStatistics(_Statistics):
         ]
 
     def quadrant_examples(self) -> pd.DataFrame:
-        """Return the tokens with the largest |z| for each pair of signs, such as "+-", in the
-        column `end`.
+        """Return the tokens with the largest |z| for each pair of signs; `end` is the pair.
 
-        The other columns are the same as in `frame`, and the errors are the same as for
-        `quadrants`.
+        The other columns are the same as in `frame`; the errors are the same as for `quadrants`.
         """
         self._require_quadrants()
         return self._frame(QUADRANTS)
@@ -316,7 +313,7 @@ class HeadStatistics(_Statistics):
         )
 
     def offsets(self, name: str) -> "pd.Series[float]":
-        """Return a head's mean attention by offset, the distance from the query back to the key.
+        """Return a head's mean attention by offset, the number of tokens from the key to the query.
 
         Attention to BOS is excluded, so the sum is 1 minus the attention to BOS.
 
@@ -330,7 +327,7 @@ class HeadStatistics(_Statistics):
     def tokens(
         self, name: str, side: Literal["attended", "attending"] = "attended"
     ) -> pd.DataFrame:
-        """Return the tokens that receive most attention from a head, or whose queries give most.
+        """Return the tokens that a head attends to most, or the tokens that pay most attention.
 
         Attention to BOS and from a token to itself is excluded.
 

@@ -233,7 +233,7 @@ class Resumed:
             summary.restore({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Skip the rows that an earlier call processed, after a check; return the other rows."""
+        """Check and skip the rows that an earlier call processed; return the remaining rows."""
         digest = ""
         for number in range(self._rows):
             row = next(rows, None)
