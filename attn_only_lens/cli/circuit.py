@@ -71,10 +71,10 @@ def explain(
 ) -> None:
     """Explain which heads and neurons make a model answer two prompts differently.
 
-    The table shows the share of each site of a small circuit in the difference, through its pattern
-    and through its value, next to the exact effect of patching the site: "denoise" puts the site's
-    clean output into the corrupted run, "noise" puts the corrupted output into the clean run. The
-    page draws the edges between the sites.
+    The table shows how much each site of a small circuit contributes to the difference, through its
+    pattern and through its value, and the exact effects of patching the site: "denoise" puts the
+    site's clean output into the corrupted run, "noise" puts the corrupted output into the clean
+    run. The page draws the edges between the sites.
     """
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -128,7 +128,7 @@ def circuit(
     With --corrupted, search for a minimal circuit that causes the difference between the two
     prompts. The circuit is the smallest set of sites found that reaches --faithfulness while all
     other sites are patched from the corrupted prompts. Without --corrupted, the graph describes
-    only the clean prompts. Its edges are exact if attention patterns and norm scales are held
+    only the clean prompts. The edges are exact if attention patterns and norm scales are held
     fixed.
     """
     from attn_only_lens import circuits

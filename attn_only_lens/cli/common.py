@@ -165,7 +165,7 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Refuse an --out that is a file or looks like a file name, before any computation."""
+    """Raise an error before any computation if --out is a file or looks like a file name."""
     if out.exists() and not out.is_dir():
         raise AttnOnlyLensError(f"got --out {out}, which is a file; expected a folder name")
     if out.suffix in _FILES and not out.is_dir():

@@ -69,8 +69,8 @@ def convert(
         saved_dtype = str(converted.cfg.dtype).removeprefix("torch.")
         if model.dtype not in (None, saved_dtype):
             raise AttnOnlyLensError(
-                f"got --dtype {model.dtype} for a model saved in {saved_dtype}; convert its source "
-                f"with --dtype {model.dtype} instead, so that its tables have this precision"
+                f"got --dtype {model.dtype} for a model saved in {saved_dtype}; convert the "
+                f"original model with --dtype {model.dtype} instead, for tensors of this dtype"
             )
         name = manifest["source_name"]
     else:

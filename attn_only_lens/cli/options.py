@@ -58,7 +58,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(SourceOptions):
-    """`SourceOptions`, and an option that loads the model as a HookedTransformer."""
+    """The options of `SourceOptions`, and whether to load a HookedTransformer."""
 
     hooked: Annotated[
         bool, option("load MODEL as a HookedTransformer (transformer-lens 3.9)", MODEL, "--hooked")
@@ -81,7 +81,7 @@ class ModelOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions:
-    """Options for a metric and the answer tokens in the metric."""
+    """Options for a metric and for the answers whose logits enter the metric."""
 
     answer: Annotated[str | None, option("the correct answer, one token", PROMPTS)] = None
     wrong: Annotated[str | None, option("the wrong answer, one token, for logit_diff", PROMPTS)] = (

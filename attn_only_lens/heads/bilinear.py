@@ -25,7 +25,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 
 
 class BilinearHeads(NeuronHeads):
-    """Neuron-heads of an MLP with a bilinear gate, several per neuron."""
+    """The neuron-heads of an MLP with a bilinear gate; several heads share a neuron."""
 
     @property
     def bilinear_gate(self) -> BilinearGate:
@@ -46,7 +46,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def value_is_product(self) -> bool:
-        """False, because v is linear in the residual stream."""
+        """Always False, because v is linear in the residual stream."""
         return False
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
@@ -69,7 +69,7 @@ class BilinearHeads(NeuronHeads):
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Heads in a gated MLP are much larger than their sum, so half precision would lose the sum.
+        # Half precision is not enough: in a gated MLP, head outputs are much larger than their sum.
         gate = self.bilinear_gate
         dtype = float32_if_half(q).dtype if gate.gated else q.dtype
         value = (q if up is None else up).to(dtype)

@@ -30,7 +30,7 @@ def is_live(point: HookPoint) -> bool:
 
 
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
-    """Connect a constant tensor to the autograd graph of `like`, so that backward hooks run on it.
+    """Connect a constant tensor to the autograd graph of `like`, so that backward hooks run.
 
     The result is not a leaf, because hooks cannot edit leaves in place and `torch.func` cannot
     create leaves.
@@ -106,7 +106,7 @@ class NeuronHeads(ABC):
         return 1.0
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return each neuron's output, the sum over its heads; z if each neuron has one head."""
+        """Return each neuron's output, the sum of the contributions of the neuron's heads."""
         return z
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:

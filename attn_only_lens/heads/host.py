@@ -1,8 +1,8 @@
 """The interface to models with neuron-heads; each kind of model implements a `Host`.
 
 A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
-in block 2l + 1. An exposed model keeps its blocks; neuron-heads are computed in the MLP of their
-block.
+in block 2l + 1. An exposed model has one block per source layer, whose MLP computes the
+neuron-heads.
 """
 
 import threading
@@ -42,7 +42,7 @@ class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
     The values are not module attributes, because several threads may run one model, and a hook may
-    run the model again during a forward pass. Each thread has its own values, and a copy of this
+    run the model again during a forward pass. Each thread has separate values, and a copy of this
     object has no values.
     """
 
@@ -128,7 +128,7 @@ class Host(ABC):
         """Return reasons why the model no longer runs the modules of its heads, if any."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return reasons why some computation would use z without an edit, if any."""
+        """Return reasons why other code would receive z before z is edited, if any."""
         return []
 
     @abstractmethod
@@ -169,7 +169,7 @@ class Host(ABC):
 
 
 class WithNeuronHeads:
-    """A mixin of models with neuron-heads, which have a host."""
+    """A mixin for models with neuron-heads."""
 
     _host: ClassVar[type[Host]]
 
@@ -177,7 +177,7 @@ class WithNeuronHeads:
 def stock_class(module: object) -> type:
     """Return a module's original class, without neuron-heads."""
     kind = type(module)
-    return vars(kind).get("_stock", kind)  # vars, because subclasses must not inherit it
+    return vars(kind).get("_stock", kind)  # `vars` ignores base classes
 
 
 def has_neuron_heads(model: object) -> bool:
@@ -186,7 +186,7 @@ def has_neuron_heads(model: object) -> bool:
 
 
 def host_of(model: Any) -> Host:
-    """Return the host of a model; raise UnsupportedCallError if it has no neuron-heads."""
+    """Return the host of a model; raise UnsupportedCallError if there are no neuron-heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)

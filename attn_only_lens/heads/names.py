@@ -1,8 +1,8 @@
 """Names of heads, and the blocks, indices and hook points that they refer to.
 
-`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in its
-MLP. If several heads share a neuron (bilinear gates), they are `L5N1234.0`, `L5N1234.1`, …, and
-`L5N1234` is the neuron itself. Analyses refer to heads by name, never by block number.
+`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in this
+layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`, `L5N1234.1`,
+…, and `L5N1234` is the neuron itself. Analyses refer to heads by name, never by block number.
 """
 
 import re
@@ -25,13 +25,13 @@ _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 @dataclass(frozen=True)
 class HeadName:
-    """The name of an attention head, a neuron-head or a neuron, by source layer.
+    """The name of an attention head, a neuron-head or a neuron in a source layer.
 
     Attributes:
         layer: the source layer (not the block), counted from 0.
         kind: "attention" for a head of the original model, "neuron" for a neuron-head.
         index: the index of the head in its attention layer, or of the neuron in its MLP.
-        member: if several heads share the neuron, the number of one of them; None for the whole
+        member: the index of a head among the heads that share the neuron; None for the whole
             neuron.
 
     Example:
@@ -59,7 +59,7 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Return this head's index in its block; raise UnknownHeadError if it has no index."""
+        """Return this head's index in the block; raise UnknownHeadError if there is none."""
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
@@ -76,7 +76,7 @@ class HeadName:
         return slice(index, index + 1)
 
     def block(self, model: Any) -> int:
-        """Return the index of the block that runs this head; raises the errors of `hook`."""
+        """Return the index of the block that runs this head; errors are the same as for `hook`."""
         self.require_in(model)
         if has_neuron_heads(model):
             return host_of(model).block(self.layer, self.kind)
@@ -92,8 +92,8 @@ class HeadName:
 
         Raises:
             UnknownHeadError: the model has no such head, or heads have no such hook point.
-            UnsupportedCallError: `model` is not a model, or `to_stock` returned it; this is a
-                neuron and the model has no neuron-heads; or the attention has no such hook point.
+            UnsupportedCallError: `model` is not a model, or was returned by `to_stock`; or the
+                model has no neuron-heads, or no such hook point.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -120,7 +120,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Check that a model has this head; raises the errors of `hook`."""
+        """Check that a model has this head; errors are the same as for `hook`."""
         if has_neuron_heads(model):
             self.require_among(head_counts(model))
             return

@@ -31,7 +31,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
     Raises:
         UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
         UnsupportedCallError: the cache comes from a model without neuron-heads, lacks this pattern,
-            or was made when the model's neurons had another number of heads.
+            or was made when the neurons had another number of heads.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
@@ -51,8 +51,8 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
     """Return the factor that a neuron's gate applies to its value, Σ_j w_j pattern_j(self).
 
     With exact gates, this factor is the self weight of the neuron's only head. With bilinear gates
-    in a plain MLP, the factor is p(q), which may be slightly outside [0, 1]; in a gated MLP, it is
-    the approximation of the activation α(q).
+    in a plain MLP, the factor is p(q), which may be slightly outside [0, 1]; in a gated MLP, the
+    factor approximates the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.

@@ -62,18 +62,19 @@ def top_examples(
             line or, if its name ends in .jsonl, one dictionary per line.
         k: number of examples for each neuron and end; fewer if the corpus has fewer tokens.
         by: "z", gate × value, the output of a neuron; "gate", the token's attention to itself; or
-            "attribution", z times the gradient of a metric on that text: an estimate of how much
-            the metric would decrease if z were 0 at that token.
-        metric: for attributions: `patching.loss()`, or another metric with one value per text.
-        ends: "largest", "smallest", or "both". In a gated MLP z can have either sign.
+            "attribution", z times the gradient of a metric on the text, which estimates how much
+            the metric would decrease if z were 0 at the token.
+        metric: the metric of attributions: `patching.loss()`, or another metric with one value per
+        text.
+        ends: "largest", "smallest", or "both"; in a gated MLP, z can have either sign.
         before: number of tokens in a window before the example's token.
         after: number of tokens in a window after the example's token.
-        context: tokens in one piece: longer texts are cut into pieces, which all begin with BOS if
-            texts do. None for 128, or the model's context length if that is shorter.
-        batch_size: number of pieces in one forward pass. It changes only rounding errors.
+        context: maximum number of tokens per piece; longer texts are split into pieces, which begin
+            with BOS if texts do. None means 128, or the model's context length if it is shorter.
+        batch_size: number of pieces in one forward pass; it affects only rounding errors.
         resume: a folder for intermediate results. An interrupted call, or a call with a longer
             corpus that begins with the same texts, continues from there.
-        progress: whether to show a progress bar; a string is its label.
+        progress: whether to show a progress bar, or the label of the progress bar.
 
     Returns:
         A frame with one row per neuron, end and rank: `name`, `end`, `rank` from 1, `value` (the
@@ -83,9 +84,9 @@ def top_examples(
         earlier texts and positions come first.
 
     Raises:
-        InputError: a name is not a whole neuron's, an option is out of range, the corpus has no
-            tokens, the metric does not fit, or the folder has another call's results; the error
-            lists every reason.
+        InputError: a name is not the name of a whole neuron, an option is out of range, the corpus
+            has no tokens, the metric does not fit, or the folder has another call's results; the
+            error lists every reason.
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:

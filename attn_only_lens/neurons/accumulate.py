@@ -62,12 +62,12 @@ def add_examples(
     """Update each neuron's largest entries with a batch, whose rows of tokens are concatenated.
 
     Args:
-        state: what was found so far.
+        state: the examples found so far.
         end: one of `ENDS`; the largest entries for any other name.
-        numbers: numbers of each token; entries are ranked by the one named "score", and a score of
-            -∞ is no entry.
-        windows: numbers of the tokens in a window: [neuron, place], or, if they depend on the
-            entry, [neuron, place, pos].
+        numbers: quantities with one number per token. Entries are ranked by "score"; a score of -∞
+            excludes a token.
+        windows: quantities to store for all tokens of a window, as [neuron, place], or as [neuron,
+            place, pos] if they depend on the entry.
         batch: the tokens.
         before: the number of tokens in a window before the entry.
     """

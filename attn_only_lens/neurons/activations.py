@@ -59,7 +59,7 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 def run_by_gradient(
     model: Any, sites: Sequence[LayerSites], batch: Batch, metric: Metric, take_in: TakeIn
 ) -> None:
-    """Run a model, compute a metric's gradient, and pass all layers' activations to `take_in`."""
+    """Run a model, compute a metric's gradient, and pass each layer's activations to `take_in`."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
@@ -76,8 +76,8 @@ def run_by_gradient(
         if len(values) != len(batch.tokens):
             raise InputError(
                 [
-                    f"{bound.name} has one number for {len(batch.tokens)} texts; expected one of "
-                    "each: a tensor [batch]. Or take batch_size=1"
+                    f"{bound.name} has one number for {len(batch.tokens)} texts; expected one per "
+                    "text: a tensor [batch]. Or pass batch_size=1"
                 ],
                 _PROBLEM,
             )
@@ -185,7 +185,7 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
     for name, x in of_heads.items():
         if name in ("z", "gate"):
             x = heads.neuron_outputs(x)
-        elif per_neuron > 1:  # a neuron's heads share one value; attributions add up
+        elif per_neuron > 1:  # heads share the neuron's value; attributions are summed
             x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
         values[name] = float32_if_half(x.flatten(0, 1)[:, index].T.contiguous())

@@ -27,11 +27,11 @@ _EXPECTED = "expected a text, a dictionary with 'text', or tokens of one text [p
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One piece of a text, short enough for one forward pass.
+    """A piece of a text that is short enough for one forward pass.
 
     Attributes:
         text: the index of the text in the corpus.
-        first: the position of its first token in the text, without BOS.
+        first: the position in the text of the row's first token after BOS.
         tokens: the tokens, on the CPU.
         has_bos: whether the row begins with BOS, which is not an example.
     """

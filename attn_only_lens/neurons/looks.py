@@ -1,7 +1,7 @@
 """Accumulate over batches how much attention heads pay to BOS, each offset and each token.
 
 The attention of a token has three parts: attention to BOS, to the token itself and to other tokens.
-Sums have the dtype of the model, but float32 if the model has half precision.
+Sums have the dtype of the model, or float32 for models in half precision.
 """
 
 import torch
@@ -25,14 +25,14 @@ def no_looks(n: int, context: int, d_vocab: int, like: Tensor) -> State:
 def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batch: Batch) -> None:
     """Add a batch's attention patterns to the sums, for all queries except BOS and padding.
 
-    The offset is the query position minus the key position; offsets are sorted.
+    The offset is the query position minus the key position.
     """
     n_batch, n_pos = batch.tokens.shape
     counted = torch.zeros(n_batch * n_pos, dtype=pattern.dtype, device=pattern.device)
     counted[batch.counted] = 1
     counted = counted.view(n_batch, n_pos)
     queries = pattern * counted[..., None]
-    # The first token of a row is BOS if it is not counted.
+    # A first token that is not counted is BOS.
     state["bos"] += (queries[..., 0] * (1 - counted[:, :1])).sum((1, 2))
     queries *= counted[:, None]
     positions = torch.arange(n_pos, device=pattern.device)

@@ -211,7 +211,7 @@ class NeuronStatistics(_Statistics):
     Attributes:
         names: the neurons.
         model: the name of the model.
-        by: what examples are ranked by, "z", "gate" or "attribution".
+        by: the quantity that ranks examples: "z", "gate" or "attribution".
         metric: the name of the metric of attributions; empty if there is none.
         n_texts: number of texts in the corpus.
         n_tokens: number of tokens that were counted: all except BOS.
@@ -226,9 +226,9 @@ class NeuronStatistics(_Statistics):
     def histogram(
         self, name: str, quantity: str
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
-        """Return the counts in 128 bins, and the bin edges, of one quantity of a neuron.
+        """Return a histogram of one quantity of a neuron: counts in 128 bins, and bin edges.
 
-        Each bin includes its edge further from 0; the value 0 is in the first positive bin.
+        A bin includes the edge that is further from 0; 0 itself is in the first positive bin.
 
         Args:
             name: the neuron.
@@ -252,7 +252,7 @@ class NeuronStatistics(_Statistics):
         counts as positive. Source: GLUScope, arXiv 2602.23826.
 
         Raises:
-            InputError: the model has no gated MLPs, or several heads for each neuron.
+            InputError: the model has no gated MLPs, or has several heads per neuron.
         """
         self._require_quadrants()
         shares = (self.counts["signs"].double() / self.n_tokens).numpy()
@@ -275,12 +275,12 @@ class NeuronStatistics(_Statistics):
 
 
 class HeadStatistics(_Statistics):
-    """Top examples of attention heads in a corpus, and which tokens the heads attend to.
+    """Top examples of attention heads in a corpus, and where the heads attend to.
 
     Attributes:
         names: the heads.
         model: the name of the model.
-        by: what examples are ranked by: "norm", of what the head writes, z W_O; or "attribution".
+        by: the quantity that ranks examples: "norm" (of the head's output z W_O) or "attribution".
         metric: the name of the metric of attributions; empty if there is none.
         n_texts: number of texts in the corpus.
         n_tokens: number of tokens that were counted: all except BOS.
@@ -382,9 +382,9 @@ class CorpusStatistics(NamedTuple):
 
 
 def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> Any:
-    """Return a column of lists: row i has the entries from offset i to offset i + 1.
+    """Return a column of lists; row i contains `entries[offsets[i]:offsets[i + 1]]`.
 
-    With `texts`, the entries are indices into `texts`.
+    If `texts` is given, the entries are indices into `texts`.
     """
     if find_spec("pyarrow") is None:
         plain = entries.tolist() if texts is None else [texts[i] for i in entries.tolist()]

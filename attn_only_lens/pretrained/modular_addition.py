@@ -1,4 +1,4 @@
-"""A one-layer model of addition modulo 113, which ships with the package, and all its inputs.
+"""A one-layer model of addition modulo 113 that ships with the package.
 
 The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
 HookedTransformer, the model is a TransformerBridge. TransformerLens converts the state dict, but
@@ -40,13 +40,13 @@ def load_bridge(
     return bridge.eval()
 
 
-@torch.inference_mode(False)  # weights made in inference mode could never be trained
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def modular_addition(
     device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> HookedTransformer:
     """Return a one-layer transformer that adds modulo 113.
 
-    The model was trained by `analyses/tools/train_modular_addition.py` until it generalised, as in
+    `analyses/tools/train_modular_addition.py` trained the model until the model generalised, as in
     Nanda et al., "Progress measures for grokking via mechanistic interpretability" (2023). The
     model has d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no biases.
     The input is (a, b, '='), and the answer is in the last position's logits over 113 numbers.

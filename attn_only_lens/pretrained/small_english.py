@@ -24,7 +24,7 @@ from attn_only_lens.tl import (
 _DATA = files("attn_only_lens.pretrained") / "data" / "small_english"
 
 
-@torch.inference_mode(False)  # weights made in inference mode could never be trained
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def small_english(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = torch.float32,

@@ -1,4 +1,4 @@
-"""The paper's constructions as dense float64 matrices, slow but independent of the other code.
+"""The paper's constructions as dense float64 matrices, slow but independent of other code.
 
 The paper is "Attention-Only Transformers and Implementing MLPs with Attention Heads". Each theorem
 has its own file. Tests compare the other code with these constructions. Theorems are numbered as in

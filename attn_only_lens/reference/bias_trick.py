@@ -10,8 +10,8 @@ becomes the row of the weight matrix for this coordinate: the new matrix W̃ is 
   and output row b₂ / α(1). For b_O, the sublayer gets one more head that is masked to the diagonal
   (Theorem 7) and outputs b_O.
 * **The constant stays.** No sublayer writes to the last coordinate (the last columns of V₂ and W_OV
-  are 0), so the skip connection preserves this coordinate. A LayerNorm must preserve it too (see
-  `theorem_6.PassingNorm`).
+  are 0), so the skip connection preserves this coordinate. LayerNorms must also preserve the
+  coordinate (see `theorem_6.PassingNorm`).
 
 The constant coordinate is not the bias coordinate of Theorem 3, which is 1 on the bias token and 0
 on other tokens. With the paper's W_K, the two coordinates must differ: otherwise each token would

@@ -23,12 +23,12 @@ This file corrects the following slips in the draft.
 
 * "the block decompositions are into size N and 1": true for Λ; for W_QK and W_OV, the sizes are D
   and 1.
-* The proof sketch says that the score of the token itself is -x and that of the bias token 0, "from
-  the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)]. It should
-  be W_QK, whose main diagonal is 0 (the -x are in the last column), and softmax([-x, 0]) =
-  [σ(-x), σ(x)]: the two slips cancel. Appendix A, followed here, is correct.
-* The bias token comes last and every token sees it, so Λ is not causal in this order. The order
-  does not matter: with the bias token first, the same mask is lower triangular.
+* The proof sketch says that the token's score for itself is -x and its score for the bias token 0,
+  "from the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)].
+  The matrix should be W_QK, whose scores -x are in the last column, while the main diagonal is 0.
+  The two slips cancel, because softmax([-x, 0]) = [σ(-x), σ(x)]. Appendix A is correct.
+* The bias token comes last and every token attends to it, so Λ is not causal in this order. With
+  the bias token first, the same mask is lower triangular; the order does not matter.
 """
 
 import torch

@@ -12,9 +12,9 @@ norm′(Y ⊕ [1]) = norm(Y) ⊕ [1],
     post-norm    norm′(X_j ⊕ [1] + s(X_j) ⊕ [0]) = norm(X_j + s(X_j)) ⊕ [1]
     pre-norm     X_j ⊕ [1] + s′(norm(X_j) ⊕ [1]) = (X_j + s(norm(X_j))) ⊕ [1]
 
-and the same for a final norm. The paper has only the post-norm form; we added the pre-norm form for
-GPT-2. Biases use the bias trick (`reference/bias_trick.py`): then t is a transformer on [X | 1], t′
-is a transformer on [X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
+and the same holds for a final norm. The paper has only the post-norm form; we added the pre-norm
+form for GPT-2. Biases use the bias trick (`reference/bias_trick.py`): t acts on [X | 1], t′ acts on
+[X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
 
 **The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for the same LayerNorm. This
 equation is false, and no LayerNorm of D + 1 coordinates satisfies it for any gain g and bias b.
@@ -45,7 +45,7 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 class PassingNorm:
     """A norm that is applied only to the first N rows and D columns of a matrix.
 
-    It can be applied to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
+    The norm can be applied to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
 
     Attributes:
         norm: a norm on M_{N,D}.
@@ -100,7 +100,7 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
         n_tokens: N.
 
     Returns:
-        t′ on M_{N+1,D+1}, with the sublayers of t; an MLP's heads are in the order of its neurons.
+        t′ on M_{N+1,D+1}, with one sublayer per sublayer of t; heads are in the order of neurons.
         `.run(X ⊕ [1])` returns every intermediate stream, output and pattern.
 
     Raises:

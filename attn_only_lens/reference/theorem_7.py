@@ -1,8 +1,8 @@
 """Theorem 7: a head masked to the diagonal is a linear map, for any W_QK.
 
-If Λ = I_N then h(X) = X W_OV. Proof: each row of the pattern sums to 1, and its only unmasked entry
-is on the diagonal, so the pattern is I_N. ("Attention-Only Transformers and Implementing MLPs with
-Attention Heads"; Theorem 6 of the draft.)
+If Λ = I_N then h(X) = X W_OV. Proof: the only unmasked entry in each row of the pattern is on the
+diagonal, and each row sums to 1, so the pattern is I_N. ("Attention-Only Transformers and
+Implementing MLPs with Attention Heads"; Theorem 6 of the draft.)
 """
 
 import torch

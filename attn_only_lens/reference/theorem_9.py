@@ -25,7 +25,7 @@ B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of 
 
     ‖h_Ω(X)_t - h(X)_t‖ = leak_t ‖Σ_s (B_ts - A_ts) v_s‖ ≤ n_t e^{gap_t - Ω} max_{s,s′} ‖v_s - v_s′‖
 
-|S_ts| ≤ R² ‖W_QK‖ and ‖v_s‖ ≤ R ‖W_OV‖ (spectral norms), so n_t ≤ N makes this at most ε for
+|S_ts| ≤ R² ‖W_QK‖ and ‖v_s‖ ≤ R ‖W_OV‖ (spectral norms), so the error is at most ε for
 
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
@@ -137,7 +137,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0: then any Ω is sufficient
+    largest = 2 * head.n_tokens * radius * W_OV / error  # if W_OV = 0, the error is 0 for any Ω
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

@@ -127,7 +127,7 @@ class Run:
         inputs: the input of sublayer j: X_j (post-norm) or LayerNorm_j(X_j) (pre-norm).
         outputs: the output of sublayer j, before the skip connection adds X_j.
         patterns: the patterns of sublayer j, [n_heads, n_tokens, n_tokens]; an MLP has n_heads = 0.
-        result: X_m, or its final norm if there is a final norm.
+        result: X_m, after the final norm if there is one.
     """
 
     stream: tuple[Float[Tensor, "n_tokens d"], ...]
@@ -143,9 +143,9 @@ class Transformer:
 
     Attributes:
         sublayers: each an MLP or a tuple of heads.
-        norms: one for each sublayer: after it (post-norm) or before it (pre-norm).
+        norms: one norm per sublayer, after (post-norm) or before (pre-norm) the sublayer.
         pre_norm: use GPT-2's order instead of the paper's.
-        final_norm: applied to X_m; pre-norm only.
+        final_norm: the norm applied to X_m, only in the pre-norm form.
 
     Raises:
         ValueError: no sublayers, a sublayer without heads, sublayers of different sizes, a missing

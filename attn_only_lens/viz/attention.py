@@ -3,7 +3,7 @@
 A neuron-head's pattern is one value per token, its gate; the rest of the attention goes to the bias
 token. The gate alone would be misleading in gated MLPs, because SiLU's gate is ½ at a
 pre-activation of 0. So tokens are coloured by z = gate × value, and the gate and the value are
-printed below each token. circuitsvis draws attention heads as query-by-key heatmaps.
+shown below each token. circuitsvis draws attention heads as query-by-key heatmaps.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def attention_view(
     *,
     prompt: int = 0,
 ) -> Page:
-    """Draw attention heads and neuron-heads on one text.
+    """Draw the activations of attention heads and neuron-heads on one text.
 
     A layer has thousands of neurons, so select some first, for example by a sweep
     (`sweep.top(7)["name"]`), by attribution or by top examples.
@@ -59,8 +59,8 @@ def attention_view(
             from such a model, with the patterns of the heads, and z and v of neurons.
         names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in this order; or
             `patching.heads(layers)`. `L3N7.0` is one of several heads that form a neuron.
-        text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of its run,
-            or the texts of these tokens.
+        text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of the
+            cached run, or the texts of these tokens.
         prompt: index of the prompt in the cache's batch.
 
     Returns:

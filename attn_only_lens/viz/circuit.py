@@ -32,7 +32,7 @@ from attn_only_lens.viz.page import (
 
 _SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
 _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
-_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # sizes of a box in pixels
+_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # the sizes of a box in pixels
 _LONGEST = 28  # characters of a label
 MOST_UNFOLDED = 300
 """Nodes of a page that are not folded into groups at first."""
@@ -55,19 +55,20 @@ def circuit_page(
             missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
             exact effect; `status` ("kept", "lost", "gained") if two circuits are compared;
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
-            were resampled. A metric without a position is above the token whose nodes it reads.
+            were resampled. A metric without a position is drawn above the token whose nodes the
+            metric reads.
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
-            metric). Optional: `exact`, the meaning of that column; `notes`, texts that the page
-            shows; `additive`, the kinds of edges that sum
-            to attributions (by default "value"); and `groups`, the `members`, `effect` and
-            `sum_of_effects` of groups that were measured.
+            metric). Optional: `exact`, the meaning of the column `exact`; `notes`, texts that the
+            page shows; `additive`, the kinds of edges that sum to attributions (by default
+            "value"); and `groups`, the `members`, `effect` and `sum_of_effects` of groups that were
+            patched together.
         details: by id, or by name for all positions of a node; fields of an id take precedence.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
-            If there are more than 300 nodes and no groups, the heads, and the neurons, of each
-            layer are a group, which readers can unfold or ungroup.
+            If there are more than 300 nodes and no groups, the heads of each layer form a group,
+            and so do the neurons; users can unfold or ungroup these groups.
 
     Returns:
         The page, with values to five significant figures, and its first view as `picture`.
@@ -134,7 +135,7 @@ def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, 
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data that both the page and the picture are drawn from."""
+    """Return the data from which both the page and the picture are drawn."""
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
@@ -181,7 +182,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return each node's strength, by which nodes are selected; it is missing for the metric."""
+    """Return the strength by which each node is ranked; the metric has no strength."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)

@@ -60,7 +60,7 @@ class NodeDetails:
             to each token.
         writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
             in standard deviations over the vocabulary; the largest amount first.
-        reads: tokens that raise or lower a neuron's query most, with the same amounts.
+        reads: tokens that raise or lower a neuron's query most, with amounts as in `writes`.
         examples: top examples of a neuron in a corpus.
         z: gate × value of a neuron-head at each token of the prompt, which colours the tokens.
 

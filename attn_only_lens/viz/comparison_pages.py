@@ -39,7 +39,7 @@ def comparison_report(comparison: Comparison) -> Page:
         comparison: the result of `compare`.
 
     Returns:
-        The page. Its tables are limited to the components that changed most.
+        The page. The tables contain only the components that changed most.
 
     Raises:
         ImportError: plotly is not installed.
@@ -95,7 +95,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         comparison: the result of `compare`.
 
     Returns:
-        The page, with at most 300 nodes, those with the largest effects.
+        The page, which shows the 300 nodes with the largest effects, if there are more.
 
     Raises:
         InputError: neither circuit has a node.

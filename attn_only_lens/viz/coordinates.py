@@ -1,7 +1,7 @@
 """Compute the coordinates of a circuit's nodes, and the paths of its edges.
 
-A row contains the nodes of one kind in one layer; rows are ordered from bottom to top as they are
-computed. A column is a position of the prompt; nodes without a position have a column on the left.
+A row contains the nodes of one kind in one layer; rows are in the order of computation, from bottom
+to top. A column is a position of the prompt; nodes without a position have a column on the left.
 The nodes of a cell are in as few lines as the width allows. If not all tokens fit, columns without
 nodes are folded.
 
@@ -59,8 +59,9 @@ class Boxes:
 class Layout:
     """The layout of a drawing: the centres of boxes, the columns, the rows and the size.
 
-    A column is (first position, last position, left edge, width); the position is -1 for nodes
-    without a token, and the two positions differ if tokens are folded. A row is (index, y, height).
+    A column is (first position, last position, left edge, width); positions are -1 for nodes
+    without a token, and the two positions differ if columns are folded. A row is (index, y,
+    height).
     """
 
     x: dict[int, float]
@@ -136,7 +137,7 @@ def place(
 
 
 class _Columns:
-    """The tokens' columns: how many nodes are side by side in each column, and which are folded."""
+    """The columns of a drawing: how many nodes are side by side, and which columns are folded."""
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) ->
 
 
 def _crossing(p: Point, q: Point, y: float) -> float:
-    """Return the x at which the cubic curve from p to q has this y."""
+    """Return the x of the cubic curve from p to q at height y."""
     s = min(1.0, max(0.0, (p[1] - y) / (p[1] - q[1])))
     low, high = 0.0, 1.0
     for _ in range(24):
@@ -301,6 +302,6 @@ def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float)
             room = _MARGIN + 1 + _LANE * lane
             if right - left >= 2 * room:
                 free.append(max(left + room, min(right - room, x)))
-            else:  # the lanes share a narrow gap
+            else:  # spread the lanes evenly over a narrow gap
                 free.append(left + (right - left) * (lane + 1) / (_LANES + 1))
     return min(free, key=lambda candidate: abs(candidate - x))

@@ -1,8 +1,8 @@
 """Draw plotly figures of sweeps and of circuit transfer between tasks.
 
-Figures of a sweep show `Sweep.effect`, the score minus the score of the run before the patch, so a
-patch without effect is white in each direction of patching. For several prompts, the effect is a
-mean, and error bars are its standard error.
+Figures of a sweep show `Sweep.effect`, the score minus the score of the run before the patch, so
+patches without effect are white. For several prompts, the effect is the mean, and error bars are
+the standard error of the mean.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
 
     Effects of single patches do not add up, so the cell of a layer shows the effect of the layer's
     strongest site; point at the cell to see the site's name. Position labels contain the sweep's
-    tokens; where the prompts differ, the label is "clean / corrupted".
+    tokens; where the prompts differ, the label contains the clean token and the corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
@@ -102,7 +102,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         title={"text": _position_title(sweep, labels.values()), "standoff": 12},
         tickmode="linear"
         if len(positions) <= MOST_LABELS
-        else "auto",  # label every position, or some
+        else "auto",  # too many labels would overlap
         tickfont_size=12 if len(positions) <= 30 else 10,
     )
     figure.update_layout(plot_bgcolor="#e4e4e4")  # the colour of cells without a patch
@@ -119,7 +119,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
 
     Returns:
         A plotly figure. For several prompts, error bars are standard errors of the mean; there are
-        no error bars if the metric is one value for all prompts.
+        no error bars if the metric has one value for all prompts.
 
     Raises:
         InputError: the sweep is empty; k is not positive, or too large.
@@ -183,7 +183,8 @@ def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
             task.
 
     Returns:
-        A plotly figure. White is 0: the circuit keeps no part of the effect of all sites.
+        A plotly figure. White cells have faithfulness 0: the circuit keeps none of the effect of
+        all sites.
 
     Raises:
         InputError: the matrix is not a frame, is empty, or has repeated names or entries that are

@@ -1,7 +1,7 @@
 """Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
 
-A page with 1,000 nodes stays under 3 MB, because it contains only the strongest edges into each
-node, and the patterns and examples of only the strongest nodes. Notes on the page say what is
+A page with 1,000 nodes stays under 3 MB, because the page contains only the strongest edges into
+each node, and the patterns and examples of only the strongest nodes. Notes on the page say what is
 omitted.
 """
 
@@ -76,7 +76,7 @@ def circuit_view(
         prompts: the prompts that were passed to `attribution_graph`; needed with a model.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: the mask that was passed to `attribution_graph`.
-        top_tokens: number of tokens that each node raises most, and lowers most; 0 for none.
+        top_tokens: number of tokens to list that a node raises most, and lowers most.
             Amounts are standard deviations above the mean over the vocabulary.
         exact: a sweep over the graph's prompts and metric with `positions="each"`. The page shows
             its effects next to the attributions. For example, `activation_patch(model, prompts,
@@ -86,8 +86,9 @@ def circuit_view(
         stability: `discover(…, resamples=20).stability` for the circuit whose sites are the nodes.
             Core nodes have a solid outline, contingent nodes a dashed outline.
         groups: groups from `circuits.group_nodes`. At first, each group is drawn as one node, with
-            its exact effect; its panel unfolds it. Nodes in groups of `state` stay in those groups.
-        notes: more texts that the page shows before its own notes.
+            its exact effect; a click opens a panel with a button that unfolds the group. Nodes in
+            groups of `state` stay in those groups.
+        notes: texts that the page shows before the notes about the graph.
         state: pins, names and groups, in the format of `circuit_page`.
 
     Returns:
@@ -304,7 +305,7 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and a state to which these groups are added."""
+    """Return the exact effects of groups, and the page's state with these groups."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):

@@ -1,6 +1,6 @@
 """Draw a page for up to a few thousand neurons and attention heads.
 
-The page contains packed arrays, from which its scripts (`assets/neurons.js`, `heads.js`) draw one
+The page contains packed arrays, from which scripts (`assets/neurons.js`, `heads.js`) draw one
 neuron or head at a time. An example of 19 tokens takes 114 bytes. Gates and z (divided by the
 neuron's largest |z|) are stored in half precision, and the page computes the value as z / gate.
 Joint counts of gate and value have a logarithmic scale from 0 to 255. `NeuronStatistics` contains
@@ -79,7 +79,7 @@ def neuron_page(
             `neurons.neuron_statistics`, `head_statistics` or `corpus_statistics`, for which the
             options below are not used.
         k: number of examples with the largest z, and with the smallest.
-        by: what examples are ranked by, as in `neurons.top_examples`.
+        by: the quantity that ranks examples, as in `neurons.top_examples`.
         metric: the metric of attributions.
         context: as in `neurons.top_examples`.
         batch_size: as in `neurons.top_examples`.
@@ -89,15 +89,15 @@ def neuron_page(
     Returns:
         One page. It shows for each neuron: the texts in which z is largest and smallest, with
         tokens coloured by z; histograms of z, of the gate, and of gate and value together; in a
-        gated MLP, how often these two have which signs, with examples; the tokens that its weights
-        read from the embedding and write to the logits, in standard deviations over the vocabulary;
-        and links to the heads with the largest `circuits.composition` scores. For each attention
-        head: how it splits its attention, by offset and by token; and the tokens at which it writes
-        most, with its pattern there.
+        gated MLP, how often each pair of signs occurs, with examples; the embedding tokens that
+        activate the neuron most and the logits that the neuron changes most, in standard deviations
+        over the vocabulary; and links to the heads with the largest `circuits.composition` scores.
+        For each attention head, it shows the attention by offset and by token, and the attention
+        pattern at the tokens where the head's output is largest.
 
     Raises:
         InputError: as in `neurons.top_examples`; or there are more than 3,000 names, or the
-            statistics are of another model.
+            statistics belong to another model.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
@@ -240,7 +240,7 @@ def _about(statistics: CorpusStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return which tokens and heads the weights connect each neuron to, and notes on omissions."""
+    """Return the tokens and heads to which weights connect each neuron, and notes on omissions."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []

@@ -1,8 +1,7 @@
 r"""Self-contained HTML pages, and functions that write pages to files.
 
 A page contains its scripts and styles, and a Content-Security-Policy that forbids all requests:
-`default-src 'none'`. External text is escaped in one of three ways, depending on where it is in the
-page:
+`default-src 'none'`. External text enters a page in one of three forms, and is escaped accordingly:
 
     text of an element     `html.escape`
     data for a script      JSON in a <script type="application/json">, with <, > and & as \u003c …,
@@ -42,8 +41,8 @@ class Page(str):
     """The HTML text of a page, which notebooks show in a frame.
 
     Attributes:
-        picture: SVG of the page's first view, if there is one; notebook viewers without frames,
-            such as GitHub, show it.
+        picture: an SVG of the page's first view, or None; notebook viewers without frames, such as
+            GitHub, show the picture.
         height: height of the frame in a notebook, in pixels.
 
     Example:
@@ -84,7 +83,7 @@ class Page(str):
 
     def __repr__(self) -> str:
         # A notebook stores this repr next to the frame. So the repr must not repeat the page's
-        # text, or contain its length, which depends on rounding errors.
+        # text or length, which depend on rounding errors.
         return f"<Page {self._title()!r}>"
 
 
