@@ -41,8 +41,7 @@ def atlas(
     """Make pages about neurons and attention heads, with top examples from a corpus.
 
     The pages also show the densities, tokens and connections of neurons, and which tokens heads
-    attend to. Up to 3,000 neurons and heads share one page; with more, each layer gets its own
-    page.
+    attend to. Up to 3,000 neurons and heads share one page; with more, each layer has a page.
     """
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
     from attn_only_lens.neurons import corpus_statistics

@@ -128,8 +128,7 @@ def circuit(
     With --corrupted, search for a minimal circuit that causes the difference between the two
     prompts. The circuit is the smallest set of sites found that reaches --faithfulness while all
     other sites are patched from the corrupted prompts. Without --corrupted, the graph describes
-    only the clean prompts. The edges are exact if attention patterns and norm scales are held
-    fixed.
+    only the clean prompts. The edges are exact if attention patterns and norm scales are fixed.
     """
     from attn_only_lens import circuits
     from attn_only_lens.viz import circuit_view, write_html

@@ -59,8 +59,7 @@ def start(context: typer.Context) -> None:
 def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command, in a panel of the help text, with examples.
 
-    A parameter whose type is a dataclass becomes one option per field. Errors are printed without a
-    traceback (`clear_errors`).
+    A dataclass parameter becomes one option per field. `clear_errors` prints the errors.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:

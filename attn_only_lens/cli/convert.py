@@ -41,8 +41,7 @@ def convert(
 ) -> None:
     """Convert a model to an attention-only HookedTransformer, and save the result.
 
-    If MODEL is a folder written by `convert`, the model is copied. This command needs
-    transformer-lens 3.9.
+    If MODEL is a folder written by `convert`, copy it. This command needs transformer-lens 3.9.
     """
     from attn_only_lens.models import checkpoint
     from attn_only_lens.models.convert import convert as convert_model
@@ -112,8 +111,7 @@ def verify(
 ) -> None:
     """Check that neuron-heads do not change a model's logits; exit with code 1 if they do.
 
-    Without CONVERTED, compare MODEL with and without exposed neuron-heads. With CONVERTED, compare
-    the two models.
+    Without CONVERTED, compare MODEL with and without neuron-heads, otherwise MODEL with CONVERTED.
     """
     from transformer_lens.model_bridge import TransformerBridge
 

@@ -32,8 +32,8 @@ def is_live(point: HookPoint) -> bool:
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
     """Connect a constant tensor to the autograd graph of `like`, so that backward hooks run.
 
-    The result is not a leaf, because hooks cannot edit leaves in place and `torch.func` cannot
-    create leaves.
+    The result is not a leaf, because hooks cannot edit leaves and `torch.func` cannot create
+    leaves.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant
@@ -187,8 +187,8 @@ def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
     In a gated MLP with bilinear gates, the outputs of single heads are many times larger than their
     sum, so their rounding errors are too, and the tolerance is multiplied by the amplification. In
     small gated models in float32, `verify` found differences of up to 2.3 times the plain
-    tolerance, and up to 0.19 times the amplified tolerance. The outputs of half-precision heads are
-    summed in float32.
+    tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are summed in
+    float32.
     """
     sums = dtype if dtype == torch.float64 else torch.float32
     amplification = max((layer.amplification for layer in heads), default=1.0)

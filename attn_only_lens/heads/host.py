@@ -1,8 +1,7 @@
 """The interface to models with neuron-heads; each kind of model implements a `Host`.
 
 A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
-in block 2l + 1. An exposed model has one block per source layer, whose MLP computes the
-neuron-heads.
+in block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
 """
 
 import threading
@@ -42,8 +41,7 @@ class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
     The values are not module attributes, because several threads may run one model, and a hook may
-    run the model again during a forward pass. Each thread has separate values, and a copy of this
-    object has no values.
+    run the model again during a forward pass. Each thread has separate values, and a copy is empty.
     """
 
     def __init__(self) -> None:

@@ -25,8 +25,8 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
         name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
 
     Returns:
-        The attention weights, which sum to 1 over the last axis; there is no batch axis if the
-        cache has none.
+        The attention weights, which sum to 1 over the last axis (no batch axis if the cache has
+        none).
 
     Raises:
         UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
@@ -140,8 +140,7 @@ def dense_pattern(
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
     Plotting tools such as circuitsvis expect such a matrix. The self weights are on the diagonal,
-    and all other weights between tokens are zero. The arguments and errors are the same as for
-    `neuron_pattern`.
+    and all other weights between tokens are zero. Arguments and errors are as for `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

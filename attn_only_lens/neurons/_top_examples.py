@@ -64,8 +64,7 @@ def top_examples(
         by: "z", gate × value, the output of a neuron; "gate", the token's attention to itself; or
             "attribution", z times the gradient of a metric on the text, which estimates how much
             the metric would decrease if z were 0 at the token.
-        metric: the metric of attributions: `patching.loss()`, or another metric with one value per
-        text.
+        metric: for attributions: `patching.loss()`, or another metric with one value per text.
         ends: "largest", "smallest", or "both"; in a gated MLP, z can have either sign.
         before: number of tokens in a window before the example's token.
         after: number of tokens in a window after the example's token.
@@ -167,8 +166,7 @@ def head_statistics(
         names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.
         metric: with a metric, examples are ranked by attribution, at both `ends`; without a metric,
             by the norm of the head's output z W_O, and only the largest are returned.
-        before: a window has 4 times this number of tokens before the example, because heads attend
-            far back.
+        before: a window has 4 times this number of tokens before the example, for distant keys.
 
     Returns:
         The statistics, which can be saved with `save` and drawn with `viz.neuron_page`.
@@ -208,8 +206,8 @@ def corpus_statistics(
     """Return the statistics of neurons and of attention heads from one pass.
 
     Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
-    means all neurons and heads. `by` is the ranking of neurons; heads are ranked by attribution if
-    neurons are, otherwise by norm.
+    means all neurons and heads. `by` is the ranking of neurons; heads are ranked by attribution or
+    norm.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained

@@ -8,8 +8,8 @@ largest entry for most neurons; a comparison with the smallest kept entry skips 
 
 Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
 side of 0, |x| is counted in BINS bins (i, i + 1] · 2^e / BINS; 0 is in the first bin. When the
-range doubles, pairs of bins are merged. The result is the same as if the range had been larger from
-the start.
+range doubles, pairs of bins are merged. The result is the same as with a larger range from the
+start.
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,8 @@ def add_examples(
     Args:
         state: the examples found so far.
         end: one of `ENDS`; the largest entries for any other name.
-        numbers: quantities with one number per token. Entries are ranked by "score"; a score of -∞
-            excludes a token.
+        numbers: quantities with one number per token. Entries are ranked by "score"; -∞ excludes a
+            token.
         windows: quantities to store for all tokens of a window, as [neuron, place], or as [neuron,
             place, pos] if they depend on the entry.
         batch: the tokens.

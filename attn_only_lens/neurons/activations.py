@@ -81,8 +81,7 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # A text's value depends only on this text, so the sum's gradient has the gradient of each
-        # value.
+        # Values depend only on their own text, so the sum's gradient contains the gradient of each.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)

@@ -296,8 +296,8 @@ class HeadStatistics(_Statistics):
     def looks(self) -> pd.DataFrame:
         """Return a frame with each head's mean attention to BOS, to the token itself and to others.
 
-        The columns are `name`, `bos`, `itself`, `previous` (the previous token, unless it is BOS)
-        and `other`.
+        The columns are `name`, `bos`, `itself`, `previous` (the previous token except BOS) and
+        `other`.
         """
         bos, offsets = self.counts["bos"].numpy(), self.counts["offsets"].numpy()
         middle = offsets.shape[1] // 2

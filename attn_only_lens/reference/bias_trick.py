@@ -7,8 +7,7 @@ becomes the row of the weight matrix for this coordinate: the new matrix W̃ is 
   on b₁, and a head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O adds b_V W_O
   exactly once, because each row of a pattern sums to 1.
 * **Output biases.** For b₂, the MLP gets one more neuron, with pre-activation 1, activation α(1)
-  and output row b₂ / α(1). For b_O, the sublayer gets one more head that is masked to the diagonal
-  (Theorem 7) and outputs b_O.
+  and output row b₂ / α(1). For b_O, one more head, masked to the diagonal (Theorem 7), outputs b_O.
 * **The constant stays.** No sublayer writes to the last coordinate (the last columns of V₂ and W_OV
   are 0), so the skip connection preserves this coordinate. LayerNorms must also preserve the
   coordinate (see `theorem_6.PassingNorm`).

@@ -104,8 +104,7 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
         `.run(X ⊕ [1])` returns every intermediate stream, output and pattern.
 
     Raises:
-        ValueError: an activation is not a `GeneralizedSiLU`, or `n_tokens` is not the size of the
-            masks.
+        ValueError: an activation is not a `GeneralizedSiLU`, or the masks do not have this N.
 
     Example:
         >>> import torch

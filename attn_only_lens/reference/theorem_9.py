@@ -13,8 +13,8 @@ an Ω (`sufficient_omega`) such that the error is at most ε for all X whose row
 
 Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since I_N on
 both sides picks the entries of the second block. For token t, let M_t be the sum of exp(S_ts) over
-the visible tokens s, and m_t the sum over the masked tokens s. The total weight of the masked
-tokens in the pattern is
+the visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens
+have the weight
 
     leak_t = e^{-Ω} m_t / (M_t + e^{-Ω} m_t) ≤ n_t e^{gap_t - Ω}
 
@@ -30,8 +30,8 @@ B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of 
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
 The head outputs 0 in the position coordinates, so a skip connection preserves them. Therefore
-layers can be stacked, if R bounds the input of each layer and norms do not change the position
-coordinates (`theorem_6.py`).
+layers can be stacked, if R bounds all layers' inputs and norms preserve these coordinates
+(`theorem_6.py`).
 
 The blog post uses the same Ω. Its matrix B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
 plus a constant for each row, which softmax ignores. Its three sublayers are heads of Theorems 3 and

@@ -55,15 +55,13 @@ def circuit_page(
             missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
             exact effect; `status` ("kept", "lost", "gained") if two circuits are compared;
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
-            were resampled. A metric without a position is drawn above the token whose nodes the
-            metric reads.
+            were resampled. A metric without a position is above the token that it reads.
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `exact`, the meaning of the column `exact`; `notes`, texts that the
             page shows; `additive`, the kinds of edges that sum to attributions (by default
-            "value"); and `groups`, the `members`, `effect` and `sum_of_effects` of groups that were
-            patched together.
+            "value"); and `groups`, the `members`, `effect` and `sum_of_effects` of patched groups.
         details: by id, or by name for all positions of a node; fields of an id take precedence.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.

@@ -44,10 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """The rows (counted from below), positions (-1 for none) and widths of the nodes' boxes.
-
-    `overhangs` is True for boxes that may be wider than their column.
-    """
+    """Rows (from below), columns (-1: none), widths, and which boxes may exceed their column."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -60,8 +57,7 @@ class Layout:
     """The layout of a drawing: the centres of boxes, the columns, the rows and the size.
 
     A column is (first position, last position, left edge, width); positions are -1 for nodes
-    without a token, and the two positions differ if columns are folded. A row is (index, y,
-    height).
+    without a token, and differ if columns are folded. A row is (index, y, height).
     """
 
     x: dict[int, float]

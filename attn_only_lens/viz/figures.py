@@ -1,8 +1,8 @@
 """Draw plotly figures of sweeps and of circuit transfer between tasks.
 
 Figures of a sweep show `Sweep.effect`, the score minus the score of the run before the patch, so
-patches without effect are white. For several prompts, the effect is the mean, and error bars are
-the standard error of the mean.
+patches without effect are white. For several prompts, the effect is the mean, with standard errors
+as error bars.
 """
 
 from collections.abc import Iterable
@@ -179,12 +179,10 @@ def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
     """Draw the faithfulness of each circuit on each task as a heatmap with values in the cells.
 
     Args:
-        matrix: the frame from `circuits.transfer`, with one row per circuit and one column per
-            task.
+        matrix: the frame from `circuits.transfer`, with a row per circuit and a column per task.
 
     Returns:
-        A plotly figure. White cells have faithfulness 0: the circuit keeps none of the effect of
-        all sites.
+        A plotly figure. White cells have faithfulness 0: the circuit keeps none of the effect.
 
     Raises:
         InputError: the matrix is not a frame, is empty, or has repeated names or entries that are

@@ -1,8 +1,8 @@
 """Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
 
 A page with 1,000 nodes stays under 3 MB, because the page contains only the strongest edges into
-each node, and the patterns and examples of only the strongest nodes. Notes on the page say what is
-omitted.
+each node, and the patterns and examples of only the strongest nodes. Notes on the page list
+omissions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,14 +86,13 @@ def circuit_view(
         stability: `discover(…, resamples=20).stability` for the circuit whose sites are the nodes.
             Core nodes have a solid outline, contingent nodes a dashed outline.
         groups: groups from `circuits.group_nodes`. At first, each group is drawn as one node, with
-            its exact effect; a click opens a panel with a button that unfolds the group. Nodes in
+            its exact effect; a click opens a panel with the button "Unfold". Nodes in
             groups of `state` stay in those groups.
         notes: texts that the page shows before the notes about the graph.
         state: pins, names and groups, in the format of `circuit_page`.
 
     Returns:
-        The page. A click on a node shows the node's pattern, its edges, and the tokens that it
-        reads and writes.
+        The page. A click on a node shows its pattern, its edges and the tokens it reads and writes.
 
     Raises:
         InputError: the model or the prompts are not the graph's, or only one of the two is passed;
@@ -356,8 +355,7 @@ def _add_patterns(
     prompt: int,
     notes: list[str],
 ) -> None:
-    """Add neurons' patterns and z to `details[name]`, and attention heads' patterns to
-    `details[id]`.
+    """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
     Neurons that consist of several heads are skipped, because they have no single pattern.
     """

@@ -41,8 +41,8 @@ class Page(str):
     """The HTML text of a page, which notebooks show in a frame.
 
     Attributes:
-        picture: an SVG of the page's first view, or None; notebook viewers without frames, such as
-            GitHub, show the picture.
+        picture: an SVG of the page's first view, or None; notebook viewers without frames show the
+            picture.
         height: height of the frame in a notebook, in pixels.
 
     Example:
