@@ -1,6 +1,6 @@
-"""The command line: one file for each command."""
+"""The command-line interface, with one module per command."""
 
-# Importing a module adds its commands to the application.
+# Importing these modules adds their commands to the application.
 from attn_only_lens.cli import (  # noqa: F401
     atlas,
     circuit,

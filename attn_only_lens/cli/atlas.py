@@ -1,4 +1,4 @@
-"""`attn-only-lens atlas`: pages about every neuron and attention head of a model, to browse."""
+"""`attn-only-lens atlas`: pages about every neuron and attention head of a model."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -38,10 +38,10 @@ def atlas(
     ] = None,
     batch_size: Annotated[int, option("pieces in one forward pass", _CORPUS)] = 32,
 ) -> None:
-    """Make pages about neurons and attention heads: top examples in a corpus, and much else.
+    """Make pages about neurons and attention heads, with top examples from a corpus.
 
-    Neurons: densities, tokens and connections. Heads: where they look. Up to 3,000 share one page;
-    for more, there is a page for each layer.
+    The pages also show the densities, tokens and connections of neurons, and which tokens heads
+    attend to. Up to 3,000 neurons and heads share one page; with more, each layer has a page.
     """
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
     from attn_only_lens.neurons import corpus_statistics

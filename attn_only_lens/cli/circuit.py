@@ -1,4 +1,4 @@
-"""`attn-only-lens explain` and `circuit`: the cause of an answer, as a table and a graph."""
+"""The commands `attn-only-lens explain` and `attn-only-lens circuit`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,12 +69,12 @@ def explain(
     ] = None,
     top: Top = 20,
 ) -> None:
-    """Explain which heads and neurons make a model answer two prompts differently, and how.
+    """Explain which heads and neurons make a model answer two prompts differently.
 
-    The table divides the difference among the sites of a small circuit, through their patterns and
-    their values, and compares the shares with exact patches: "denoise" puts the site's clean output
-    into the corrupted run, "noise" puts the corrupted output into the clean run. The page draws how
-    the sites act on each other.
+    The table shows how much each site of a small circuit contributes to the difference, through its
+    pattern and through its value, and the exact effects of patching the site: "denoise" puts the
+    site's clean output into the corrupted run, "noise" puts the corrupted output into the clean
+    run. The page draws the edges between the sites.
     """
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -123,12 +123,12 @@ def circuit(
     faithfulness: Faithfulness = 0.9,
     top: Top = 20,
 ) -> None:
-    """Draw the circuit behind an answer: heads and neurons, and the edges between them.
+    """Draw the circuit behind an answer as a graph of heads and neurons.
 
-    With --corrupted, search for a minimal circuit, and draw how it makes the difference between the
-    two prompts. The circuit is the smallest set found that reaches --faithfulness while all other
-    sites are patched from the corrupted prompts. Without --corrupted, the graph describes only the
-    clean prompts; it is exact if attention patterns and norm scales keep their values.
+    With --corrupted, search for a minimal circuit that causes the difference between the two
+    prompts. The circuit is the smallest set of sites found that reaches --faithfulness while all
+    other sites are patched from the corrupted prompts. Without --corrupted, the graph describes
+    only the clean prompts. The edges are exact if attention patterns and norm scales are fixed.
     """
     from attn_only_lens import circuits
     from attn_only_lens.viz import circuit_view, write_html

@@ -1,4 +1,4 @@
-"""The application, and code that all commands use to report errors, check outputs, print tables.
+"""The typer application, and helpers of all commands for options, errors and tables.
 
 Commands import torch and pandas only when they run, so that --help is quick.
 """
@@ -42,7 +42,7 @@ use it as MODEL to try the command, or run `attn-only-lens demo`.
 
 
 def option(help_text: str, panel: str | None = None, *names: str) -> Any:
-    """Declare an option of a command, in a group of the command's help text."""
+    """Declare a command-line option, in a panel of the help text."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel)
 
 
@@ -51,15 +51,15 @@ def option(help_text: str, panel: str | None = None, *names: str) -> Any:
     help="See the MLP neurons of a TransformerLens model as attention heads.",
 )
 def start(context: typer.Context) -> None:
-    """Print what to do first, if no command is given."""
+    """Print a short introduction if no command is given."""
     if context.invoked_subcommand is None:
         typer.echo(_START, nl=False)
 
 
 def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a command to a group in the help, with examples; print its errors as one message.
+    """Register a function as a command, in a panel of the help text, with examples.
 
-    A parameter whose type is a dataclass stands for a group of options, one option per field.
+    A dataclass parameter becomes one option per field. `clear_errors` prints the errors.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +90,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
             kind, *declarations = get_args(hint)
             if kind in (Path, Path | None):
                 declarations[0].parser = path
-        # In click, \b keeps the line breaks of a paragraph.
+        # click keeps the line breaks of a paragraph that starts with \b.
         shown = "\n \n".join(f"  {text}".replace("\n", " \\\n    ") for text in examples)
         help_text = f"{getdoc(function)}\n\n\b\nExamples:\n{shown}"
         return app.command(rich_help_panel=panel, help=help_text)(run)
@@ -99,7 +99,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
 
 
 def path(value: str | Path) -> Path:
-    """Return a path from the shell; refuse '', which would mean the current folder."""
+    """Convert an option to a path; refuse '', which would mean the current folder."""
     from attn_only_lens.storage.atomic import as_path
 
     try:
@@ -109,7 +109,7 @@ def path(value: str | Path) -> Path:
 
 
 def sort_commands() -> None:
-    """Sort the groups of commands; call this after all commands are added."""
+    """Sort the commands by panel and name; call this function after all commands are added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
         key=lambda command: (
@@ -121,7 +121,7 @@ def sort_commands() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Print each error or warning from this package as one message; errors exit with code 2."""
+    """Print this package's errors and warnings without a traceback; exit with code 2 on errors."""
     from attn_only_lens.engine.input_warnings import warned_once
     from attn_only_lens.tl import quiet
 
@@ -138,14 +138,14 @@ def clear_errors() -> Iterator[None]:
         warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
         try:
             yield
-        except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: bad path, full disk
+        except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: e.g. a full disk
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show a message on a terminal while a step without a progress bar runs."""
+    """Show a status message in the terminal while a step without a progress bar runs."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"{what} …"):
@@ -164,9 +164,9 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Refuse --out, before any computation, if it is a file or looks like a file name."""
+    """Raise an error before any computation if --out is a file or looks like a file name."""
     if out.exists() and not out.is_dir():
-        raise AttnOnlyLensError(f"--out: {out} is a file; expected a folder, or a new name")
+        raise AttnOnlyLensError(f"got --out {out}, which is a file; expected a folder name")
     if out.suffix in _FILES and not out.is_dir():
         raise AttnOnlyLensError(
             f"got --out {out}, a file name; expected a folder name, because the command writes "
@@ -175,14 +175,14 @@ def require_folder(out: Path) -> None:
 
 
 def say_page(page: Path, what: str = "") -> None:
-    """Print the path of a written page, and the address that opens it."""
+    """Print the path of a written page, and its file:// address."""
     typer.echo(f"{page}{what and ': '}{what}\nOpen it in a browser: {page.resolve().as_uri()}")
 
 
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
 ) -> None:
-    """Print a title line and a table, with numbers in the given format (-0 as 0)."""
+    """Print a title line and a table, with floats in the given format (-0 is printed as 0)."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`attn-only-lens compare`: compare a model with its grown model, and report differences."""
+"""`attn-only-lens compare`: compare a model with a model grown from it."""
 
 import re
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def compare(
         str | None, option("cpu, cuda or mps; default: cuda if available", MODEL)
     ] = None,
 ) -> None:
-    """Compare a model with its grown model, and write tables and two pages to a folder."""
+    """Compare a model with a model grown from it, and write tables and two pages to a folder."""
     import torch
 
     from attn_only_lens import viz
@@ -132,7 +132,7 @@ def _require_other_folder(out: Path, folders: Sequence[str | Path | None]) -> No
     for folder in folders:
         if folder is not None and out.exists() and Path(folder).resolve() == out.resolve():
             raise AttnOnlyLensError(
-                f"got --out {out}, which is the folder of a compared model; expected another folder"
+                f"got --out {out}, which contains a compared model; expected another folder"
             )
 
 
@@ -149,7 +149,7 @@ def _read_prompts(path: Path, option: str) -> Any:
 
 
 def _print_summary(comparison: "Comparison") -> None:
-    """Print two tables without confidence intervals; the files have the intervals."""
+    """Print two tables without confidence intervals, which are only in the saved files."""
     estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (
         ("By layer: means over components", comparison.summary()),

@@ -39,9 +39,9 @@ def convert(
         option("tokens that calibrate gated MLPs: a safetensors file, as for `verify`", _GATES),
     ] = None,
 ) -> None:
-    """Convert a model to an attention-only HookedTransformer, and save it (transformer-lens 3.9).
+    """Convert a model to an attention-only HookedTransformer, and save the result.
 
-    If MODEL is a folder that `convert` wrote, its model is saved again.
+    If MODEL is a folder written by `convert`, copy it. This command needs transformer-lens 3.9.
     """
     from attn_only_lens.models import checkpoint
     from attn_only_lens.models.convert import convert as convert_model
@@ -61,15 +61,15 @@ def convert(
     if checkpoint.is_saved(name):
         manifest = checkpoint.read_manifest(open_folder(name))
         if manifest["layout"] == "in place":
-            raise AttnOnlyLensError(f"{name} has exposed neuron-heads in place; pass its source")
+            raise AttnOnlyLensError(f"{name} has exposed neuron-heads; pass the original model")
         converted = load_model(name, None, model.device)
         if gate != "exact":
-            raise AttnOnlyLensError(f"{name} is already converted; pass its source")
+            raise AttnOnlyLensError(f"{name} is already converted; pass the original model")
         saved_dtype = str(converted.cfg.dtype).removeprefix("torch.")
         if model.dtype not in (None, saved_dtype):
             raise AttnOnlyLensError(
-                f"got --dtype {model.dtype} for a model saved in {saved_dtype}; convert its source "
-                f"with --dtype {model.dtype} instead, so that its tables have this precision"
+                f"got --dtype {model.dtype} for a model saved in {saved_dtype}; convert the "
+                f"original model with --dtype {model.dtype} instead, for tensors of this dtype"
             )
         name = manifest["source_name"]
     else:
@@ -109,9 +109,9 @@ def verify(
     ] = None,
     chat: Chat = False,
 ) -> None:
-    """Check that a model with neuron-heads computes the same logits; exit with 1 if it does not.
+    """Check that neuron-heads do not change a model's logits; exit with code 1 if they do.
 
-    Without CONVERTED, MODEL runs without and with neuron-heads. With CONVERTED, both models run.
+    Without CONVERTED, compare MODEL with and without neuron-heads, otherwise MODEL with CONVERTED.
     """
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -124,7 +124,7 @@ def verify(
     if converted is None:
         loaded = source = model.with_neuron_heads()
         if isinstance(source, AttentionOnlyTransformer):
-            raise AttnOnlyLensError(f"{model.model} is converted; pass its source as MODEL")
+            raise AttnOnlyLensError(f"{model.model} is converted; pass the original model")
     else:
         if not checkpoint.is_saved(converted):
             raise AttnOnlyLensError(
@@ -173,7 +173,7 @@ def _input_of(source: Any, inputs: _Input, chat: bool = False) -> _Input:
 
 
 def read_tokens(tokens: Path) -> "Int[Tensor, 'batch pos']":
-    """Read the `tokens` of a safetensors file."""
+    """Read the tensor `tokens` from a safetensors file."""
     import torch
 
     from attn_only_lens.storage import read_tensors

@@ -20,7 +20,7 @@ _SHOWN = 8
 def demo(
     out: Annotated[Path, option("output folder for the pages")] = Path("out"),
 ) -> None:
-    """Find and draw a circuit of heads and neurons in this package's language model."""
+    """Find and draw a circuit in the small language model that ships with the package."""
     from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, verify, viz
     from attn_only_lens.neurons import neuron_statistics
 

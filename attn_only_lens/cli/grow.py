@@ -1,4 +1,4 @@
-"""`attn-only-lens grow`: a larger model that computes the same function."""
+"""`attn-only-lens grow`: grow a model without changing its function."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,9 +43,9 @@ def grow(
 ) -> None:
     """Make a larger model that computes the same function.
 
-    Every command accepts the folder OUT as MODEL. It contains a plain model and provenance.json,
-    with the new place of every head and neuron. To grow a converted model, grow its source, then
-    `convert` the grown model.
+    Every command accepts the folder OUT as MODEL. OUT contains a plain model and provenance.json,
+    which lists the new name of every head and neuron. To grow a converted model, grow the original
+    model, then `convert` the grown model.
     """
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model
@@ -54,14 +54,14 @@ def grow(
 
     name = model.model
     if Path(name).resolve() == out.resolve():
-        raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected another folder")
+        raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected different folders")
     if copy and insert is None:
         raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
     depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
     loaded = model.load()
     if isinstance(loaded, AttentionOnlyTransformer):
         raise AttnOnlyLensError(
-            f"{name} is converted; grow its source, then convert the grown model (same result)"
+            f"{name} is converted; grow the original model, then convert the grown model"
         )
     hide(loaded)  # the folder may have been saved with neuron-heads
     sizes: dict[str, Any] = {

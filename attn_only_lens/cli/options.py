@@ -1,4 +1,4 @@
-"""Groups of options that several commands share, and parsers for their values."""
+"""Groups of options that several commands share, and functions that parse option values."""
 
 import sys
 from contextlib import redirect_stdout
@@ -49,7 +49,7 @@ Tokens = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """Options that name a model and say how to load it."""
+    """Options for a model's name, dtype and device."""
 
     model: Model
     dtype: Dtype = None
@@ -58,18 +58,18 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(SourceOptions):
-    """Options for a model that may be loaded as a HookedTransformer."""
+    """The options of `SourceOptions`, and whether to load a HookedTransformer."""
 
     hooked: Annotated[
         bool, option("load MODEL as a HookedTransformer (transformer-lens 3.9)", MODEL, "--hooked")
     ] = False
 
     def load(self) -> Any:
-        """Load the model, and print a description."""
+        """Load the model, and print a one-line description."""
         return load_model(self.model, self.dtype, self.device, self.hooked)
 
     def with_neuron_heads(self) -> Any:
-        """Load the model; if it has no neuron-heads, expose them."""
+        """Load the model; expose neuron-heads if the model has none."""
         from attn_only_lens.heads import has_neuron_heads
         from attn_only_lens.models.expose import expose_neuron_heads
 
@@ -81,7 +81,7 @@ class ModelOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions:
-    """Options for a metric and its answers."""
+    """Options for a metric and for the answers whose logits enter the metric."""
 
     answer: Annotated[str | None, option("the correct answer, one token", PROMPTS)] = None
     wrong: Annotated[str | None, option("the wrong answer, one token, for logit_diff", PROMPTS)] = (
@@ -90,7 +90,7 @@ class MetricOptions:
     metric: Metric = "logit_diff"
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
-        """Return the metric with the given name and answers, which are tokens or texts."""
+        """Build the metric; with `tokens`, the answers are token numbers instead of texts."""
         from attn_only_lens import patching
 
         name = self.metric
@@ -109,14 +109,14 @@ class MetricOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(MetricOptions):
-    """Options for clean prompts, and for the metric of the model's answers."""
+    """Options for clean prompts and a metric."""
 
     clean: Annotated[list[str], option("a prompt; repeat the option for more prompts", PROMPTS)]
     tokens: Tokens = False
     chat: Chat = False
 
     def parse(self, corrupted: list[str] | None = None) -> tuple["MetricOfLogits", Any, Any]:
-        """Return the metric, the clean and the corrupted prompts, checked without a model."""
+        """Return the metric, the clean prompts and the corrupted prompts."""
         metric, clean = self.build_metric(self.tokens), self.clean
         return (
             metric,
@@ -126,7 +126,7 @@ class PromptOptions(MetricOptions):
 
 
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
-    """Load a model by name or from a folder, and print a description."""
+    """Load a model by name or from a folder, and print a one-line description."""
     from attn_only_lens.models.load import load
     from attn_only_lens.pretrained import small_english
 
@@ -164,7 +164,7 @@ def _describe(model: Any) -> str:
 
 
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
-    """Return prompts as texts, or as a tensor of tokens."""
+    """Return the texts; with `tokens`, parse them into a tensor of token numbers."""
     if not tokens:
         return texts
     import torch
@@ -179,7 +179,7 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
 
 
 def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
-    """Return the prompts or, with --chat, the tokens of the messages."""
+    """Return the prompts; with `chat`, apply the chat template and return tokens."""
     if not chat or prompts is None:
         return prompts
     from attn_only_lens.engine.prompts import chat_tokens
@@ -195,7 +195,7 @@ def parse_names(text: str) -> list[str]:
 
 
 def parse_numbers(text: str, option: str) -> list[int]:
-    """Parse whole numbers, separated by commas."""
+    """Parse comma-separated integers."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""`attn-only-lens patch`: activation patching over heads and neuron-heads."""
+"""`attn-only-lens patch`: activation patching of heads and neuron-heads."""
 
 import time
 from pathlib import Path
@@ -29,8 +29,8 @@ from attn_only_lens.errors import AttnOnlyLensError
 if TYPE_CHECKING:
     from attn_only_lens.patching import Sweep
 
-_MANY = 50_000  # with more patches, the command prints an estimate of the time
-_SAMPLES = 16, 16, 128  # numbers of sites that are timed; the first run includes model tests
+_MANY = 50_000  # with more patches than this, the command first estimates the time
+_SAMPLES = 16, 16, 128  # sites per timed run; the first run is a warm-up
 _WHAT = "What is patched"
 _METRIC_NAMES = {
     "logit_diff": "Logit difference", "log_probability": "Log probability", "kl": "KL divergence"
@@ -85,9 +85,9 @@ def patch(
     ] = None,
     model: ModelOptions,
 ) -> None:
-    """Patch heads and neurons between two prompts, one by one, and rank their effects.
+    """Patch heads and neurons one by one between two prompts, and rank them by their effects.
 
-    On a large model, this takes a long time; `explain` finds the important sites in a few passes.
+    This takes a long time on a large model; `explain` finds the important sites in a few passes.
     """
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
@@ -127,7 +127,7 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
 
 
 def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:
-    """If there are many patches, time a few sites, and print an estimate of the total time."""
+    """Print an estimate of the total time if there are many patches."""
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import resolve_sites
     from attn_only_lens.patching import activation_patch

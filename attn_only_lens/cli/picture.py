@@ -1,4 +1,4 @@
-"""`attn-only-lens picture` and `pattern`: pages that show saved results and attention."""
+"""The commands `attn-only-lens picture` and `attn-only-lens pattern`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +35,7 @@ def picture(
         int | None, option("for a sweep: draw this many ranked bars instead of a heatmap")
     ] = None,
 ) -> None:
-    """Draw results of `patch` as a heatmap or as bars, or a graph from `circuit` as a page."""
+    """Draw the results of `patch` as a heatmap or bars, or draw the graph of `circuit`."""
     from attn_only_lens.circuits import from_json
     from attn_only_lens.patching import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
@@ -43,7 +43,7 @@ def picture(
     require_writable(out, _PAGE)
     if source.suffix == ".json":
         if bars is not None:
-            raise AttnOnlyLensError(f"got --bars with the graph {source}; expected a sweep")
+            raise AttnOnlyLensError(f"got --bars and the graph {source}; omit --bars")
         write_html(circuit_view(from_json(source)), out)
     else:
         sweep = Sweep.load(source)
@@ -69,7 +69,7 @@ def pattern(
     tokens: Tokens = False,
     chat: Chat = False,
 ) -> None:
-    """Draw attention patterns of heads and neuron-heads on a text."""
+    """Draw the attention patterns of heads and neuron-heads on a text."""
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import Sites
     from attn_only_lens.patching import heads

@@ -1,4 +1,4 @@
-"""Neuron-heads in every kind of model: their computation, names and patterns."""
+"""The computation, names and patterns of neuron-heads in every kind of model."""
 
 from attn_only_lens.heads.computation import logit_tolerance
 from attn_only_lens.heads.host import has_neuron_heads, host_of, reasons_without_heads

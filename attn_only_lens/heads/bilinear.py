@@ -1,4 +1,4 @@
-"""Neuron-heads with bilinear scores: m heads for each neuron.
+"""Neuron-heads with bilinear scores, m heads per neuron.
 
 For a token with the normalised residual x, head j of neuron i computes
 
@@ -9,9 +9,9 @@ For a token with the normalised residual x, head j of neuron i computes
     z         pattern(self) · value
     result    z · w_j W_out[i, :]
 
-and Σ_j w_j z_j approximates the neuron's activation within the bound of its gate
-(`gates/bilinear.py`). Heads are ordered neuron by neuron: head_index = i · m + j. Without live
-hooks, the sum is computed without patterns, which changes only the rounding.
+The sum Σ_j w_j z_j approximates the neuron's activation; `gates/bilinear.py` bounds the error.
+Heads are ordered neuron by neuron: head_index = i · m + j. If no hooks are attached, the sum is
+computed without patterns; the result differs only by rounding.
 """
 
 import torch
@@ -25,11 +25,11 @@ from attn_only_lens.heads.computation import NeuronHeads
 
 
 class BilinearHeads(NeuronHeads):
-    """Heads that share a neuron, and their computation through hook points."""
+    """The neuron-heads of an MLP with a bilinear gate; several heads share a neuron."""
 
     @property
     def bilinear_gate(self) -> BilinearGate:
-        """The gate of these heads, typed as a `BilinearGate`."""
+        """The `BilinearGate` of these heads."""
         gate = self.gate
         assert isinstance(gate, BilinearGate)
         return gate
@@ -41,35 +41,35 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def amplification(self) -> float:
-        """The gate's amplification of rounding; it is large in a gated MLP and 1 in a plain one."""
+        """The factor by which the gate amplifies rounding errors; it is 1 in a plain MLP."""
         return self.bilinear_gate.amplification
 
     @property
     def value_is_product(self) -> bool:
-        """False, because v is linear in the residual stream."""
+        """Always False, because v is linear in the residual stream."""
         return False
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return the sum over the heads of each neuron: Σ_j w_j z_j."""
+        """Return each neuron's output, the sum Σ_j w_j z_j over the neuron's heads."""
         by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head @ by_head.new_tensor(self.bilinear_gate.w)).to(z.dtype)
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """Return the contribution of each head to its neuron: w_j z_j."""
+        """Return each head's contribution to its neuron, w_j z_j."""
         by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
-        """Return the neurons' outputs without computing single heads."""
+        """Return the neurons' outputs without computing the individual heads."""
         mixture = self.bilinear_gate.mixture(q)
-        if q.dtype == torch.float16:  # the value may have overflowed to ±∞
+        if q.dtype == torch.float16:  # overflow may have made the value ±∞
             value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
         return (mixture * value).to(q.dtype)
 
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Heads in a gated MLP are much larger than their sum, so half precision would lose the sum.
+        # Half precision is not enough: in a gated MLP, head outputs are much larger than their sum.
         gate = self.bilinear_gate
         dtype = float32_if_half(q).dtype if gate.gated else q.dtype
         value = (q if up is None else up).to(dtype)

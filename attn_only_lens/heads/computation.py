@@ -1,8 +1,7 @@
-"""The computation of neuron-heads between the projections of their MLP, in any kind of model.
+"""The computation of neuron-heads in any kind of model, from an MLP's pre-activations to z.
 
-The input is a pre-activation q and, in a gated MLP, the projection u that q gates; the output is z.
-The mathematics is in `gates/exact.py` (one head per neuron) and `heads/bilinear.py` (several heads
-per neuron).
+The inputs are the pre-activation q and, in a gated MLP, the projection u that q gates. The formulas
+are in `gates/exact.py` (one head per neuron) and `heads/bilinear.py` (several heads per neuron).
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 
 def is_live(point: HookPoint) -> bool:
-    """Return whether a hook would see or change the activation at this point."""
+    """Return whether any hook is attached to a hook point."""
     return bool(
         point._forward_hooks
         or point._backward_hooks
@@ -31,10 +30,10 @@ def is_live(point: HookPoint) -> bool:
 
 
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
-    """Put a constant tensor into the autograd graph of `like`, so that its hooks get gradients.
+    """Connect a constant tensor to the autograd graph of `like`, so that backward hooks run.
 
-    The result is not a leaf, because a hook cannot edit a leaf in place and `torch.func` cannot
-    create one.
+    The result is not a leaf, because hooks cannot edit leaves and `torch.func` cannot create
+    leaves.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant
@@ -43,10 +42,10 @@ def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
 
 
 class NeuronHeads(ABC):
-    """The hook points of the neuron-heads of one MLP, and the computation between them.
+    """The neuron-heads of one MLP: their hook points, and the computation of z.
 
-    In a converted model, this is a mixin of the block's attention. In a model that is exposed in
-    place, it is a separate object next to the MLP.
+    In a converted model, this class is a mixin of the block's attention. In an exposed model, each
+    MLP has a separate object of this class.
     """
 
     W_out: Float[Tensor, "d_mlp d_model"]
@@ -63,7 +62,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def gate(self) -> AnyGate:
-        """The gate of these heads' activation."""
+        """The gate that computes the patterns of these heads."""
 
     @property
     @abstractmethod
@@ -73,16 +72,16 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def value_is_product(self) -> bool:
-        """True if v is a product of two projections, which exact gates in a gated MLP have."""
+        """True if v is a product of two projections, as in a gated MLP with exact gates."""
 
     @abstractmethod
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return q, and u for a gated MLP (otherwise None), given the MLP's normalised input."""
+        """Compute q and, in a gated MLP, u (otherwise None) from the MLP's normalised input."""
 
     def weights_and_values(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
-        """Return the self weights and values of heads, given pre-activations; run no hooks."""
+        """Compute the heads' self weights and values from pre-activations, without hooks."""
         query, v = self._query_and_value(q, up)
         return self._gate_pattern(query)[..., SELF], v
 
@@ -103,15 +102,15 @@ class NeuronHeads(ABC):
 
     @property
     def amplification(self) -> float:
-        """The factor by which the cancellation of heads enlarges a neuron's rounding error."""
+        """The factor by which cancellation between heads amplifies a neuron's rounding error."""
         return 1.0
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return the sum over the heads of each neuron, which is z if each neuron has one head."""
+        """Return each neuron's output, the sum of the contributions of the neuron's heads."""
         return z
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """Return each head's contribution to its neuron, a term of the sum in `neuron_outputs`."""
+        """Return each head's contribution to its neuron's output."""
         return z
 
     @property
@@ -125,14 +124,14 @@ class NeuronHeads(ABC):
         up: PreActivation | None,
         plain_z: Callable[[], PreActivation],
     ) -> PreActivation:
-        """Return z, by `plain_z()` if no hook point before z is live."""
+        """Compute z; call `plain_z()` if no hooks are attached to the steps before z."""
         z = self._attend(q, up) if any(map(is_live, self._before_z)) else plain_z()
         if is_live(self.hook_z):
             z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         return z
 
     def _attend(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
-        """Compute z from queries, values, scores and patterns, and run the hooks of each."""
+        """Compute z step by step, and run the hooks on queries, values, scores and patterns."""
         query, v = self._query_and_value(q, up)
         dtype = query.dtype
         query = self.hook_q(query.unsqueeze(-1)).squeeze(-1)
@@ -185,10 +184,11 @@ class NeuronHeads(ABC):
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
     """Return the largest allowed max |Δ logit| / max |logit| between two computations of a model.
 
-    In a gated MLP with bilinear gates, heads are many times larger than their sum, and so is their
-    rounding. So the tolerance is multiplied by the amplification. In small gated models in float32,
-    `verify` measured differences up to 2.3 times the plain tolerance, and up to 0.19 times the
-    amplified tolerance. In half precision, heads are summed in float32.
+    In a gated MLP with bilinear gates, the outputs of single heads are many times larger than their
+    sum, so their rounding errors are too, and the tolerance is multiplied by the amplification. In
+    small gated models in float32, `verify` found differences of up to 2.3 times the plain
+    tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are summed in
+    float32.
     """
     sums = dtype if dtype == torch.float64 else torch.float32
     amplification = max((layer.amplification for layer in heads), default=1.0)

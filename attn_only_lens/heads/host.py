@@ -1,7 +1,7 @@
-"""One protocol for all kinds of models with neuron-heads; each kind implements a `Host`.
+"""The interface to models with neuron-heads; each kind of model implements a `Host`.
 
 A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
-in block 2l + 1. An exposed model keeps its blocks, and its neuron-heads are next to its MLPs.
+in block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
 """
 
 import threading
@@ -41,8 +41,7 @@ class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
     The values are not module attributes, because several threads may run one model, and a hook may
-    run the model again in the middle of a pass. Each thread has its own values, and a copied state
-    has none.
+    run the model again during a forward pass. Each thread has separate values, and a copy is empty.
     """
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Begin a forward pass with these values; restore the outer pass's values at its end."""
+        """Use these values during a forward pass, and restore the previous values afterwards."""
         outer, self.values = self.values, dict(values)
         try:
             yield
@@ -62,7 +61,7 @@ class PassState(threading.local):
 
 
 class Host(ABC):
-    """The interface to a model with neuron-heads, which says where heads are and how it runs."""
+    """The interface to a model with neuron-heads: its heads, hook points and norms."""
 
     in_place: ClassVar[bool]
     """True if the model has the same blocks as its source."""
@@ -87,7 +86,7 @@ class Host(ABC):
 
     @abstractmethod
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the block that runs the attention heads, or the neurons, of a source layer."""
+        """Return the index of the block that runs a source layer's attention heads or neurons."""
 
     def hook_name(self, layer: int, kind: HeadKind, point: str) -> str:
         """Return the full name of a hook point (a key of `POINTS`) for a layer's heads."""
@@ -99,7 +98,7 @@ class Host(ABC):
     @property
     @abstractmethod
     def passing(self) -> PassState:
-        """The values that modules of the model pass to each other in a forward pass."""
+        """The values that the model's modules pass to each other during a forward pass."""
 
     def attention(self, layer: int) -> Any:
         """Return the module with the attention heads of a source layer."""
@@ -115,68 +114,68 @@ class Host(ABC):
 
     @abstractmethod
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook point of the residual stream before, within or after a source layer."""
+        """Return the hook name of the residual stream before, within or after a source layer."""
 
     def write_hook(self, layer: int, kind: HeadKind) -> str:
-        """Return the hook point of the sum that a source layer's heads add to the stream."""
+        """Return the hook name of the summed output of a source layer's heads."""
         sublayer = "mlp" if kind == "neuron" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
 
     @abstractmethod
     def reasons(self) -> list[str]:
-        """Return reasons why the model no longer runs its heads' modules; empty if it does."""
+        """Return reasons why the model no longer runs the modules of its heads, if any."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return reasons why a computation would use z without the edit; empty if none would."""
+        """Return reasons why other code would receive z before z is edited, if any."""
         return []
 
     @abstractmethod
     def norms(self) -> list[Any]:
-        """Return the norms of each source layer; raise InputError if one is unknown."""
+        """Return the norms of each source layer; raise InputError if a norm's kind is unknown."""
 
     def reads_centred(self) -> bool:
-        """Return whether all heads read the stream through norms that subtract its mean."""
+        """Return whether the norms before all heads subtract the mean of the residual stream."""
         layers = self.norms()
         return all(norms.attention[0].centres and norms.neuron[0].centres for norms in layers)
 
     @abstractmethod
     def final_norm(self) -> Any:
-        """Return the norm before the unembedding; raise InputError if it is unknown."""
+        """Return the norm before the unembedding; raise InputError if its kind is unknown."""
 
     @abstractmethod
     def norm_modules(self) -> list[Any]:
-        """Return the modules that normalise the stream, or queries and keys."""
+        """Return the modules that normalise the residual stream, or queries and keys."""
 
     @abstractmethod
     def norms_of(self, seen: Any) -> Any:
-        """Return each module's kind of norm, identified from its input and output.
+        """Identify each module's kind of norm from the module's input and output.
 
         `seen` is {module: (x, y)}.
         """
 
     @abstractmethod
     def require_weights(self) -> None:
-        """Raise InputError if the model multiplies by other matrices than `W_Q`, `W_in` etc."""
+        """Raise InputError if the model does not compute with its weights `W_Q`, `W_in` etc."""
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of earlier tokens in the cache, given the first block's arguments."""
+        """Return the number of tokens in the KV cache, given the first block's arguments."""
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
-        """Return a replay, which runs parts of a recorded pass again (`engine/replay`)."""
+        """Return a replay, which recomputes parts of a recorded forward pass (`engine/replay`)."""
 
 
 class WithNeuronHeads:
-    """A base class of models that have a host."""
+    """A mixin for models with neuron-heads."""
 
     _host: ClassVar[type[Host]]
 
 
 def stock_class(module: object) -> type:
-    """Return the class that a module has without its neuron-heads."""
+    """Return a module's original class, without neuron-heads."""
     kind = type(module)
-    return vars(kind).get("_stock", kind)  # not inherited: subclasses may differ
+    return vars(kind).get("_stock", kind)  # `vars` ignores base classes
 
 
 def has_neuron_heads(model: object) -> bool:
@@ -185,14 +184,14 @@ def has_neuron_heads(model: object) -> bool:
 
 
 def host_of(model: Any) -> Host:
-    """Return the host of a model; raise UnsupportedCallError if it has no neuron-heads."""
+    """Return the host of a model; raise UnsupportedCallError if there are no neuron-heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)
 
 
 def reasons_without_heads(model: object) -> list[str]:
-    """Return the reason to refuse a model without neuron-heads; empty if the model has them."""
+    """Return a list with an error text if a model has no neuron-heads, else an empty list."""
     if has_neuron_heads(model):
         return []
     return [

@@ -1,8 +1,8 @@
-"""Map the name of a head to its block, index and hook, and back.
+"""Names of heads, and the blocks, indices and hook points that they refer to.
 
-`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in its
-MLP. If several heads share a neuron (bilinear gates), they are `L5N1234.0`, `L5N1234.1`, …, and
-`L5N1234` is the neuron itself. Analyses use names, never block numbers.
+`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in this
+layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`, `L5N1234.1`,
+…, and `L5N1234` is the neuron itself. Analyses refer to heads by name, never by block number.
 """
 
 import re
@@ -25,13 +25,13 @@ _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 @dataclass(frozen=True)
 class HeadName:
-    """The name of an attention head, a neuron-head or a neuron, by source layer.
+    """The name of an attention head, a neuron-head or a neuron in a source layer.
 
     Attributes:
         layer: the source layer (not the block), counted from 0.
         kind: "attention" for a head of the original model, "neuron" for a neuron-head.
         index: the index of the head in its attention layer, or of the neuron in its MLP.
-        member: if several heads share the neuron, the number of one of them; None for the whole
+        member: the index of a head among the heads that share the neuron; None for the whole
             neuron.
 
     Example:
@@ -59,7 +59,7 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Return this head's index in its block; raise UnknownHeadError if it has no index."""
+        """Return this head's index in the block; raise UnknownHeadError if there is none."""
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
@@ -69,21 +69,21 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the indices, in the block, of all heads of this neuron, or of this one head."""
+        """Return the head_index range of this head, or of all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
         return slice(index, index + 1)
 
     def block(self, model: Any) -> int:
-        """Return the index of the block that runs this head; raise the same errors as `hook`."""
+        """Return the index of the block that runs this head; errors are the same as for `hook`."""
         self.require_in(model)
         if has_neuron_heads(model):
             return host_of(model).block(self.layer, self.kind)
         return self.layer
 
     def hook(self, point: str, model: Any) -> str:
-        """Return the full name of a hook point of this head, which its whole layer shares.
+        """Return the full name of a hook point, which all heads of this head's layer share.
 
         Args:
             point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
@@ -92,8 +92,8 @@ class HeadName:
 
         Raises:
             UnknownHeadError: the model has no such head, or heads have no such hook point.
-            UnsupportedCallError: `model` is not a model, or `to_stock` returned it; this is a
-                neuron and the model has no neuron-heads; or the attention has no such hook point.
+            UnsupportedCallError: `model` is not a model, or was returned by `to_stock`; or the
+                model has no neuron-heads, or no such hook point.
 
         Example:
             >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
@@ -120,7 +120,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Require that a model has this head; raise the same errors as `hook`."""
+        """Check that a model has this head; errors are the same as for `hook`."""
         if has_neuron_heads(model):
             self.require_among(head_counts(model))
             return
@@ -141,7 +141,7 @@ class HeadName:
                 f"got {str(self)!r}; layer {self.layer} has {plural} 0 to {count - 1}"
             )
         if is_neuron:
-            self.heads(heads_per_neuron)  # raises for an unknown member
+            self.heads(heads_per_neuron)  # raises UnknownHeadError if the member is out of range
 
     def __str__(self) -> str:
         member = "" if self.member is None else f".{self.member}"
@@ -149,7 +149,7 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Require that a model without neuron-heads has attention heads with such names."""
+    """Raise UnsupportedCallError for names that a model without neuron-heads cannot have."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
@@ -160,7 +160,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
             f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
             "model that convert or expose_neuron_heads returned"
         )
-    # to_stock makes two layers from each layer of the source.
+    # A model from to_stock has two layers per source layer.
     if getattr(model.cfg, "attn_only", False) and model.cfg.window_size == 1:
         raise UnsupportedCallError(
             f"got {str(name)!r} and a model from to_stock, whose heads have no such names: the "
@@ -169,14 +169,14 @@ def _require_plain(model: Any, name: HeadName) -> None:
 
 
 def head_counts(model: Any) -> list[HeadCounts]:
-    """Return how many heads each source layer of a model with neuron-heads has."""
+    """Return the head counts of each source layer of a model with neuron-heads."""
     host = host_of(model)
     layers = zip(host.n_heads, host.neurons, strict=True)
     return [(n_heads, layer.n_neurons, layer.heads_per_neuron) for n_heads, layer in layers]
 
 
 def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:
-    """Return the names of all heads of one kind in a layer, in the order of their head_index."""
+    """Return the names of all heads of one kind in a layer, sorted by head_index."""
     if kind == "attention" or heads_per_neuron == 1:
         return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
     pairs = (divmod(index, heads_per_neuron) for index in range(n_heads))

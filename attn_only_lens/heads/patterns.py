@@ -1,4 +1,4 @@
-"""Patterns of neuron-heads, from the activation cache of any model that has them."""
+"""Patterns of neuron-heads from the activation cache of a model."""
 
 from typing import Any
 
@@ -17,20 +17,21 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
     """Return the attention of one neuron-head, from each token to itself and to the bias token.
 
     The last axis is (the token itself, the bias token), not all tokens. Plotting tools such as
-    circuitsvis expect a square pattern over tokens, and would draw a wrong picture without an
-    error. Give them `dense_pattern` instead.
+    circuitsvis expect a square pattern over tokens and would silently draw a wrong picture; use
+    `dense_pattern` with such tools.
 
     Args:
         cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
         name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
 
     Returns:
-        Weights that sum to 1 over the last axis, without a batch axis if the cache has none.
+        The attention weights, which sum to 1 over the last axis (no batch axis if the cache has
+        none).
 
     Raises:
         UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
         UnsupportedCallError: the cache comes from a model without neuron-heads, lacks this pattern,
-            or was made when the model's neurons had another number of heads.
+            or was made when the neurons had another number of heads.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
@@ -42,23 +43,23 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
     """
     head = _neuron(cache, name)
     index = head.head_index(host_of(cache.model).neurons[head.layer].heads_per_neuron)
-    # [batch, head_index, pos, key], or without the batch: the head is third from the end.
+    # The head axis is third from the end, with or without a batch axis.
     return _block_pattern(cache, head).select(-3, index)
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return the factor by which a neuron's gate multiplies the value: Σ_j w_j pattern_j(self).
+    """Return the factor that a neuron's gate applies to its value, Σ_j w_j pattern_j(self).
 
-    With exact gates, this is the self weight of the neuron's only head. With bilinear gates in a
-    plain MLP, it is p(q), which may be slightly outside [0, 1]. With bilinear gates in a gated MLP,
-    it is the approximation of the activation α(q).
+    With exact gates, this factor is the self weight of the neuron's only head. With bilinear gates
+    in a plain MLP, the factor is p(q), which may be slightly outside [0, 1]; in a gated MLP, the
+    factor approximates the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.
         name: a neuron by source layer, `L5N1234`.
 
     Returns:
-        One number for each token, without a batch axis if the cache has none.
+        One number per token; there is no batch axis if the cache has none.
 
     Raises:
         UnknownHeadError: see `neuron_pattern`; or the name has a member, such as `L5N1234.2`.
@@ -81,7 +82,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
-    """Parse the name of a neuron, and require that the model of the cache has it."""
+    """Parse the name of a neuron, and check that the cache's model has this neuron."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind != "neuron":
@@ -112,7 +113,7 @@ def _block_pattern(
 
 
 def require_neuron_heads(cache: Any) -> None:
-    """Require the cache of a model with neuron-heads."""
+    """Raise UnsupportedCallError unless this is the cache of a model with neuron-heads."""
     model = getattr(cache, "model", None)
     if not has_neuron_heads(model):
         kind = "" if model is None else f" of a {type(model).__name__} without neuron-heads"
@@ -138,9 +139,8 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
-    Plotting tools such as circuitsvis take this form. The self weights are on the diagonal, and
-    all other weights between tokens are zero. It takes the same arguments and raises the same
-    errors as `neuron_pattern`.
+    Plotting tools such as circuitsvis expect such a matrix. The self weights are on the diagonal,
+    and all other weights between tokens are zero. Arguments and errors are as for `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

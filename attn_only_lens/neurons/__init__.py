@@ -1,4 +1,4 @@
-"""Neurons and attention heads over a corpus: top examples, distributions, and where heads look."""
+"""Top examples and statistics of neurons and attention heads over a corpus."""
 
 from attn_only_lens.neurons._top_examples import (
     corpus_statistics,

@@ -1,10 +1,9 @@
-"""One pass over a corpus: top examples and statistics of neurons and heads, in bounded memory.
+"""Compute top examples and statistics of neurons and heads in one pass over a corpus.
 
-Only the activations of one layer and batch are in memory, next to the results: for each neuron and
-end, k (4 + window) integers and k (1 + 2 window) numbers for the examples; for each neuron,
-1,024 + 3 · 128 + 4 integers for the histograms; for each attention head, two numbers for each token
-of the vocabulary. Attributions need a backward pass, which holds the
-activations of all layers.
+The activations of only one layer and batch are in memory at a time. The results take, per neuron
+and end, k (4 + window) integers and k (1 + 2 window) floats for examples; per neuron, 1,024 + 3 ·
+128 + 4 integers for histograms; per attention head, two floats for each token of the vocabulary.
+Attributions need a backward pass, which keeps the activations of all layers.
 """
 
 import hashlib
@@ -50,10 +49,10 @@ def top_examples(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> pd.DataFrame:
-    """Return the places in a corpus where neurons are largest, and where they are smallest.
+    """Return the tokens of a corpus where neurons are largest, and where they are smallest.
 
-    The corpus is read once, text by text. A BOS at the start of a text is not an example, because
-    neurons have the same values there in every text.
+    The corpus is read once, text by text. The BOS token of a text is never an example, because a
+    neuron has the same value at BOS in every text.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -63,18 +62,18 @@ def top_examples(
             line or, if its name ends in .jsonl, one dictionary per line.
         k: number of examples for each neuron and end; fewer if the corpus has fewer tokens.
         by: "z", gate × value, the output of a neuron; "gate", the token's attention to itself; or
-            "attribution", z times the gradient of a metric on that text: an estimate of how much
-            the metric would decrease if z were 0 at that token.
+            "attribution", z times the gradient of a metric on the text, which estimates how much
+            the metric would decrease if z were 0 at the token.
         metric: for attributions: `patching.loss()`, or another metric with one value per text.
-        ends: "largest", "smallest", or "both". In a gated MLP z can have either sign.
+        ends: "largest", "smallest", or "both"; in a gated MLP, z can have either sign.
         before: number of tokens in a window before the example's token.
         after: number of tokens in a window after the example's token.
-        context: tokens in one piece: longer texts are cut into pieces, which all begin with BOS if
-            texts do. None for 128, or the model's context length if that is shorter.
-        batch_size: number of pieces in one forward pass. It changes only rounding errors.
+        context: maximum number of tokens per piece; longer texts are split into pieces, which begin
+            with BOS if texts do. None means 128, or the model's context length if it is shorter.
+        batch_size: number of pieces in one forward pass; it affects only rounding errors.
         resume: a folder for intermediate results. An interrupted call, or a call with a longer
             corpus that begins with the same texts, continues from there.
-        progress: whether to show a progress bar; a string is its label.
+        progress: whether to show a progress bar, or the label of the progress bar.
 
     Returns:
         A frame with one row per neuron, end and rank: `name`, `end`, `rank` from 1, `value` (the
@@ -84,9 +83,9 @@ def top_examples(
         earlier texts and positions come first.
 
     Raises:
-        InputError: a name is not a whole neuron's, an option is out of range, the corpus has no
-            tokens, the metric does not fit, or the folder has another call's results; the error
-            lists every reason.
+        InputError: a name is not the name of a whole neuron, an option is out of range, the corpus
+            has no tokens, the metric does not fit, or the folder has another call's results; the
+            error lists every reason.
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -121,12 +120,12 @@ def neuron_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> NeuronStatistics:
-    """Return top examples of neurons, and histograms of z, gate and value, from one pass.
+    """Return top examples of neurons, and histograms of each neuron's z, gate and value.
 
     Arguments and errors are the same as for `top_examples`.
 
     Returns:
-        The statistics. `save` and `load` write and read them; `viz.neuron_page` draws them.
+        The statistics, which can be saved with `save` and drawn with `viz.neuron_page`.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
@@ -159,18 +158,18 @@ def head_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> HeadStatistics:
-    """Return where attention heads look, and the places of a corpus where they write most.
+    """Return which tokens attention heads attend to, and where the heads' outputs are largest.
 
-    Arguments and errors are the same as for `top_examples`, except:
+    The following arguments differ from those of `top_examples`.
 
     Args:
         names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.
-        metric: examples are ranked by attribution to it, at both `ends`; without a metric, by the
-            norm of what a head writes, z W_O, the largest.
-        before: a window shows 4 times as many tokens before the example: heads look far back.
+        metric: with a metric, examples are ranked by attribution, at both `ends`; without a metric,
+            by the norm of the head's output z W_O, and only the largest are returned.
+        before: a window has 4 times this number of tokens before the example, for distant keys.
 
     Returns:
-        The statistics. `save` and `load` keep them; `viz.neuron_page` draws them.
+        The statistics, which can be saved with `save` and drawn with `viz.neuron_page`.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
@@ -206,8 +205,9 @@ def corpus_statistics(
 ) -> CorpusStatistics:
     """Return the statistics of neurons and of attention heads from one pass.
 
-    Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; None for all
-    neurons and heads. `by` is for neurons: heads are ranked by attribution if neurons are.
+    Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
+    means all neurons and heads. `by` is the ranking of neurons; heads are ranked by attribution or
+    norm.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained

@@ -1,15 +1,15 @@
-"""Largest entries and histograms of many neurons or heads, from one batch after another.
+"""Accumulate the largest entries and histograms of many neurons or heads over batches.
 
-Both are exact, and do not depend on how a corpus is cut into batches:
+The results are exact, and do not depend on how a corpus is split into batches.
 
-Largest entries. Among equal entries, the earliest are kept. `topk` may return any of them, so
-entries at the threshold are chosen again, by their order. Most neurons get no new entry from most
-batches: a comparison with the smallest kept entry skips these neurons.
+Largest entries. Among equal entries, the earliest are kept. `topk` may return any of the equal
+entries, so those at the threshold are selected again in corpus order. Most batches have no new
+largest entry for most neurons; a comparison with the smallest kept entry skips these neurons.
 
 Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
-side of 0 there are BINS bins of |x|, closed above: (i, i + 1] 2^e / BINS, with 0 in the first bin.
-When the range doubles, two bins become one, (2i, 2i + 2]. The result is the same as if the range
-had been larger from the start.
+side of 0, |x| is counted in BINS bins (i, i + 1] · 2^e / BINS; 0 is in the first bin. When the
+range doubles, pairs of bins are merged. The result is the same as with a larger range from the
+start.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ _LEAST = -40  # smallest exponent e; smaller values are in the first bin
 def no_examples(
     n: int, k: int, width: int, like: Tensor, numbers: Sequence[str], windows: Sequence[str]
 ) -> State:
-    """Return the state of `add_examples` before the first batch, of one end."""
+    """Return the initial state of `add_examples` for one end, without examples."""
     whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
     state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
     state |= {name: like.new_zeros(n, k) for name in numbers}
@@ -163,7 +163,7 @@ def _windows(
 
 
 def no_counts(n: int, device: torch.device) -> State:
-    """Return the initial state of `add_counts`, before the first batch."""
+    """Return the initial state of `add_counts`, with all counts zero."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(n, *shape, dtype=torch.long, device=device)
@@ -183,8 +183,8 @@ def add_counts(
 ) -> None:
     """Count the tokens of a batch, in place, in the bins of each neuron's z, gate and value.
 
-    There are joint counts, too: of the gate by row and the value by column, in `JOINT` bins on each
-    side of 0. How often z is exactly 0 is counted separately, because its bin has other values too.
+    Gates (rows) and values (columns) are also counted jointly, in `JOINT` bins on each side of 0.
+    Exact zeros of z are also counted separately, because the bin of 0 contains other values too.
     """
     bins = {}
     state["zeros"] += (z.shape[1] - z.count_nonzero(dim=1)).long()
@@ -216,7 +216,7 @@ def add_counts(
 def _halved(
     counts: Int[Tensor, "neuron *any bin"], times: Int[Tensor, "neuron"]
 ) -> Int[Tensor, "neuron *any bin"]:
-    """Return counts in bins 2^times as wide."""
+    """Return the counts of histograms whose bins are 2^times as wide."""
     bins = torch.arange(counts.shape[-1], device=counts.device)
     into = bins >> times.clamp(max=30)[:, None]
     into = into.view(len(into), *[1] * (counts.ndim - 2), -1).expand_as(counts)

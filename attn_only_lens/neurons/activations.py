@@ -1,4 +1,4 @@
-"""Run a model on a batch, and look at what its neurons and attention heads are at each token."""
+"""Run a model on a batch, and collect activations of its neurons and attention heads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,11 +59,11 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 def run_by_gradient(
     model: Any, sites: Sequence[LayerSites], batch: Batch, metric: Metric, take_in: TakeIn
 ) -> None:
-    """Run a model, compute a metric's gradient, and pass all layers' activations to `take_in`."""
+    """Run a model, compute a metric's gradient, and pass each layer's activations to `take_in`."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
-    # These texts count as some of many, because a batch may have only one-token texts without loss.
+    # Treat the batch as part of a longer list: all its texts may have one token and thus no loss.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     keep = [x.__setitem__ for x in seen]
@@ -76,12 +76,12 @@ def run_by_gradient(
         if len(values) != len(batch.tokens):
             raise InputError(
                 [
-                    f"{bound.name} has one number for {len(batch.tokens)} texts; expected one of "
-                    "each: a tensor [batch]. Or take batch_size=1"
+                    f"{bound.name} has one number for {len(batch.tokens)} texts; expected one per "
+                    "text: a tensor [batch]. Or pass batch_size=1"
                 ],
                 _PROBLEM,
             )
-        # Each value depends only on its own text, so the gradient of the sum has all gradients.
+        # Values depend only on their own text, so the sum's gradient contains the gradient of each.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)
@@ -89,7 +89,7 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return whether q = x W_gate of neurons is shown: of gated MLPs with one head a neuron."""
+    """Return whether q = x W_gate is collected: in gated MLPs with one head per neuron."""
     host = host_of(model)
     return (
         site.kind == "neuron"
@@ -99,7 +99,7 @@ def shows_q(model: Any, site: LayerSites) -> bool:
 
 
 def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_head"]:
-    """Return R of each head, with ‖z W_O‖ = ‖R z‖: the triangle of the QR of W_O transposed."""
+    """Return R with ‖z W_O‖ = ‖R z‖ for each head, the triangular factor of W_Oᵀ = QR."""
     W_O = float32_if_half(host_of(model).attention(site.layer).W_O.detach())
     return torch.linalg.qr(W_O[site.index.to(W_O.device)].transpose(1, 2), mode="r").R
 
@@ -107,7 +107,7 @@ def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_he
 def _attention_hooks(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Return hooks that show the patterns and outputs of attention heads."""
+    """Return hooks that pass the patterns and z of attention heads to the functions `keep`."""
 
     def look(value: Tensor, hook: Any, show: Callable[[str, Tensor], None], point: str) -> None:
         show(point, value.detach().clone())
@@ -127,7 +127,7 @@ def _attention_hooks(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """Pass the values, patterns and outputs of each layer's neuron-heads to a function."""
+    """Pass the values, patterns and z of each layer's neuron-heads to the functions `keep`."""
     with ExitStack() as stack:
         for item, of_layer in zip(sites, keep, strict=True):
             if item.kind == "attention":
@@ -150,12 +150,12 @@ def _of_layer(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer
 
 
 def _of_heads(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
-    """Return patterns, norms of z W_O, and attributions of attention heads."""
+    """Return the patterns, the norms of z W_O and the attributions of attention heads."""
     z, pattern = float32_if_half(seen["z"]), float32_if_half(seen["pattern"])
     n_heads = host_of(model).n_heads[sites.layer]
     if z.ndim != 4 or pattern.ndim != 4 or not z.shape[2] == pattern.shape[1] == n_heads:
         shapes = f"z {list(z.shape)} and pattern {list(pattern.shape)}"
-        reason = f"layer {sites.layer} shows {shapes}; expected an axis of {n_heads} heads"
+        reason = f"layer {sites.layer} has {shapes}; expected an axis of {n_heads} heads"
         raise InputError([reason], "these heads cannot be looked up in a corpus")
     index = sites.index.to(z.device)
     R = write_factors(model, sites)
@@ -168,7 +168,7 @@ def _of_heads(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer
 
 
 def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
-    """Return z, gate and value of neurons, and attributions, of all tokens row after row."""
+    """Return z, gate, value and attribution of neurons, with the rows of tokens concatenated."""
     heads = host_of(model).neurons[sites.layer]
     of_heads = {
         "z": seen["z"].squeeze(-1),
@@ -185,7 +185,7 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
     for name, x in of_heads.items():
         if name in ("z", "gate"):
             x = heads.neuron_outputs(x)
-        elif per_neuron > 1:  # one value for all heads of a neuron; an attribution is their sum
+        elif per_neuron > 1:  # heads share the neuron's value; attributions are summed
             x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
         x = x.flatten(0, 1) if whole else x.flatten(0, 1)[:, index.to(x.device)]

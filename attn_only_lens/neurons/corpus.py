@@ -1,4 +1,4 @@
-"""A corpus as rows of tokens, which is read text by text."""
+"""Read a corpus text by text, as rows of tokens."""
 
 import hashlib
 import json
@@ -27,11 +27,11 @@ _EXPECTED = "expected a text, a dictionary with 'text', or tokens of one text [p
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One piece of a text, short enough for one forward pass.
+    """A piece of a text that is short enough for one forward pass.
 
     Attributes:
         text: the index of the text in the corpus.
-        first: the position of its first token in the text, without BOS.
+        first: the position in the text of the row's first token after BOS.
         tokens: the tokens, on the CPU.
         has_bos: whether the row begins with BOS, which is not an example.
     """
@@ -64,18 +64,18 @@ class Batch:
 
 
 def n_texts(texts: Texts) -> int | None:
-    """Return the number of texts, if it is known."""
+    """Return the number of texts, or None if the number is unknown."""
     try:
         return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
-    except TypeError:  # a scalar tensor, or a stream without a length
+    except TypeError:  # a scalar tensor or a dataset stream has no length
         return None
 
 
 def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
-    """Yield the rows of a corpus: each text in pieces of at most `context` tokens.
+    """Split each text of a corpus into rows of at most `context` tokens.
 
-    If a text begins with BOS, so does each of its pieces. Empty texts have no rows. A warning names
-    the first text with a word that the tokenizer does not know.
+    If a text begins with BOS, each of its rows begins with BOS. Empty texts have no rows. A warning
+    names the first text that contains a word unknown to the tokenizer.
     """
     all_known = True
     for number, entry in enumerate(_entries(texts)):
@@ -95,9 +95,9 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 
 
 def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
-    """Yield batches, each with the rows that it contains."""
+    """Yield each batch together with its rows."""
     device = next(model.parameters()).device
-    # Bidirectional HookedTransformers attend to padding.
+    # Bidirectional HookedTransformers attend to padding, so each row is a batch.
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
     size = size if causal else 1
     while some := list(islice(rows, size)):
@@ -122,7 +122,7 @@ def _batch(rows: list[Row], device: torch.device) -> Batch:
 
 
 def chained_digest(before: str, row: Row) -> str:
-    """Return the digest of all rows up to this one, given the digest of the rows before."""
+    """Return the digest of all rows up to this row, given the digest of all earlier rows."""
     return hashlib.sha256(f"{before} {row.text} {row.tokens.tolist()}".encode()).hexdigest()
 
 
@@ -154,7 +154,7 @@ def _entries(texts: Texts) -> Iterator[Any]:
 
 
 def _tokens(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
-    """Return the tokens of an entry."""
+    """Return the tokens of a corpus entry."""
     try:
         if isinstance(entry, str):
             return tokens_of_text(model, entry)[0].cpu()

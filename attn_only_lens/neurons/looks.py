@@ -1,7 +1,7 @@
-"""Where attention heads look: sums over the patterns of one batch after another.
+"""Accumulate over batches how much attention heads pay to BOS, each offset and each token.
 
-The attention of a token is split three ways: on BOS; on the token itself; on other tokens. Sums are
-in the dtype of the model, or in float32 if that is narrower.
+The attention of a token has three parts: attention to BOS, to the token itself and to other tokens.
+Sums have the dtype of the model, or float32 for models in half precision.
 """
 
 import torch
@@ -17,22 +17,22 @@ SIDES = ("attended", "attending")
 
 
 def no_looks(n: int, context: int, d_vocab: int, like: Tensor) -> State:
-    """Return the state of `add_looks` before the first batch."""
+    """Return the initial state of `add_looks`, with all sums zero."""
     tokens = {side: like.new_zeros(n, d_vocab) for side in SIDES}
     return {"bos": like.new_zeros(n), "offsets": like.new_zeros(n, 2 * context - 1), **tokens}
 
 
 def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batch: Batch) -> None:
-    """Add the patterns of a batch, of all queries except BOS and padding.
+    """Add a batch's attention patterns to the sums, for all queries except BOS and padding.
 
-    Offsets are positions of the query minus positions of the key, from the most negative.
+    The offset is the query position minus the key position.
     """
     n_batch, n_pos = batch.tokens.shape
     counted = torch.zeros(n_batch * n_pos, dtype=pattern.dtype, device=pattern.device)
     counted[batch.counted] = 1
     counted = counted.view(n_batch, n_pos)
     queries = pattern * counted[..., None]
-    # The first token of a row is BOS if it is not counted.
+    # A first token that is not counted is BOS.
     state["bos"] += (queries[..., 0] * (1 - counted[:, :1])).sum((1, 2))
     queries *= counted[:, None]
     positions = torch.arange(n_pos, device=pattern.device)
@@ -44,10 +44,10 @@ def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batc
 
 
 def shares(state: State, occurrences: Tensor) -> State:
-    """Return shares of a head's attention, with its `MOST_TOKENS` first tokens on each side.
+    """Convert the sums to shares, and select the `MOST_TOKENS` tokens with the largest sums.
 
-    `attended` and `attending` are shares of the attention to other tokens; `.mean` divides the sum
-    of a token by its occurrences: the attention that it receives or gives, from 0.
+    `attended` and `attending` are shares of the attention to other tokens. `.mean` is the attention
+    that one occurrence of the token receives or gives on average.
     """
     n_tokens = occurrences.sum()
     result = {name: state[name].double() / n_tokens for name in ("bos", "offsets")}

@@ -1,4 +1,4 @@
-"""Statistics of neurons and attention heads over a corpus, and their files."""
+"""Statistics of neurons and attention heads over a corpus, which can be saved to files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class _Fields(TypedDict):
 
 @dataclass(frozen=True)
 class Example:
-    """A window of text around one token, at which a neuron is large (or small).
+    """A window of text around a token where a neuron is large (or small).
 
     Attributes:
         tokens: the texts of the window's tokens.
@@ -58,14 +58,14 @@ class Example:
 
 
 def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
-    """Return the examples of one neuron, by end and then by rank.
+    """Return the examples of one neuron, sorted by end, then by rank.
 
     Args:
         frame: the frame from `top_examples`.
         name: the name of the neuron.
 
     Raises:
-        InputError: the frame lacks columns, or has no such neuron.
+        InputError: the frame lacks columns, or does not contain the neuron.
 
     Example:
         >>> import torch
@@ -92,7 +92,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
 
 @dataclass(frozen=True, eq=False)
 class _Statistics:
-    """Top examples and counts; each tensor has an axis of names first."""
+    """Top examples and counts; the first axis of each tensor is the index in `names`."""
 
     _document: ClassVar[Document]
     _windows: ClassVar[dict[str, str]]
@@ -109,15 +109,15 @@ class _Statistics:
     counts: State
 
     def frame(self) -> pd.DataFrame:
-        """Return the examples: rows by name, end and rank.
+        """Return the examples as a frame, sorted by name, end and rank.
 
-        The columns are those of `top_examples`; for attention heads `weights`, the attention to
-        each token of the window, and `bos`, to BOS, instead of `values` and `gates`.
+        The columns are those of `top_examples`. For attention heads, `weights` (the attention to
+        each token of the window) and `bos` (the attention to BOS) replace `values` and `gates`.
 
-        If pyarrow is installed, windows are columns of arrow lists. Without it, they are Python
-        lists, which take about ten times as long and four times the memory. To group by windows,
-        join their tokens, `frame["tokens"].map("".join)`: lists have no hash. To read such a frame
-        from parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        If pyarrow is installed, windows are columns of arrow lists. Without pyarrow, windows are
+        Python lists, which take about ten times as long and four times the memory. Lists have no
+        hash, so group windows by their text, `frame["tokens"].map("".join)`. To read the frame from
+        parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
         return self._frame(ENDS)
 
@@ -125,13 +125,13 @@ class _Statistics:
         ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Return one tensor's values as [neuron, end, rank, ...], the order of the rows."""
+            """Return a tensor as [neuron, end, rank, ...], in the order of the frame's rows."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")
         row, end_index, rank = found.nonzero()
         tokens = stacked("tokens")
-        real = (tokens >= 0) & found[..., None]  # short windows are filled with -1
+        real = (tokens >= 0) & found[..., None]  # short windows are padded with -1
         offsets = np.concatenate([[0], real.sum(axis=-1)[found].cumsum()])
         ids = sorted(self.vocabulary)
         index_of_id = np.zeros(max(ids) + 1, dtype=np.int32)
@@ -156,7 +156,7 @@ class _Statistics:
         )
 
     def save(self, path: AnyPath) -> Path:
-        """Write the statistics to one safetensors file, completely or not at all.
+        """Write the statistics atomically to a safetensors file.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -171,7 +171,7 @@ class _Statistics:
         """Read a file that `save` wrote.
 
         Raises:
-            CheckpointError: the file cannot be read, has another format, or was changed.
+            CheckpointError: the file cannot be read, has another format, or is damaged.
         """
         tensors, said = read_tensors(path, cls._document)
         examples = {key: x for key, x in tensors.items() if key.startswith((*ENDS, *QUADRANTS))}
@@ -182,10 +182,10 @@ class _Statistics:
         return cls(names, vocabulary=vocabulary, examples=examples, counts=counts, **numbers)
 
     def of(self, names: list[str]) -> Self:
-        """Return the statistics of some of the names.
+        """Return the statistics of only these names.
 
         Raises:
-            InputError: the statistics do not have one of the names.
+            InputError: the statistics do not contain one of the names.
         """
         rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
@@ -206,12 +206,12 @@ class _Statistics:
 
 
 class NeuronStatistics(_Statistics):
-    """Neurons over a corpus: their top examples, and how z, gate and value are distributed.
+    """Top examples of neurons in a corpus, and histograms of z, gate and value.
 
     Attributes:
         names: the neurons.
         model: the name of the model.
-        by: what examples are ranked by, "z", "gate" or "attribution".
+        by: the quantity that ranks examples: "z", "gate" or "attribution".
         metric: the name of the metric of attributions; empty if there is none.
         n_texts: number of texts in the corpus.
         n_tokens: number of tokens that were counted: all except BOS.
@@ -226,9 +226,9 @@ class NeuronStatistics(_Statistics):
     def histogram(
         self, name: str, quantity: str
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
-        """Return the counts of a quantity of a neuron in 128 bins, and the edges of the bins.
+        """Return a histogram of one quantity of a neuron: counts in 128 bins, and bin edges.
 
-        A bin includes its edge that is further from 0; 0 is in the first positive bin.
+        A bin includes the edge that is further from 0; 0 itself is in the first positive bin.
 
         Args:
             name: the neuron.
@@ -246,13 +246,13 @@ class NeuronStatistics(_Statistics):
         return torch.cat([negative.flip(0), positive]), edges
 
     def quadrants(self) -> pd.DataFrame:
-        """Return the share of tokens at which x W_gate and x W_in of a gated MLP have which signs.
+        """Return the share of tokens for each pair of signs of x W_gate and x W_in in a gated MLP.
 
-        Columns: `name`, and "++", "+-", "-+", "--", the sign of x W_gate first; 0 counts as
-        positive. Source: GLUScope, arXiv 2602.23826.
+        The columns are `name`, "++", "+-", "-+" and "--"; the first sign is that of x W_gate, and 0
+        counts as positive. Source: GLUScope, arXiv 2602.23826.
 
         Raises:
-            InputError: the model has no gated MLPs, or several heads for each neuron.
+            InputError: the model has no gated MLPs, or has several heads per neuron.
         """
         self._require_quadrants()
         shares = (self.counts["signs"].double() / self.n_tokens).numpy()
@@ -261,9 +261,9 @@ class NeuronStatistics(_Statistics):
         ]
 
     def quadrant_examples(self) -> pd.DataFrame:
-        """Return the places of largest |z| in each quadrant; `end` is the quadrant.
+        """Return the tokens with the largest |z| for each pair of signs; `end` is the pair.
 
-        The other columns are those of `frame`. Errors are those of `quadrants`.
+        The other columns are the same as in `frame`; the errors are the same as for `quadrants`.
         """
         self._require_quadrants()
         return self._frame(QUADRANTS)
@@ -275,12 +275,12 @@ class NeuronStatistics(_Statistics):
 
 
 class HeadStatistics(_Statistics):
-    """Attention heads over a corpus: where they look, and their top examples.
+    """Top examples of attention heads in a corpus, and where the heads attend to.
 
     Attributes:
         names: the heads.
         model: the name of the model.
-        by: what examples are ranked by: "norm", of what the head writes, z W_O; or "attribution".
+        by: the quantity that ranks examples: "norm" (of the head's output z W_O) or "attribution".
         metric: the name of the metric of attributions; empty if there is none.
         n_texts: number of texts in the corpus.
         n_tokens: number of tokens that were counted: all except BOS.
@@ -294,9 +294,10 @@ class HeadStatistics(_Statistics):
     _numbers = ("bos",)
 
     def looks(self) -> pd.DataFrame:
-        """Return a row for each head: its mean attention to BOS, to the token itself, and others.
+        """Return a frame with each head's mean attention to BOS, to the token itself and to others.
 
-        Columns: `name`; `bos`; `itself`; `previous`, the token before, if it is not BOS; `other`.
+        The columns are `name`, `bos`, `itself`, `previous` (the previous token except BOS) and
+        `other`.
         """
         bos, offsets = self.counts["bos"].numpy(), self.counts["offsets"].numpy()
         middle = offsets.shape[1] // 2
@@ -312,9 +313,9 @@ class HeadStatistics(_Statistics):
         )
 
     def offsets(self, name: str) -> "pd.Series[float]":
-        """Return a head's mean attention by offset: how many tokens back, 0 for the token itself.
+        """Return a head's mean attention by offset, the number of tokens from the key to the query.
 
-        Attention to BOS is left out: with the share of BOS, the sum is 1.
+        Attention to BOS is excluded, so the sum is 1 minus the attention to BOS.
 
         Raises:
             InputError: there is no such head.
@@ -326,13 +327,13 @@ class HeadStatistics(_Statistics):
     def tokens(
         self, name: str, side: Literal["attended", "attending"] = "attended"
     ) -> pd.DataFrame:
-        """Return the tokens that a head attends to most, or those that attend most.
+        """Return the tokens that a head attends to most, or the tokens that pay most attention.
 
-        Attention to BOS and to the token itself does not count.
+        Attention to BOS and from a token to itself is excluded.
 
         Returns:
-            Up to 20 rows: `token`; `share`, of all such attention of the head; `mean`, the
-            attention that one occurrence of the token receives, or gives.
+            A frame of up to 20 rows: `token`; `share`, the token's share of this attention; `mean`,
+            the mean attention that one occurrence of the token receives or gives.
 
         Raises:
             InputError: there is no such head or side.
@@ -347,28 +348,28 @@ class HeadStatistics(_Statistics):
 
 
 class CorpusStatistics(NamedTuple):
-    """The neurons and the attention heads of one pass over a corpus; None if there are none."""
+    """The statistics of neurons and of attention heads; None if there are no neurons or heads."""
 
     neurons: NeuronStatistics | None
     heads: HeadStatistics | None
 
     @property
     def names(self) -> list[str]:
-        """The neurons, then the attention heads."""
+        """The names of the neurons, then of the attention heads."""
         return [name for part in self if part is not None for name in part.names]
 
     @property
     def about(self) -> NeuronStatistics | HeadStatistics:
-        """Either of them: both say the same about the model and the corpus."""
+        """The neurons' or the heads' statistics, which describe the same model and corpus."""
         part = self.neurons or self.heads
         assert part is not None
         return part
 
     def of(self, names: Sequence[str]) -> "CorpusStatistics":
-        """Return the statistics of some of the neurons and heads.
+        """Return the statistics of only these neurons and heads.
 
         Raises:
-            InputError: the statistics do not have one of them.
+            InputError: the statistics do not contain one of the names.
         """
         known = set(self.names)
         missing = [name for name in names if name not in known]
@@ -381,9 +382,9 @@ class CorpusStatistics(NamedTuple):
 
 
 def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> Any:
-    """Return a column of lists: row i has the entries from offset i to offset i + 1.
+    """Return a column of lists; row i contains `entries[offsets[i]:offsets[i + 1]]`.
 
-    With `texts`, the entries are indices into `texts`.
+    If `texts` is given, the entries are indices into `texts`.
     """
     if find_spec("pyarrow") is None:
         plain = entries.tolist() if texts is None else [texts[i] for i in entries.tolist()]

@@ -1,4 +1,4 @@
-"""The intermediate results of a pass over a corpus, and the folder that stores them."""
+"""Intermediate results of a pass over a corpus, which can be stored in a folder."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Options:
 
 
 class Summary:
-    """Examples and counts so far; each layer's tensors stay on the layer's device."""
+    """The examples and counts of all batches so far, as tensors on each layer's device."""
 
     def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
@@ -99,12 +99,12 @@ class Summary:
         return self.options.before * (HEAD_WINDOW if kind == "attention" else 1)
 
     def names(self, *kinds: HeadKind) -> tuple[str, ...]:
-        """The heads of some kinds, in the order of the results."""
+        """Return the names of the neurons or heads of these kinds, in the order of the results."""
         return tuple(name for site in self.sites if site.kind in kinds for name in site.names)
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
-        """The states of all layers, by the prefix of their names."""
+        """Yield the states of all layers that share a prefix of their tensor names."""
         for kind in HEAD_KINDS:
             numbers = [i for i, site in enumerate(self.sites) if site.kind == kind]
             for end in self.examples[numbers[0]] if numbers else ():
@@ -113,7 +113,7 @@ class Summary:
                 yield f"{kind}.", [self.counts[i] for i in numbers]
 
     def add(self, batch: Batch, metric: Metric | None) -> None:
-        """Run the model on a batch, and add the activations of its heads."""
+        """Run the model on a batch, and add the batch's activations to the results."""
         finite: list[Tensor] = []
 
         def take_in(number: int, of_layer: OfLayer) -> None:
@@ -126,7 +126,7 @@ class Summary:
         if not all(bool(value) for value in finite):
             texts = batch.text.tolist()
             raise InputError(
-                [f"activations in one of the texts {texts[0]} to {texts[-1]} are not finite"],
+                [f"an activation in texts {texts[0]} to {texts[-1]} is not finite"],
                 _PROBLEM,
             )
         counted = batch.tokens.flatten()[batch.counted].cpu()
@@ -209,7 +209,7 @@ class Summary:
         return norms.isfinite().all() & score.isfinite().all()
 
     def tensors(self) -> State:
-        """All states, heads of all layers together, on the CPU."""
+        """Return all states on the CPU, with the layers concatenated."""
         joined = {
             f"{prefix}{name}": torch.cat([state[name].cpu() for state in states])
             for prefix, states in self.states
@@ -218,7 +218,7 @@ class Summary:
         return joined | {"occurrences": self.occurrences}
 
     def restore(self, tensors: State) -> None:
-        """Set the states to the ones that `tensors` returned."""
+        """Restore the states from tensors that `tensors` returned."""
         self.occurrences = tensors["occurrences"]
         for prefix, states in self.states:
             for name in states[0]:
@@ -229,7 +229,7 @@ class Summary:
                     first += n
 
     def result(self, metric: str) -> CorpusStatistics:
-        """Return the statistics, with the texts of tokens."""
+        """Return the statistics, with a text for each token."""
         tensors, by = self.tensors(), self.options.by
         neurons = heads = None
         if self.names("neuron"):
@@ -243,7 +243,7 @@ class Summary:
         return CorpusStatistics(neurons, heads)
 
     def _about(self, kind: HeadKind, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
-        """Return the fields of the statistics of one kind."""
+        """Return the fields of `NeuronStatistics` or `HeadStatistics`."""
         of_kind = {
             name.removeprefix(f"{kind}."): x
             for name, x in tensors.items()
@@ -276,7 +276,7 @@ def _on(batch: Batch, device: torch.device) -> Batch:
 
 
 class Resumed:
-    """A folder with intermediate results, from which a pass over a corpus can resume."""
+    """A folder that stores intermediate results, so that an interrupted pass can resume."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any], summary: Summary) -> None:
         self._store, self._summary = ChunkStore(folder, settings), summary
@@ -289,7 +289,7 @@ class Resumed:
             summary.restore({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Check and skip the rows that an earlier call processed; return the other rows."""
+        """Check and skip the rows that an earlier call processed; return the remaining rows."""
         digest = ""
         for number in range(self._rows):
             row = next(rows, None)
@@ -305,7 +305,7 @@ class Resumed:
         return rows
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Record rows that were added, and write the summary every half minute."""
+        """Record that rows were processed, and write the results every 30 seconds."""
         for row in rows:
             self._digest = chained_digest(self._digest, row)
         self._rows += len(rows)
@@ -313,7 +313,7 @@ class Resumed:
             self.write()
 
     def write(self) -> None:
-        """Write the summary so far."""
+        """Write the current results to the folder."""
         summary = self._summary
         counts = zip(_COUNTS, (self._rows, summary.n_texts, summary.n_tokens), strict=True)
         arrays = {name: np.array(count) for name, count in counts}

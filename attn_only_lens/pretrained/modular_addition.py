@@ -1,9 +1,9 @@
-"""Addition modulo 113 in one layer: the shipped model, and all inputs of its task.
+"""A one-layer model of addition modulo 113 that ships with the package.
 
 The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
 HookedTransformer, the model is a TransformerBridge. TransformerLens converts the state dict, but
-silently ignores most fields of a HookedTransformerConfig. So `load_bridge` is only for the shipped
-model, whose logits are tested, and not for other models.
+silently ignores most fields of a HookedTransformerConfig. So `load_bridge` is only used for the
+shipped model, whose logits are tested.
 """
 
 from importlib.resources import as_file, files
@@ -26,7 +26,7 @@ MODULUS = 113
 def load_bridge(
     folder: Path, *, dtype: str | torch.dtype, device: str | torch.device
 ) -> TransformerBridge:
-    """Read a shipped model from its folder; refuse files that are damaged or do not fit."""
+    """Read the shipped model from its folder; raise CheckpointError if the files are damaged."""
     config, state = read_folder(folder)
     to_dtype, to_device = parse_dtype(dtype), parse_device(device)
     try:
@@ -36,20 +36,20 @@ def load_bridge(
         )
         bridge.load_state_dict(convert_tl_checkpoint(state, cfg), strict=True)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} does not hold one model: {error}") from error
+        raise CheckpointError(f"{folder} does not contain the shipped model: {error}") from error
     return bridge.eval()
 
 
-@torch.inference_mode(False)  # weights made in inference mode could never be trained
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def modular_addition(
     device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> HookedTransformer:
     """Return a one-layer transformer that adds modulo 113.
 
-    The model was trained by `analyses/tools/train_modular_addition.py` until it generalised, as in
-    Nanda et al., "Progress measures for grokking via mechanistic interpretability" (2023). It has
-    d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no biases. Its input
-    is (a, b, '='), and its answer is in the logits over 113 numbers at the last position.
+    `analyses/tools/train_modular_addition.py` trained the model until the model generalised, as in
+    Nanda et al., "Progress measures for grokking via mechanistic interpretability" (2023). The
+    model has d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no biases.
+    The input is (a, b, '='), and the answer is in the last position's logits over 113 numbers.
 
     Args:
         device: the device of the model.
@@ -78,7 +78,7 @@ def modular_addition(
 
 
 def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
-    """Return all inputs of the task: (a, b, '=') for all 113 * 113 pairs, sorted by a, then b.
+    """Return the inputs (a, b, '=') for all 113 * 113 pairs, sorted by a, then b.
 
     Example:
         >>> from attn_only_lens import pretrained

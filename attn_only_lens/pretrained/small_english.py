@@ -1,4 +1,4 @@
-"""Small English: a four-layer language model, and texts of its grammar.
+"""Small English: a four-layer language model, and held-out texts.
 
 The model card is `data/small_english/README.md`.
 """
@@ -24,7 +24,7 @@ from attn_only_lens.tl import (
 _DATA = files("attn_only_lens.pretrained") / "data" / "small_english"
 
 
-@torch.inference_mode(False)  # weights made in inference mode could never be trained
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def small_english(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = torch.float32,
@@ -33,10 +33,10 @@ def small_english(
 ) -> Any:
     """Return a four-layer language model that is small enough to run anywhere.
 
-    The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words. It
-    was trained by `analyses/tools/train_small_english.py` on text from a grammar, in which verbs
-    agree with their subjects, pronouns agree with names, brackets close, and lists repeat
-    themselves. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts
+    The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words.
+    `analyses/tools/train_small_english.py` trained the model on text from a grammar, in which verbs
+    agree with subjects, pronouns agree with names, brackets are closed, and lists contain
+    repetitions. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts
     that test what the model has learnt.
 
     Args:
@@ -72,7 +72,7 @@ def small_english(
 
 
 def small_english_texts() -> list[str]:
-    """Return texts that the model was not trained on: a corpus of about 100,000 characters.
+    """Return a corpus of held-out texts with about 100,000 characters.
 
     Example:
         >>> from attn_only_lens import pretrained

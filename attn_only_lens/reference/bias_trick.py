@@ -1,20 +1,20 @@
-"""The bias trick: turn heads and MLPs with biases into ones without biases, on a stream [X | 1].
+"""The bias trick: replace heads and MLPs with biases by ones without biases, on a stream [X | 1].
 
-Theorem 6 assumes this trick. Every token gets one more coordinate that is always 1, and a bias
-becomes the row of a weight matrix for this coordinate: W̃ is W stacked on b.
+Theorem 6 assumes this trick. Every token gets an additional coordinate that is always 1, and a bias
+becomes the row of the weight matrix for this coordinate: the new matrix W̃ is W stacked on b.
 
-* **Input biases.** [X | 1] W̃ = X W + b. So an MLP's input matrix is Ṽ₁, V₁ stacked on b₁, and a
-  head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O: a pattern's rows sum to 1,
-  so b_V W_O is added once.
-* **Output biases.** For b₂, one hidden neuron has pre-activation 1, activation α(1), and output row
-  b₂ / α(1). For b_O, one head masked to the diagonal (Theorem 7) outputs b_O.
+* **Input biases.** [X | 1] W̃ = X W + b. So an MLP's input matrix becomes Ṽ₁, which is V₁ stacked
+  on b₁, and a head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O adds b_V W_O
+  exactly once, because each row of a pattern sums to 1.
+* **Output biases.** For b₂, the MLP gets one more neuron, with pre-activation 1, activation α(1)
+  and output row b₂ / α(1). For b_O, one more head, masked to the diagonal (Theorem 7), outputs b_O.
 * **The constant stays.** No sublayer writes to the last coordinate (the last columns of V₂ and W_OV
-  are 0), so the skip connection preserves it. A LayerNorm must not change it (see
-  `theorem_6.PassingNorm`).
+  are 0), so the skip connection preserves this coordinate. LayerNorms must also preserve the
+  coordinate (see `theorem_6.PassingNorm`).
 
 The constant coordinate is not the bias coordinate of Theorem 3, which is 1 on the bias token and 0
-on other tokens. (In the paper's gauge, the two must differ: otherwise a token and the bias token
-would have equal keys, and all patterns would be 1/2.)
+on other tokens. With the paper's W_K, the two coordinates must differ: otherwise each token would
+have the same key as the bias token, and all weights in the patterns would be 1/2.
 """
 
 import math
@@ -52,7 +52,7 @@ def head_with_biases(
     W_O: Float[Tensor, "d_head d"],
     mask: Float[Tensor, "n_tokens n_tokens"],
 ) -> Head:
-    """Return an attention head with biases, scores divided by √d_head, as a head on [X | 1].
+    """Return an attention head with biases as a head on [X | 1]; scores are divided by √d_head.
 
     Returns:
         h on M_{N,D+1} with h([X | 1]) = [output of the head | 0].
@@ -82,7 +82,7 @@ def head_with_biases(
 
 
 def constant_head(b: Float[Tensor, " d"], n_tokens: int) -> Head:
-    """Return a head on [X | 1] that outputs b at every token, like a sublayer's bias b_O.
+    """Return a head on [X | 1] that outputs b at every token, to replace a bias b_O.
 
     Raises:
         ValueError: b is not a float64 vector.
@@ -132,7 +132,7 @@ def mlp_with_biases(
     written = activation(torch.tensor(1.0, dtype=torch.float64, device="cpu"))
     if written == 0:
         raise ValueError(f"activation: got {activation}, which is 0 at 1; expected a_1, a_2 not 0")
-    # The last column of Ṽ_1 reads only the constant, with weight 1.
+    # The last column of Ṽ_1 reads only the constant coordinate, with weight 1.
     reading = direct_sum(V_1, 1.0)
     reading[D, :size] = b_1
     writing = torch.cat([V_2, b_2[None] / written])

@@ -1,4 +1,4 @@
-"""Factored neuron-heads, which store two vectors each, and their form with a persistent vector.
+"""Neuron-heads stored as two vectors each, and neuron-heads with a persistent vector.
 
 The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
 
@@ -6,24 +6,25 @@ The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_
     W_OV = W_V W_Oᵀ                 W_K = √(D+1) [0 | -1]ᵀ,  the same for every neuron
                                     W_O = a₁ [V₂ⁱ | 0]ᵀ
 
-so a neuron stores only W_Q = W_V and W_O. (V₁ⁱ is written as a row in [V₁ⁱ | 0]; the paper writes
-W_OV = W_V W_O, but for W_O ∈ M_{D+1,1} it must be W_Oᵀ.)
+So a neuron stores only the vectors W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is a row. The paper writes
+W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
 
-About √(D+1): Vaswani et al. divide by √d_k, and d_k = 1 here, so a stock implementation divides by
-1 and needs W_K = [0 | -1]ᵀ. Both choices give the W_QK of Theorem 3; we keep the paper's. Mixing
-the two gives a score of -q / √(D+1) or -q √(D+1), and so another slope a₂.
+**The factor √(D+1).** Vaswani et al. divide scores by √d_k, and d_k = 1 here, so a standard
+implementation divides by 1 and needs W_K = [0 | -1]ᵀ. The standard and the paper's convention give
+the same W_QK; this file follows the paper. Mixing the two conventions would scale the scores, and
+thus the slope a₂, by √(D+1) or 1/√(D+1).
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
-The stream is then Y = [X | 0] ∈ M_{N,D+1}, and p = (0, …, 0, 1) is one more row of keys and values,
-but not of queries. If Z is Y stacked on p,
+Instead, the stream is Y = [X | 0] ∈ M_{N,D+1}, and the persistent vector p = (0, …, 0, 1) is an
+additional key and value, but not a query. If Z is Y stacked on p,
 
     msoftmax(Y W_QK Zᵀ, [I_N | 1]) Z W_OV = [f_i(X) | 0].
 
-Proof: the queries are the first N rows of X ⊕ [1], and the keys and values are all its rows, so
-this is Theorem 3 without the row of the bias token. One p serves all heads: its key W_Kᵀ p =
--√(D+1) and its value W_Vᵀ p = 0 are the same in each. Sukhbaatar et al. learn persistent keys and
-values for each head after the projections; in that form all heads share the pair (-√(D+1), 0).
-Their softmax runs over the whole context, ours over one token.
+Proof: the queries come from the first N rows of X ⊕ [1], and the keys and values from all rows, so
+the equation is Theorem 3 without the bias token's output. All heads share p, with the same key W_Kᵀ
+p = -√(D+1) and the same value W_Vᵀ p = 0. Sukhbaatar et al. learn persistent keys and values for
+each head directly; in this form, the pair is (-√(D+1), 0) in every head. Their softmax runs over
+the whole context; the softmax here runs over the token itself and p.
 """
 
 import math
@@ -40,7 +41,7 @@ from attn_only_lens.reference.transformer import MLP
 
 
 def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
-    """Return (0, …, 0, 1) with d zeros: the bias token as a row vector.
+    """Return the bias token as a row vector, (0, …, 0, 1) with d zeros.
 
     Example:
         >>> from attn_only_lens.reference import persistent_vector
@@ -92,7 +93,7 @@ class FactoredHead:
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
     def persistent_pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens keys"]:
-        """Return the pattern over the tokens and the persistent vector, [N, N+1], for X in M_{N,D}.
+        """Return the [N, N+1] pattern over the tokens and the persistent vector, for X in M_{N,D}.
 
         Raises:
             ValueError: X has another width, or is not float64.
@@ -102,7 +103,7 @@ class FactoredHead:
         return msoftmax(scores, neuron_mask(len(X))[:-1])
 
     def persistent(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+1"]:
-        """Return the output with a persistent vector in place of the bias token: [f_i(X) | 0].
+        """Return the output [f_i(X) | 0], with a persistent vector instead of the bias token.
 
         Raises:
             ValueError: X has another width, or is not float64.
@@ -117,7 +118,7 @@ class FactoredHead:
 
 
 def factored_heads(mlp: MLP) -> tuple[FactoredHead, ...]:
-    """Return the factored heads of Theorem 3, one for each neuron.
+    """Return the heads of Theorem 3 in factored form, one per neuron.
 
     Args:
         mlp: an MLP on M_{N,D} with a `GeneralizedSiLU`.

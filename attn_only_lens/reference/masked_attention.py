@@ -1,14 +1,14 @@
-"""The definitions, first half: the masked softmax and the masked attention head.
+"""Definitions of the masked softmax and the masked attention head.
 
-A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. With rownorm the row-wise
-ℓ¹ normalisation and ⊙ the element-wise product,
+A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. Let rownorm be the row-wise
+ℓ¹ normalisation and ⊙ the element-wise product. Then
 
     msoftmax(A, Λ) = rownorm(exp(A) ⊙ Λ)
     h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV        X ∈ M_{N,D}, one token per row
 
-("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is 0
-the masked softmax is exactly 0; a row of Λ without a 1 would give 0/0, so it is refused. A head is
-a function on M_{N,D} for one N, the size of its mask: a longer text needs another head.
+("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is
+0, the masked softmax is exactly 0. A mask with a row of zeros is refused, because the softmax would
+be 0/0. The size N of a head's mask is fixed, so a longer text needs another head.
 """
 
 import math
@@ -30,7 +30,7 @@ def msoftmax(
         mask: Λ, entries 0 and 1, at least one 1 in every row.
 
     Returns:
-        The pattern: rows sum to 1, and entries are 0 where the mask is 0.
+        The attention pattern: each row sums to 1, and entries are 0 where the mask is 0.
 
     Raises:
         ValueError: a shape or dtype is wrong, or the mask is not a mask matrix.
@@ -46,7 +46,7 @@ def msoftmax(
     check_matrix("A", A)
     _check_mask(mask, *A.shape)
     visible = A.masked_fill(mask == 0, -math.inf)
-    # A common factor exp(-max) of a row does not change its rownorm, and keeps exp finite.
+    # The common factor exp(-max) of a row does not change the rownorm, and keeps exp finite.
     weights = (visible - visible.amax(dim=1, keepdim=True)).exp()
     return weights / weights.sum(dim=1, keepdim=True)
 

@@ -1,8 +1,8 @@
-"""Block matrices in the paper's notation, and the checks of all definitions in this folder.
+"""Block matrices in the paper's notation, and checks of shapes and dtypes.
 
-Notation of the paper, section 2: M_{n,k} are the real n × k matrices; X ⊕ Y is the block matrix
-with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. Everything is in
-float64, because other computations are checked against this folder.
+The paper's notation (section 2): M_{n,k} are the real n × k matrices; X ⊕ Y is the block matrix
+with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. All matrices are
+float64, because other code is tested against this package.
 """
 
 import torch
@@ -35,7 +35,7 @@ def block(
 def direct_sum(
     X: Float[Tensor, "n k"], Y: Float[Tensor, "m l"] | float
 ) -> Float[Tensor, "n+m k+l"]:
-    """Return X ⊕ Y; a number y stands for the 1 × 1 matrix [y].
+    """Return the direct sum X ⊕ Y; a number y is treated as the 1 × 1 matrix [y].
 
     Args:
         X: the block at the top left.
@@ -63,7 +63,7 @@ def direct_sum(
 def check_matrix(
     name: str, matrix: Tensor, rows: int | None = None, columns: int | None = None
 ) -> None:
-    """Require a float64 matrix with this number of rows and columns (None: any number)."""
+    """Raise ValueError unless x is a float64 matrix with these numbers of rows and columns."""
     sizes = (rows, columns)
     fits = matrix.ndim == 2 and all(
         size is None or size == actual for size, actual in zip(sizes, matrix.shape, strict=True)
@@ -78,7 +78,7 @@ def check_matrix(
 
 
 def check_vector(name: str, vector: Tensor, size: int) -> None:
-    """Require a float64 vector with this size."""
+    """Raise ValueError unless x is a float64 vector of this size."""
     if vector.shape != (size,):
         raise ValueError(f"{name}: got shape {list(vector.shape)}; expected a vector [{size}]")
     _check_dtype(name, vector)

@@ -1,33 +1,34 @@
 """Theorem 3: an MLP of size ℓ is a sum of ℓ masked attention heads, one for each neuron.
 
-For f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x), the head of neuron i on M_{N+1,D+1} has
+Let f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x). The head of neuron i on M_{N+1,D+1} has
 
               ⎡ 0 │ -V₁ⁱ ⎤                                      ⎡ I_N │ 1 ⎤
     W_QK = a₂ ⎢───┼──────⎥    W_OV = a₁ a₂ V₁ⁱ V₂ⁱ ⊕ [0]    Λ = ⎢─────┼───⎥
               ⎣ 0 │   0  ⎦                                      ⎣  0  │ 1 ⎦
 
 (V₁ⁱ a column, V₂ⁱ a row) and f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]) for every X. The last row of X ⊕ [1] is
-the bias token, its last column the bias coordinate.
+the bias token, and its last column is the bias coordinate.
 
 (Theorem 2 of the draft.) Proof, as in its Appendix A. With q = a₂ X V₁ⁱ, one number per token, the
 scores are
 
     (X ⊕ [1]) W_QK (X ⊕ [1])ᵀ = [[0, -q], [0, 0]].
 
-Λ leaves token t two scores: 0 for itself and -q_t for the bias token; softmax(0, -q_t) =
-(σ(q_t), σ(-q_t)). The bias token sees only itself, and the last row of (X ⊕ [1]) W_OV is 0. So
-token t reads σ(q_t) x_t · a₁ a₂ V₁ⁱ V₂ⁱ = a₁ q_t σ(q_t) V₂ⁱ = α(x_t V₁ⁱ) V₂ⁱ, and the bias token 0.
+Token t has two unmasked scores, 0 for itself and -q_t for the bias token, and softmax(0, -q_t) =
+(σ(q_t), σ(-q_t)). The bias token attends only to itself, and the last row of (X ⊕ [1]) W_OV is 0.
+So the head's output at token t is σ(q_t) x_t · a₁ a₂ V₁ⁱ V₂ⁱ = a₁ q_t σ(q_t) V₂ⁱ = α(x_t V₁ⁱ) V₂ⁱ,
+and its output at the bias token is 0.
 
-The draft has these slips, which are corrected here:
+This file corrects the following slips in the draft.
 
 * "the block decompositions are into size N and 1": true for Λ; for W_QK and W_OV, the sizes are D
   and 1.
-* The proof sketch says that the score of the token itself is -x and that of the bias token 0, "from
-  the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)]. It should
-  be W_QK, whose main diagonal is 0 (the -x are in the last column), and softmax([-x, 0]) =
-  [σ(-x), σ(x)]: the two slips cancel. Appendix A, followed here, is correct.
-* The bias token comes last and every token sees it, so Λ is not causal in this order. The order
-  does not matter: with the bias token first, the same mask is lower triangular.
+* The proof sketch says that the token's score for itself is -x and its score for the bias token 0,
+  "from the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)].
+  The matrix should be W_QK, whose scores -x are in the last column, while the main diagonal is 0.
+  The two slips cancel, because softmax([-x, 0]) = [σ(-x), σ(x)]. Appendix A is correct.
+* The bias token comes last and every token attends to it, so Λ is not causal in this order. With
+  the bias token first, the same mask is lower triangular; the order does not matter.
 """
 
 import torch
@@ -40,7 +41,7 @@ from attn_only_lens.reference.transformer import MLP, GeneralizedSiLU
 
 
 def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
-    """Return Λ of Theorem 3: every token sees itself and the bias token, which sees itself.
+    """Return the mask Λ of Theorem 3: each token sees only itself and the bias token.
 
     Example:
         >>> from attn_only_lens.reference import neuron_mask
@@ -52,7 +53,7 @@ def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
 
 
 def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
-    """Return the heads of Theorem 3, one for each neuron, on M_{N+1,D+1}.
+    """Return the heads of Theorem 3 on M_{N+1,D+1}, one per neuron.
 
     Args:
         mlp: an MLP on M_{N,D} with a `GeneralizedSiLU`.
@@ -87,7 +88,7 @@ def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
 
 
 def generalized_silu(mlp: MLP) -> GeneralizedSiLU:
-    """Return the activation of an MLP; raise ValueError if Theorem 3 does not cover it."""
+    """Return an MLP's activation; raise ValueError if Theorem 3 does not cover the activation."""
     if not isinstance(mlp.activation, GeneralizedSiLU):
         raise ValueError(
             f"activation: got {mlp.activation!r}; expected a GeneralizedSiLU. For gelu, use "

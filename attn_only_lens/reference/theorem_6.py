@@ -1,7 +1,7 @@
-"""Theorem 6: heads replace every MLP sublayer, and the transformer computes the same function.
+"""Theorem 6: replacing every MLP sublayer by heads does not change a transformer's function.
 
-For a transformer t on M_{N,D} whose MLPs have generalised SiLU activations there is a transformer
-t′ on M_{N+1,D+1} that has only heads, and whose stream is X′_j = X_j ⊕ [1] at every sublayer j.
+For each transformer t on M_{N,D} whose MLPs have generalised SiLU activations, there is an
+attention-only transformer t′ on M_{N+1,D+1} with the stream X′_j = X_j ⊕ [1] at every sublayer j.
 
 (Theorem 4 of the draft.) Proof (Appendix A of the draft), by induction on j. MLPs become the heads
 of Theorem 3. A head becomes W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0], Λ′ = Λ ⊕ [1], and h′(X ⊕ [1]) =
@@ -12,22 +12,22 @@ norm′(Y ⊕ [1]) = norm(Y) ⊕ [1],
     post-norm    norm′(X_j ⊕ [1] + s(X_j) ⊕ [0]) = norm(X_j + s(X_j)) ⊕ [1]
     pre-norm     X_j ⊕ [1] + s′(norm(X_j) ⊕ [1]) = (X_j + s(norm(X_j))) ⊕ [1]
 
-and the same for a final norm. The pre-norm line, for GPT-2, is ours. Biases use the bias trick
-(`reference/bias_trick.py`): t is then a transformer on [X | 1], and t′ one on [X | 1] ⊕ [1], with
-one more head in every sublayer, which writes b_O or b₂.
+and the same holds for a final norm. The paper has only the post-norm form; we added the pre-norm
+form for GPT-2. Biases use the bias trick (`reference/bias_trick.py`): t acts on [X | 1], t′ acts on
+[X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
 
-**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for the same LayerNorm. That
-is false, and no gain g and bias b make the LayerNorm of D + 1 coordinates satisfy it. Proof: the
-bias coordinate of a token (y | 0) becomes -g_{D+1} μ/s + b_{D+1}, with μ and s the row's mean and
-deviation; since μ/s varies, that is 0 for all y only if g_{D+1} = b_{D+1} = 0; then the bias
-token's coordinate becomes b_{D+1} = 0 instead of 1. It does not suffice to normalise the first D
-coordinates of every row: the bias token (0 | 1) becomes (b | 1), or 0/0 if eps = 0. It then has a
-value, b V₁ⁱ, and Theorem 3 fails, unless b = 0 and eps > 0. The proof needs `PassingNorm`, which
-normalises only the block of the first N rows and D columns.
+**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for the same LayerNorm. This
+equation is false, and no LayerNorm of D + 1 coordinates satisfies it for any gain g and bias b.
+Proof: the bias coordinate of a token (y | 0) becomes -g_{D+1} μ/s + b_{D+1}, where μ and s are the
+row's mean and standard deviation. Since μ/s varies, this is 0 for all y only if g_{D+1} = b_{D+1} =
+0. But then the bias token's bias coordinate becomes 0 instead of 1. Normalising only the first D
+coordinates of every row is not enough either: the bias token (0 | 1) becomes (b | 1), or 0/0 if eps
+= 0. The bias token's value b V₁ⁱ is then not 0, so Theorem 3 fails unless b = 0 and eps > 0.
+Therefore the proof uses `PassingNorm`, which normalises only the first N rows and D columns.
 
-**Skip connections** (a remark of the paper). Every head here writes 0 to the bias token, so without
-the first skip connection X′_1 = X_1 ⊕ [0]. Every score of the next MLP's heads is then 0, every
-gate 1/2, and that MLP is linear: ½ a₁ a₂ X_1 V₁ V₂.
+**Skip connections** (a remark of the paper). Every head outputs 0 at the bias token, so without the
+first skip connection X′_1 = X_1 ⊕ [0]. Then all scores of the next MLP's heads are 0 and all gates
+are 1/2, so this MLP becomes the linear map ½ a₁ a₂ X_1 V₁ V₂.
 """
 
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 
 @dataclass(frozen=True)
 class PassingNorm:
-    """A norm that acts on the first N rows and D columns, and keeps all other entries.
+    """A norm that is applied only to the first N rows and D columns of a matrix.
 
-    It can be applied to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
+    The norm can be applied to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
 
     Attributes:
         norm: a norm on M_{N,D}.
@@ -64,7 +64,7 @@ class PassingNorm:
     d: int
 
     def __call__(self, X: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-        """Return X with norm(X[:N, :D]) in place of X[:N, :D].
+        """Return X with X[:N, :D] replaced by norm(X[:N, :D]).
 
         Raises:
             ValueError: X is not a float64 matrix, or is smaller than N × D.
@@ -80,7 +80,7 @@ class PassingNorm:
 
 
 def extended_head(head: Head) -> Head:
-    """Return h′ on M_{N+1,D+1} with h′(X ⊕ [1]) = h(X) ⊕ [0]; the bias token sees only itself.
+    """Return h′ on M_{N+1,D+1} with h′(X ⊕ [1]) = h(X) ⊕ [0].
 
     Example:
         >>> import torch
@@ -93,18 +93,18 @@ def extended_head(head: Head) -> Head:
 
 
 def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
-    """Return t′ of Theorem 6, which has only heads and the stream X_j ⊕ [1].
+    """Return the attention-only transformer t′ of Theorem 6, with the stream X_j ⊕ [1].
 
     Args:
         transformer: t on M_{N,D}, post-norm or pre-norm; every MLP has a `GeneralizedSiLU`.
         n_tokens: N.
 
     Returns:
-        t′ on M_{N+1,D+1}, with the sublayers of t; an MLP's heads are in the order of its neurons.
+        t′ on M_{N+1,D+1}, with one sublayer per sublayer of t; heads are in the order of neurons.
         `.run(X ⊕ [1])` returns every intermediate stream, output and pattern.
 
     Raises:
-        ValueError: an activation is not a `GeneralizedSiLU`, or the heads of t have another N.
+        ValueError: an activation is not a `GeneralizedSiLU`, or the masks do not have this N.
 
     Example:
         >>> import torch

@@ -1,8 +1,8 @@
 """Theorem 7: a head masked to the diagonal is a linear map, for any W_QK.
 
-If Λ = I_N then h(X) = X W_OV. Proof: a row of the pattern has one unmasked entry, on the diagonal,
-and sums to 1, so the pattern is I_N. ("Attention-Only Transformers and Implementing MLPs with
-Attention Heads"; Theorem 6 of the draft.)
+If Λ = I_N then h(X) = X W_OV. Proof: the only unmasked entry in each row of the pattern is on the
+diagonal, and each row sums to 1, so the pattern is I_N. ("Attention-Only Transformers and
+Implementing MLPs with Attention Heads"; Theorem 6 of the draft.)
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     α(X) ⊕ [0] = Σ_{i=1}^{D} h_i(X ⊕ [1])        on M_{N+1,D+1}
 
-Proof: Theorem 3 for the MLP f(X) = α(X I_D) I_D, with hidden size D. (The paper writes I_N. But
-X ∈ M_{N,D} is multiplied from the right, so the matrix must be I_D.)
+Proof: apply Theorem 3 to the MLP f(X) = α(X I_D) I_D of hidden size D. (The paper writes I_N, but a
+matrix to the right of X ∈ M_{N,D} must be I_D.)
 
 With a skip connection, X ↦ X + sublayer(X), one more head makes the map X ↦ α(X): the linear head
 of Theorem 7 that outputs -X. The paper gives the sublayer α(X) - X on M_{N,D}. On the widened
@@ -11,9 +11,9 @@ stream, the linear head must not change the bias coordinate, so W_OV = -I_D ⊕ 
 
     X ⊕ [1] + α(X) ⊕ [0] + (-X) ⊕ [0] = α(X) ⊕ [1]
 
-With W_OV = -I_{D+1} the bias token would become 0, and the next sublayer would fail in the same way
-as without a skip connection (`theorem_6.py`). ("Attention-Only Transformers and Implementing MLPs
-with Attention Heads"; Theorem 7 of the draft.)
+With W_OV = -I_{D+1}, the bias token would become 0, and the next MLP would be linear, as without a
+skip connection (`theorem_6.py`). ("Attention-Only Transformers and Implementing MLPs with Attention
+Heads"; Theorem 7 of the draft.)
 """
 
 import torch
@@ -59,7 +59,7 @@ def replacing_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head
         d: D, the width of X; the heads have D + 1.
 
     Returns:
-        D + 1 heads on M_{N+1,D+1}, the linear one last.
+        D + 1 heads on M_{N+1,D+1}, with the linear head last.
 
     Example:
         >>> import torch

@@ -1,41 +1,41 @@
-"""Theorem 9: a head without a mask approximates a masked head with an arbitrarily small error.
+"""Theorem 9: a head without a mask can approximate a masked head with arbitrarily small error.
 
 "Attention heads can encode arbitrary masking patterns in their weight matrices to within
 arbitrarily small error" (the abstract of arXiv 2309.08593; the draft has no such theorem, so the
-form, the bound and the proof here are ours). Let every token carry its one-hot position in N more
-coordinates of the stream, [X | I_N] ∈ M_{N,D+N}. For a head with W_QK, W_OV and Λ, let h_Ω be the
-head on M_{N,D+N} with
+statement, the bound and the proof below are ours). Add N coordinates with each token's one-hot
+position to the stream, which becomes [X | I_N] ∈ M_{N,D+N}. For a head with W_QK, W_OV and Λ, let
+h_Ω be the head on M_{N,D+N} with
 
     W′_QK = W_QK ⊕ Ω(Λ - 1)        W′_OV = W_OV ⊕ 0        Λ′ = 1, which masks nothing
 
-(1 is the matrix of ones). Then h_Ω([X | I_N]) → [h(X) | 0] as Ω → ∞. For every error ε > 0 and
-every R, one Ω (`sufficient_omega`) serves all X whose rows have norm at most R.
+(1 is the matrix of ones). Then h_Ω([X | I_N]) → [h(X) | 0] as Ω → ∞. For all ε > 0 and R, there is
+an Ω (`sufficient_omega`) such that the error is at most ε for all X whose rows have norm at most R.
 
 Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since I_N on
-both sides picks the entries of the second block. For token t let M_t be the sum of exp(S_ts) over
-its visible tokens s, and m_t the sum over the masked ones. Its pattern gives masked tokens the
-weight
+both sides picks the entries of the second block. For token t, let M_t be the sum of exp(S_ts) over
+the visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens
+have the weight
 
     leak_t = e^{-Ω} m_t / (M_t + e^{-Ω} m_t) ≤ n_t e^{gap_t - Ω}
 
-with n_t the number of masked tokens, and gap_t their largest score minus the largest visible score.
-A softmax keeps the proportions within both groups. So row t of the pattern is
-(1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's row, and B_t are weights on masked
-tokens that sum to 1. With v_s the rows of X W_OV,
+where n_t is the number of masked tokens, and gap_t is the largest masked score minus the largest
+visible score. Softmax keeps the ratios of weights within the visible and within the masked tokens.
+So row t of the pattern is (1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's row, and
+B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of X W_OV, then
 
     ‖h_Ω(X)_t - h(X)_t‖ = leak_t ‖Σ_s (B_ts - A_ts) v_s‖ ≤ n_t e^{gap_t - Ω} max_{s,s′} ‖v_s - v_s′‖
 
-|S_ts| ≤ R² ‖W_QK‖ and ‖v_s‖ ≤ R ‖W_OV‖ (spectral norms), so n_t ≤ N makes this at most ε for
+|S_ts| ≤ R² ‖W_QK‖ and ‖v_s‖ ≤ R ‖W_OV‖ (spectral norms), so the error is at most ε for
 
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
-The head writes 0 to the position coordinates, so a skip connection keeps them, and layers can be
-stacked; then R bounds the input of each layer. A norm must not change the position coordinates
+The head outputs 0 in the position coordinates, so a skip connection preserves them. Therefore
+layers can be stacked, if R bounds all layers' inputs and norms preserve these coordinates
 (`theorem_6.py`).
 
-The blog post's Ω is the same: its block B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
-up to a constant for each row, which softmax ignores (its "shifted" gauge subtracts it, as here),
-and its three sublayers are heads of Theorems 3 and 7 with masks encoded in this way.
+The blog post uses the same Ω. Its matrix B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
+plus a constant for each row, which softmax ignores. Its three sublayers are heads of Theorems 3 and
+7 with masks encoded in this way.
 """
 
 import math
@@ -49,7 +49,7 @@ from attn_only_lens.reference.matrices import check_matrix, direct_sum, zeros
 
 
 def with_positions(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+n_tokens"]:
-    """Return [X | I_N], in which every token has its one-hot position.
+    """Return [X | I_N], where I_N contains the one-hot positions of the tokens.
 
     Raises:
         ValueError: X is not a float64 matrix.
@@ -65,14 +65,14 @@ def with_positions(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+
 
 
 def unmasked_head(head: Head, omega: float) -> Head:
-    """Return h_Ω, the head on M_{N,D+N} that masks nothing and has Λ in its W_QK.
+    """Return h_Ω, the head on M_{N,D+N} without a mask, in which W_QK encodes Λ.
 
     Args:
         head: a head on M_{N,D}, with any mask.
         omega: Ω, positive.
 
     Returns:
-        A head whose mask is 1 everywhere, for `with_positions(X)`.
+        A head for `with_positions(X)`, whose mask is 1 everywhere.
 
     Raises:
         ValueError: Ω is not positive and finite.
@@ -96,7 +96,7 @@ def unmasked_head(head: Head, omega: float) -> Head:
 def masking_error(
     head: Head, X: Float[Tensor, "n_tokens d"], omega: float
 ) -> Float[Tensor, " n_tokens"]:
-    """Return the bound on ‖h_Ω(X)_t - h(X)_t‖ for each token t, from the scores of X.
+    """Return the upper bound on ‖h_Ω(X)_t - h(X)_t‖ for each token t of X.
 
     Raises:
         ValueError: Ω is not positive and finite, or X does not fit the head.
@@ -137,7 +137,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0: then any Ω is sufficient
+    largest = 2 * head.n_tokens * radius * W_OV / error  # if W_OV = 0, the error is 0 for any Ω
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

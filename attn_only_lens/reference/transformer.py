@@ -1,4 +1,4 @@
-"""The definitions, second half: MLPs, LayerNorm, and transformers, post-norm and pre-norm.
+"""Definitions of MLPs, LayerNorm, and post-norm and pre-norm transformers.
 
 An MLP without biases is f(X) = α(X V₁) V₂, with V₁ ∈ M_{D,ℓ}, V₂ ∈ M_{ℓ,D} and α applied entry by
 entry. A generalised SiLU is α(x) = a₁ SiLU(a₂ x) with SiLU(x) = x σ(x). A transformer is
@@ -9,7 +9,8 @@ f_j(X), and
     pre-norm, GPT-2's:         X_{j+1} = X_j + s_j(LayerNorm_j(X_j)),    then LayerNorm_final(X_m)
 
 ("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, which has no
-pre-norm form.) The paper has sublayers 0 … m - 1 here and up to 2m in Theorem 6; this file uses m.
+pre-norm form.) The paper numbers sublayers 0 … m - 1 in this definition, but up to 2m in Theorem 6;
+here m is always the number of sublayers.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GeneralizedSiLU:
-    """α(x) = a_1 SiLU(a_2 x), entry by entry.
+    """The element-wise activation α(x) = a_1 SiLU(a_2 x).
 
     Example:
         >>> import torch
@@ -48,7 +49,7 @@ class GeneralizedSiLU:
 
 @dataclass(frozen=True, eq=False)
 class MLP:
-    """f(X) = α(X V_1) V_2: one hidden layer, no biases.
+    """An MLP with one hidden layer and no biases, f(X) = α(X V_1) V_2.
 
     Attributes:
         V_1: column i is the input vector of neuron i.
@@ -56,7 +57,7 @@ class MLP:
         activation: α, entry by entry.
 
     Raises:
-        ValueError: V_1 and V_2 do not fit, or are not float64.
+        ValueError: the shapes of V_1 and V_2 do not match, or a matrix is not float64.
 
     Example:
         >>> import torch
@@ -88,7 +89,7 @@ class MLP:
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """Layer normalisation of every row: (x - mean) / √(variance + eps) · gain + bias.
+    """Normalisation of each row x: (x - mean) / √(variance + eps) · gain + bias.
 
     Example:
         >>> import torch
@@ -119,14 +120,14 @@ Sublayer = MLP | tuple[Head, ...]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Every matrix that a transformer with m sublayers computes.
+    """All intermediate matrices of a transformer with m sublayers.
 
     Attributes:
         stream: X_0 … X_m (m + 1 of them).
         inputs: the input of sublayer j: X_j (post-norm) or LayerNorm_j(X_j) (pre-norm).
         outputs: the output of sublayer j, before the skip connection adds X_j.
         patterns: the patterns of sublayer j, [n_heads, n_tokens, n_tokens]; an MLP has n_heads = 0.
-        result: X_m, or its final norm if there is a final norm.
+        result: X_m, after the final norm if there is one.
     """
 
     stream: tuple[Float[Tensor, "n_tokens d"], ...]
@@ -138,13 +139,13 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
-    """Sublayers with skip connections and norms.
+    """A transformer of sublayers with skip connections and norms.
 
     Attributes:
         sublayers: each an MLP or a tuple of heads.
-        norms: one for each sublayer: after it (post-norm) or before it (pre-norm).
+        norms: one norm per sublayer, after (post-norm) or before (pre-norm) the sublayer.
         pre_norm: use GPT-2's order instead of the paper's.
-        final_norm: applied to X_m; pre-norm only.
+        final_norm: the norm applied to X_m, only in the pre-norm form.
 
     Raises:
         ValueError: no sublayers, a sublayer without heads, sublayers of different sizes, a missing
@@ -218,5 +219,5 @@ class Transformer:
 
 
 def _terms(sublayer: Sublayer) -> tuple[MLP | Head, ...]:
-    """Return the terms whose sum is a sublayer: its MLP, or its heads."""
+    """Return the functions whose sum is a sublayer: the MLP, or the heads."""
     return sublayer if isinstance(sublayer, tuple) else (sublayer,)

@@ -1,6 +1,6 @@
-"""Pictures: each is one self-contained HTML file that works offline.
+"""Draw results as self-contained HTML pages that work offline.
 
-plotly and circuitsvis are imported only when they are needed: `pip install plotly circuitsvis`.
+plotly and circuitsvis are optional: `pip install plotly circuitsvis`.
 """
 
 from attn_only_lens.viz.attention import attention_view

@@ -1,9 +1,9 @@
-"""Attention heads and neuron-heads over a text.
+"""Draw the attention heads and neuron-heads of a model on a text.
 
 A neuron-head's pattern is one value per token, its gate; the rest of the attention goes to the bias
-token. In gated MLPs, the gate alone would mislead: SiLU's gate is ½ if the pre-activation is 0. So
-tokens are coloured by z = gate × value, with gate and value under them. circuitsvis draws attention
-heads as query-by-key heatmaps.
+token. The gate alone would be misleading in gated MLPs, because SiLU's gate is ½ at a
+pre-activation of 0. So tokens are coloured by z = gate × value, and the gate and the value are
+shown below each token. circuitsvis draws attention heads as query-by-key heatmaps.
 """
 
 from collections.abc import Sequence
@@ -49,18 +49,18 @@ def attention_view(
     *,
     prompt: int = 0,
 ) -> Page:
-    """Draw attention heads and neuron-heads over one text.
+    """Draw the activations of attention heads and neuron-heads on one text.
 
-    A layer has thousands of neurons: filter first, by a sweep (`sweep.top(7)["name"]`), an
-    attribution, or their top examples.
+    A layer has thousands of neurons, so select some first, for example by a sweep
+    (`sweep.top(7)["name"]`), by attribution or by top examples.
 
     Args:
         source: a converted model or a model with exposed neuron-heads, which is run; or a cache
             from such a model, with the patterns of the heads, and z and v of neurons.
         names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in this order; or
             `patching.heads(layers)`. `L3N7.0` is one of several heads that form a neuron.
-        text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of its run,
-            or the texts of these tokens.
+        text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of the
+            cached run, or the texts of these tokens.
         prompt: index of the prompt in the cache's batch.
 
     Returns:
@@ -81,7 +81,7 @@ def attention_view(
         >>> "L0N11" in page
         True
     """
-    is_cache = isinstance(source, ActivationCache | dict)  # a plain dict is refused
+    is_cache = isinstance(source, ActivationCache | dict)  # plain dicts are refused below
     if is_cache:
         require_neuron_heads(source)
     model = source.model if is_cache else source
@@ -109,7 +109,7 @@ def attention_view(
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
     if len(texts) != n_tokens or not all(isinstance(text_, str) for text_ in texts):
-        refuse(f"got {len(texts)} tokens; expected {n_tokens} texts, as in the cache")
+        refuse(f"got {len(texts)} tokens; expected the cache's {n_tokens} tokens as texts")
     if (n_cells := len(attention) * n_tokens**2) > MOST_CELLS:
         refuse(f"these patterns have {n_cells:,} cells; expected {MOST_CELLS:,}: shorten the text")
     shown = [{"shown": with_space(text_), "name": visible_token(text_)} for text_ in texts]
@@ -121,7 +121,7 @@ def attention_view(
             "attention": [[short_numbers(row, 4) for row in matrix.tolist()] for matrix in square],
             "attentionHeadNames": [str(head) for head in attention],
             "tokens": [head["name"] for head in shown],
-            # Grey only the cells that no head can attend to; bidirectional models have none.
+            # Grey out the cells above the diagonal only if no head attends to them.
             "maskUpperTri": all(bool((matrix.triu(1) == 0).all()) for matrix in square),
             **{"minValue": -1, "maxValue": 1},
         }
@@ -136,7 +136,7 @@ def attention_view(
     )
     main = f'<main id="attention"><div id="neurons"></div>{below * bool(attention)}</main>'
     page = page_of_tokens(title, f"{len(texts)} tokens", main, data, "attention", libraries)
-    # Lines of 860 px, at about 10 px per character, and the height of a heatmap.
+    # Estimate the height: a line of tokens has 860 px, and a character about 10 px.
     lines = -(-sum(len(text_) + 1 for text_ in texts) * 10 // 860)
     height = 70 + len(neurons) * (90 + 48 * lines) + 900 * bool(attention)
     return Page(page, height=min(height, 1_200))
@@ -145,17 +145,17 @@ def attention_view(
 def _pattern(
     cache: ActivationCache, layer: int, prompt: int
 ) -> Float[Tensor, "head_index query_pos key_pos"]:
-    """Return the attention weights of every head in a source layer, for one prompt."""
+    """Return the attention patterns of all heads in a source layer on one prompt."""
     pattern = cached_activation(cache, layer, "attention", "pattern")
     pattern = _of_prompt(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
     if n_queries != n_keys:
-        refuse(f"the pattern has {n_queries} queries and {n_keys} keys: run without a KV cache")
+        refuse(f"the pattern has {n_queries} queries and {n_keys} keys; run without a KV cache")
     return pattern
 
 
 def _heads(model: Any, names: Sites) -> list[HeadName]:
-    """Return heads in the order of their names, without repetitions."""
+    """Return the named heads in the given order, without repetitions."""
     chosen = as_plain(names)
     if isinstance(chosen, Selection):
         chosen = [name for site in resolve_sites(model, chosen) for name in site.names]
@@ -171,7 +171,7 @@ def _heads(model: Any, names: Sites) -> list[HeadName]:
 
 
 def _tokens(model: Any, text: Any) -> Tensor:
-    """Return the tokens of one text."""
+    """Return the tokens of one text as a batch of one prompt."""
     if isinstance(text, str):
         return checked_tokens(model, text)
     try:
@@ -185,7 +185,7 @@ def _tokens(model: Any, text: Any) -> Tensor:
 
 
 def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, Any]:
-    """Return z, gate and value of a neuron, or of one of its heads, at each token."""
+    """Return z, gate and value of a neuron, or of one head of a neuron, at each token."""
     heads, name = host_of(cache.model).neurons[head.layer], str(head)
     first = head.heads(heads.heads_per_neuron).start
     of_heads = {
@@ -207,7 +207,7 @@ def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, An
 
 
 def _of_prompt(values: Tensor, prompt: int, has_batch: bool) -> Float[Tensor, "..."]:
-    """Return the cached values of one prompt, in float64 on the CPU."""
+    """Return the cached values of one prompt as float64 on the CPU."""
     batch = values if has_batch else values[None]
     if not is_count(prompt, 0, len(batch) - 1):
         refuse(f"got prompt={prompt!r}; the cache has prompts 0 to {len(batch) - 1}")

@@ -1,8 +1,8 @@
-"""A circuit as one interactive page, with layers upward and tokens across, and as a picture.
+"""Draw a circuit as an interactive page and as a static picture.
 
 `assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
-data as JSON. It first shows the strongest nodes and their value edges. The picture is drawn without
-a browser.
+data as JSON. At first, the page shows the strongest nodes and their value edges. The picture is
+drawn in Python, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from attn_only_lens.viz.page import (
 
 _SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
 _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
-_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # of a box, in pixels
+_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # the sizes of a box in pixels
 _LONGEST = 28  # characters of a label
 MOST_UNFOLDED = 300
 """Nodes of a page that are not folded into groups at first."""
@@ -55,19 +55,18 @@ def circuit_page(
             missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
             exact effect; `status` ("kept", "lost", "gained") if two circuits are compared;
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
-            were resampled. A metric without a position is above the token whose nodes it reads.
+            were resampled. A metric without a position is above the token that it reads.
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
-            metric). Optional: `exact`, the meaning of that column; `notes`, texts that the page
-            shows; `additive`, the kinds of edges that sum
-            to attributions (by default "value"); and `groups`, the `members`, `effect` and
-            `sum_of_effects` of groups that were measured.
+            metric). Optional: `exact`, the meaning of the column `exact`; `notes`, texts that the
+            page shows; `additive`, the kinds of edges that sum to attributions (by default
+            "value"); and `groups`, the `members`, `effect` and `sum_of_effects` of patched groups.
         details: by id, or by name for all positions of a node; fields of an id take precedence.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
-            If there are more than 300 nodes and no groups, the heads, and the neurons, of each
-            layer are a group, which readers can unfold or ungroup.
+            If there are more than 300 nodes and no groups, the heads of each layer form a group,
+            and so do the neurons; users can unfold or ungroup these groups.
 
     Returns:
         The page, with values to five significant figures, and its first view as `picture`.
@@ -115,7 +114,7 @@ def circuit_page(
 
 
 def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
-    """Return the state with groups of the heads of each layer, if there are many nodes."""
+    """Return the state with one group per layer and kind of head, if there are many nodes."""
     if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
         return state
     free = nodes[
@@ -134,7 +133,7 @@ def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, 
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data for the page and the picture."""
+    """Return the data from which both the page and the picture are drawn."""
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
@@ -171,7 +170,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data for a picture, with node names from the state."""
+    """Return the picture's data, in which node names from the state replace labels."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
@@ -181,7 +180,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return the strength of each node (missing for the metric); strong nodes are shown first."""
+    """Return the strength by which each node is ranked; the metric has no strength."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
@@ -189,7 +188,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the position of the nodes that the metric reads."""
+    """Return the position whose value edges into the metric have the largest total weight."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)
@@ -215,7 +214,7 @@ def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[st
 
 
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
-    """Return the details that are not empty, as plain lists."""
+    """Return a node's details as plain lists, without empty fields."""
     page_data: dict[str, list[Any]] = {
         name: short_numbers(() if numbers is None else numbers)
         for name, numbers in (("pattern", details.pattern), ("z", details.z))

@@ -1,4 +1,4 @@
-"""The data of a circuit's page, and checks that they are consistent.
+"""The data of a circuit's page, and checks that these data are consistent.
 
 A page with a missing node or a misplaced edge looks correct, so inconsistent data are refused.
 """
@@ -40,7 +40,7 @@ class _Group(BaseModel):
 
 
 class _State(BaseModel):
-    """The checked part of a page's saved state; the page ignores unknown nodes by itself."""
+    """A page's saved state, as far as it is checked in Python."""
 
     pinned: list[str] = []
     names: dict[str, str] = {}
@@ -52,7 +52,7 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class NodeDetails:
-    """Details of a node, which the page shows with its edges after a click.
+    """Details of a node, which the page shows after a click on the node.
 
     Attributes:
         pattern: a weight in [0, 1] for each token of the prompt: for a neuron-head, the attention
@@ -60,7 +60,7 @@ class NodeDetails:
             to each token.
         writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
             in standard deviations over the vocabulary; the largest amount first.
-        reads: tokens that raise or lower a neuron's query most, with the same amounts.
+        reads: tokens that raise or lower a neuron's query most, with amounts as in `writes`.
         examples: top examples of a neuron in a corpus.
         z: gate × value of a neuron-head at each token of the prompt, which colours the tokens.
 
@@ -84,7 +84,7 @@ def circuit_reasons(
     details: Mapping[str, NodeDetails],
     state: Mapping[str, Any],
 ) -> list[str]:
-    """Return every reason why the circuit cannot be drawn."""
+    """Return all reasons why the circuit cannot be drawn."""
     items = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
     reasons = [
         f"got a {type(item).__name__} as {what}; expected a {kind.__name__}"
@@ -182,7 +182,7 @@ def _details_reasons(
                 reasons.append(f"the pattern of {key!r} has values outside [0, 1]")
         tokens = [*item.writes, *item.reads]
         if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
-            reasons.append(f"tokens that {key!r} writes or reads are not (text, finite number)")
+            reasons.append(f"tokens that {key!r} writes or reads must be (text, finite number)")
         for example in item.examples:
             sizes = {len(example.tokens), len(example.values), len(example.gates)}
             if len(sizes) > 1 or not np.isfinite([*example.values, *example.gates]).all():
@@ -197,7 +197,7 @@ def _state_reasons(state: _State, nodes: pd.DataFrame) -> list[str]:
     members = [node for group in state.groups for node in group.members]
     unknown = sorted({*state.pinned, *state.names, *members} - set(nodes["id"]))
     reasons = [
-        f"the state is of another circuit: {node!r} is not a node's id" for node in unknown[:1]
+        f"the state belongs to another circuit: {node!r} is not a node's id" for node in unknown[:1]
     ]
     if len(set(members)) < len(members):
         reasons.append("a node is in two groups of the state, or twice in one group")
@@ -217,11 +217,10 @@ def _numbers(
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
-    """Return a reason if a column has an unknown word; optional columns may be missing."""
+    """Return an error text if a column contains a word that is not expected."""
     allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
     words = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in words if word not in allowed]
     return [
-        f"there are {what} of {column} {word!r}; expected one of {list(expected)}"
-        for word in odd[:1]
+        f"{what} have the {column} {word!r}; expected one of {list(expected)}" for word in odd[:1]
     ]

@@ -1,6 +1,6 @@
-"""The first view of a circuit's page as SVG, drawn without a browser, for viewers without scripts.
+"""Draw the first view of a circuit's page as SVG, for viewers that do not run JavaScript.
 
-`assets/circuit.js` draws the same view.
+`assets/circuit.js` draws the same view in the page.
 """
 
 import re
@@ -33,7 +33,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return how many nodes and edges are shown first, so that the picture is readable."""
+    """Return how many nodes and edges fit into a readable first view."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -45,7 +45,7 @@ def first_view(data: _Data) -> dict[str, int]:
 
 
 def circuit_picture(data: _Data, title: str) -> str:
-    """Return the first view of a circuit as SVG."""
+    """Return the first view of a circuit's page as SVG."""
     shown = _shown(data, data["first"]["nodes"])
     placed = _placed(data, shown, _HEIGHT)
     colours = _light_colours()
@@ -87,7 +87,7 @@ def _shown(data: _Data, k: int) -> list[int]:
 
 
 def _kinds(data: _Data) -> list[str]:
-    """Return the kinds of edges that are shown first."""
+    """Return the kinds of edges in the first view."""
     kinds: list[str] = data["state"].get("kinds", ["value"])
     return kinds
 
@@ -103,7 +103,7 @@ def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
 
 
 def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
-    """Return the k strongest edges between these nodes, among the kinds that are shown."""
+    """Return the k strongest edges between the shown nodes, of the shown kinds."""
     edges, kinds = data["edges"], _kinds(data)
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)
@@ -118,7 +118,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     width = 0.8 + 4.2 * size
     x, y = path[-1]
     half = width / 2
-    if weight < 0:  # a bar, not an arrow, shows the sign without colours
+    if weight < 0:  # a bar instead of an arrowhead shows the sign without colours
         head = f"M{x - 4 - half:.1f} {y:.1f}H{x + 4 + half:.1f}"
     else:
         head = (

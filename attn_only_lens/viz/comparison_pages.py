@@ -1,4 +1,4 @@
-"""A comparison of a model with its grown model: a report, and both circuits in one picture."""
+"""Draw the comparison of a model with its grown model as a report and as a circuit."""
 
 from collections.abc import Sequence
 from html import escape
@@ -39,7 +39,7 @@ def comparison_report(comparison: Comparison) -> Page:
         comparison: the result of `compare`.
 
     Returns:
-        The page. If there are many components, tables show those that changed most.
+        The page. The tables contain only the components that changed most.
 
     Raises:
         ImportError: plotly is not installed.
@@ -69,8 +69,8 @@ def comparison_report(comparison: Comparison) -> Page:
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits on "
-        f"the first {about['n_prompts_of_circuits']}. {len(comparison.silent)} neurons are left "
-        "out because they are silent in both models.</p>",
+        f"the first {about['n_prompts_of_circuits']}. {len(comparison.silent)} neurons are not "
+        "shown because they are silent in both models.</p>",
         _table("The models", models),
         _table("Circuits at equal faithfulness", comparison.circuits),
         _overlap(comparison),
@@ -86,16 +86,16 @@ def comparison_report(comparison: Comparison) -> Page:
 
 
 def comparison_circuit(comparison: Comparison) -> Page:
-    """Draw both circuits of a comparison in one picture: nodes and edges kept, lost and gained.
+    """Draw both circuits of a comparison in one page, with kept, lost and gained nodes and edges.
 
-    Names, layers, effects and weights are from the grown model; for lost nodes and edges, they are
-    from the original.
+    Names, layers, effects and weights are from the grown model, except for lost nodes and edges,
+    whose data are from the original model.
 
     Args:
         comparison: the result of `compare`.
 
     Returns:
-        The page. If there are more than 300 nodes, it shows those with the largest effects.
+        The page, which shows the 300 nodes with the largest effects, if there are more.
 
     Raises:
         InputError: neither circuit has a node.
@@ -143,12 +143,12 @@ def comparison_circuit(comparison: Comparison) -> Page:
 
 
 def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
-    """Return the n rows with the largest absolute values in some columns, the largest first."""
+    """Return the n rows with the largest absolute values in these columns, sorted by this value."""
     return frame.loc[frame[columns].abs().max(axis=1).nlargest(n).index]
 
 
 def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Draw each component's attribution in the grown model against that in the original."""
+    """Plot each component's attribution in the grown model against the original model."""
     every = _largest(every, ["attribution", "grown_attribution"], _POINTS)
     figure = _figure("Attribution of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
@@ -177,7 +177,7 @@ def _points(
 
 
 def _divergences(every: pd.DataFrame) -> str:
-    """Draw how much patterns changed, by layer and kind, next to the null model's changes."""
+    """Plot how much patterns changed, by layer and kind, next to the changes in the null model."""
     name = "Jensen–Shannon divergence of patterns: median and quartiles"
     figure = _figure(name, "layer of the original", "bits")
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
@@ -190,7 +190,7 @@ def _divergences(every: pd.DataFrame) -> str:
 
 
 def _overlap(comparison: Comparison) -> str:
-    """Draw the Jaccard index of nodes and edges, with intervals."""
+    """Plot the Jaccard index of the circuits' nodes and edges, with confidence intervals."""
     figure = _figure("What the circuits have in common (Jaccard)", "", "share of the union")
     names = {"grown": "original and grown", "null model": "grown and null"}
     for label, part in comparison.circuits.groupby("pair", sort=False):
@@ -208,7 +208,7 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars with error bars from interval ends, extended so that they include the value."""
+    """Add bars and their confidence intervals, which are extended to contain the bar's value."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[pair]
@@ -232,7 +232,7 @@ def _table(title: str, frame: pd.DataFrame) -> str:
 
 
 def _cells(row: Sequence[object]) -> list[str]:
-    # Adding 0.0 turns -0 into 0.
+    # Adding 0.0 converts -0.0 to 0.0.
     return [
         f'<td class="number">{"–" if pd.isna(cell) else format(cell + 0.0, ".4g")}</td>'
         if isinstance(cell, float | int)

@@ -1,15 +1,16 @@
-"""The coordinates of a circuit's nodes, and the paths of its edges.
+"""Compute the coordinates of a circuit's nodes, and the paths of its edges.
 
-A row has the nodes of one kind in one layer; rows go upward, in the order of computation. A column
-is a position of the prompt; nodes without a position have a column on the left. The nodes of a cell
-are in as few lines as the width allows. If not all tokens fit, columns without nodes are folded.
+A row contains the nodes of one kind in one layer; rows are in the order of computation, from bottom
+to top. A column is a position of the prompt; nodes without a position have a column on the left.
+The nodes of a cell are in as few lines as the width allows. If not all tokens fit, columns without
+nodes are folded.
 
-An edge rises from the top of its source to the bottom of its target. If its curve would cross
-another node, it bends through the nearest gap in that line of nodes. Edges at the same end of a
-node are spread by kind and direction.
+An edge goes up from the top of its source to the bottom of its target. If the curve would cross
+another node, the edge is bent through the nearest gap in that node's line. Edges at the same end of
+a node are spread by kind and direction.
 
-Lengths are pixels, and y goes downward. `assets/layout.js` computes the same layout in the page,
-whose readers can change which nodes are shown; `tests/viz/test_circuit_page.py` compares the two.
+Lengths are in pixels, and y increases downward. `assets/layout.js` computes the same layout in the
+page, where the user can select other nodes; `tests/viz/test_circuit_page.py` compares the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +25,15 @@ import pandas as pd
 from attn_only_lens.circuits.graph import NODE_KINDS
 from attn_only_lens.viz.page import HEAD_PLURALS
 
-GUTTER, AXIS, TOP = 96, 40, 12  # space for row names on the left, for tokens below, and at the top
+GUTTER, AXIS, TOP = 96, 40, 12  # margins for row names, for tokens, and at the top
 BOX = 20  # height of a node
 _GAP = 12  # space between boxes
 _COLUMN_GAP, _LINE, _ROW_GAP = 10, 34, 6
-_FOLDED = 34  # width of a folded column
+_FOLDED = 34  # the width of a folded column
 _RIGHT = 14
 _WIDEST_ROW_GAP = 120
 _MARGIN, _ARROW = 3, 6
-_LANES, _LANE = 5, 5  # beside a node, number and width of lanes for edges that go around it
+_LANES, _LANE = 5, 5  # the number and width of lanes in which edges pass a node
 _KIND_ORDER = ("q", "gate", "value", "k")
 
 Point: TypeAlias = tuple[float, float]
@@ -43,8 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """The boxes of nodes: row (counted from below), position (-1 for none), width, and whether the
-    box may be wider than its column."""
+    """Rows (from below), columns (-1: none), widths, and which boxes may exceed their column."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -54,10 +54,10 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Layout:
-    """The centres of boxes, the columns, the rows and the size of a drawing.
+    """The layout of a drawing: the centres of boxes, the columns, the rows and the size.
 
-    A column has a first and a last position (-1 for nodes without a token; they differ if tokens
-    are folded), a left edge and a width. A row has an index, y and a height.
+    A column is (first position, last position, left edge, width); positions are -1 for nodes
+    without a token, and differ if columns are folded. A row is (index, y, height).
     """
 
     x: dict[int, float]
@@ -69,7 +69,7 @@ class Layout:
 
 
 def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
-    """Return the row of each node, counted from below, and the row names."""
+    """Return each node's row index, counted from below, and the row names."""
     pairs = list(zip(nodes["kind"], nodes["layer"], strict=True))
     ranks = [_rank(kind, layer) for kind, layer in pairs]
     names = {rank: _row_name(*pair) for rank, pair in zip(ranks, pairs, strict=True)}
@@ -78,7 +78,7 @@ def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
-    """Rank a row by the order of computation; a row without a layer is next to the embeddings."""
+    """Return a row's rank in the order of computation; rows without a layer come first."""
     kind_index = NODE_KINDS.index(kind)
     if kind == "metric":
         return np.iinfo(int).max, kind_index
@@ -94,7 +94,7 @@ def _row_name(kind: str, layer: float | None) -> str:
 def place(
     boxes: Boxes, shown: Sequence[int], tokens: Sequence[float], width: float, height: float
 ) -> Layout:
-    """Lay out the nodes that are shown."""
+    """Compute the layout of the shown nodes."""
     cells: dict[tuple[int, int], list[int]] = {}
     for node in shown:
         cells.setdefault((boxes.row[node], boxes.column[node]), []).append(node)
@@ -133,7 +133,7 @@ def place(
 
 
 class _Columns:
-    """The columns of tokens: how many nodes are side by side in each, and which are folded."""
+    """The columns of a drawing: how many nodes are side by side, and which columns are folded."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Columns:
         self._narrow(2)
         self._fold()
         self._narrow(1)
-        # The fullest columns get the remaining width.
+        # Distribute the remaining width, first to the columns with the most nodes.
         for c in sorted(used, key=lambda c: (-full[c], c)):
             while self.abreast[c] < full[c] and self._total() + self.step[c] <= free:
                 self.abreast[c] += 1
@@ -171,7 +171,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Narrow columns until they fit: first the one with the fewest lines, then the widest."""
+        """Narrow columns until all fit, those with the fewest lines first, then the widest."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]
@@ -197,7 +197,7 @@ class _Columns:
         self._runs = sorted(kept + folded)
 
     def spans(self) -> tuple[list[tuple[int, int, float, float]], float]:
-        """Return each column's first and last token, left edge and width, and the right edge."""
+        """Return (first token, last token, left edge, width) of each column, and the right edge."""
         more = max(0.0, self._free - self._total()) / max(len(self.used), 1)
         left, spans = float(GUTTER), []
         for a, b in self._runs:
@@ -210,7 +210,7 @@ class _Columns:
 def edge_paths(
     layout: Layout, boxes: Boxes, edges: Sequence[tuple[int, int, str]]
 ) -> list[list[Point]]:
-    """Return the points of each edge's path from its source to its target; see `curve`."""
+    """Return each edge's path from source to target, as points that `curve` connects."""
     intervals: dict[float, list[Interval]] = {}
     for node, y in layout.y.items():
         half = boxes.width[node] / 2
@@ -224,11 +224,11 @@ def edge_paths(
     for j, (low, high) in enumerate(up):
         start, stop, source = starts[j], stops[j], edges[j][0]
         y0, y1 = layout.y[low] - BOX / 2, layout.y[high] + BOX / 2
-        if layout.y[low] == layout.y[high]:  # same line: go over the top of both
+        if layout.y[low] == layout.y[high]:  # same line: the edge passes above both nodes
             top = y0 - _LINE / 2
             paths.append([(start, y0), ((start + stop) / 2, top), (stop, y0 - _ARROW)])
             continue
-        # An arrowhead needs space before its node.
+        # Leave space for the arrowhead.
         p = start, y0 - (_ARROW if low != source else 0)
         q = stop, y1 + (_ARROW if low == source else 0)
         between = [line for line in lines if layout.y[high] < line[0] < layout.y[low]]
@@ -238,7 +238,7 @@ def edge_paths(
 
 
 def curve(path: Sequence[Point]) -> str:
-    """Return an edge's path in SVG syntax: curves that leave and arrive vertically."""
+    """Return an edge's path in SVG syntax, as curves that are vertical at both ends."""
     text = [f"M{path[0][0]:.1f} {path[0][1]:.1f}"]
     for (x0, y0), (x1, y1) in pairwise(path):
         middle = (y0 + y1) / 2
@@ -255,7 +255,7 @@ def _ports(
     *,
     end: int,
 ) -> list[float]:
-    """Return the x at which each edge leaves its lower node (end 0) or enters its upper node."""
+    """Return each edge's x at its lower node (end 0) or upper node (end 1)."""
     columns: dict[int, list[int]] = {}
     for j, pair in enumerate(pairs):
         columns.setdefault(pair[end], []).append(j)
@@ -269,7 +269,7 @@ def _ports(
 
 
 def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) -> list[Point]:
-    """Return points from p up to q on which the curve avoids all boxes in the lines between."""
+    """Return points from p up to q whose curve avoids all boxes in the lines between p and q."""
     for index, (y, covered) in enumerate(lines):
         low, high = y + BOX / 2 + _MARGIN, y - BOX / 2 - _MARGIN
         a, b = sorted((_crossing(p, q, low), _crossing(p, q, high)))
@@ -281,7 +281,7 @@ def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) ->
 
 
 def _crossing(p: Point, q: Point, y: float) -> float:
-    """Return the x of the curve from p to q at y; x and y are cubic in one parameter."""
+    """Return the x of the cubic curve from p to q at height y."""
     s = min(1.0, max(0.0, (p[1] - y) / (p[1] - q[1])))
     low, high = 0.0, 1.0
     for _ in range(24):
@@ -291,13 +291,13 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x in the nearest gap between boxes, in the given lane of this gap."""
+    """Return the x of a lane in the gap between boxes that is nearest to x."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:
             room = _MARGIN + 1 + _LANE * lane
             if right - left >= 2 * room:
                 free.append(max(left + room, min(right - room, x)))
-            else:  # spread the lanes over a narrow gap
+            else:  # spread the lanes evenly over a narrow gap
                 free.append(left + (right - left) * (lane + 1) / (_LANES + 1))
     return min(free, key=lambda candidate: abs(candidate - x))

@@ -1,8 +1,8 @@
-"""Plotly figures: heatmaps and ranked bars for sweeps, and heatmaps for circuits on tasks.
+"""Draw plotly figures of sweeps and of circuit transfer between tasks.
 
-Figures of a sweep show `Sweep.effect`, the score minus the score of the run that is patched, so a
-patch without effect is white for every direction. For several prompts, the effect is a mean, and
-error bars are its standard error.
+Figures of a sweep show `Sweep.effect`, the score minus the score of the run before the patch, so
+patches without effect are white. For several prompts, the effect is the mean, with standard errors
+as error bars.
 """
 
 from collections.abc import Iterable
@@ -29,18 +29,18 @@ MOST_LABELS = 60
 HEAD_COLOURS = {
     "attention": "#0072B2",
     "neuron": "#E69F00",
-}  # also distinct for colour-blind readers
-_DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red, white for 0, blue
+}  # distinguishable for colour-blind readers
+_DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # from red (negative) to blue
 _OTHER = "#666666"
-_LINE = 95  # most characters in a line of a title (at most 860 px)
+_LINE = 95  # the maximum number of characters per line of a title
 
 
 def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
-    """Draw the effects of patches by layer and position, or by head and position.
+    """Draw a heatmap of patching effects by layer and position, or by head and position.
 
-    Effects of single patches do not add up, so the cell of a layer shows the effect of its
-    strongest site; point at the cell to see the site's name. Position labels have the sweep's
-    tokens; if the corrupted prompt has another token, it follows after "/".
+    Effects of single patches do not add up, so the cell of a layer shows the effect of the layer's
+    strongest site; point at the cell to see the site's name. Position labels contain the sweep's
+    tokens; where the prompts differ, the label contains the clean token and the corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
@@ -49,7 +49,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
             head or neuron, up to 100, with the strongest on top.
 
     Returns:
-        A plotly figure; `viz.write_html` writes it to a page that works offline.
+        A plotly figure, which `viz.write_html` writes to a page that works offline.
 
     Raises:
         InputError: the sweep is empty, or has too many heads; `rows` has another value.
@@ -71,7 +71,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         refuse(f"got rows={rows!r}; expected 'layer' or 'name'")
     if rows == "name":
         frame["row"] = frame["name"]
-        order = list(dict.fromkeys(frame["row"]))[::-1]  # plotly's first row is the lowest
+        order = list(dict.fromkeys(frame["row"]))[::-1]  # plotly draws the first row at the bottom
         if len(order) > MOST_ROWS:
             refuse(f"got {len(order)} heads; expected at most {MOST_ROWS}: use sweep.query(...)")
     else:
@@ -79,7 +79,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
         order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
     positions = sorted(set(frame["position"]))
-    if frame["position"].dtype == "category":  # roles in the order of the task
+    if frame["position"].dtype == "category":  # keep the roles in the task's order
         positions = list(frame["position"].cat.categories)
     labels = _position_labels(sweep, positions)
     frame["said"] = frame["name"].map(plotly_text) + _errors_as_text(frame)
@@ -102,16 +102,16 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         title={"text": _position_title(sweep, labels.values()), "standoff": 12},
         tickmode="linear"
         if len(positions) <= MOST_LABELS
-        else "auto",  # label every position, or some
+        else "auto",  # too many labels would overlap
         tickfont_size=12 if len(positions) <= 30 else 10,
     )
-    figure.update_layout(plot_bgcolor="#e4e4e4")  # for cells without a patch
+    figure.update_layout(plot_bgcolor="#e4e4e4")  # the colour of cells without a patch
     notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
     return _titled(figure, sweep, (14 if len(order) > 30 else 20) * len(order), *notes)
 
 
 def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
-    """Draw the k patches with the largest |effect| as bars, the largest on top.
+    """Draw a bar chart of the k patches with the largest |effect|.
 
     Args:
         sweep: the results.
@@ -119,7 +119,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
 
     Returns:
         A plotly figure. For several prompts, error bars are standard errors of the mean; there are
-        no error bars if the metric is one value for all prompts.
+        no error bars if the metric has one value for all prompts.
 
     Raises:
         InputError: the sweep is empty; k is not positive, or too large.
@@ -179,10 +179,10 @@ def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
     """Draw the faithfulness of each circuit on each task as a heatmap with values in the cells.
 
     Args:
-        matrix: the frame from `circuits.transfer`, with one row per circuit, one column per task.
+        matrix: the frame from `circuits.transfer`, with a row per circuit and a column per task.
 
     Returns:
-        A plotly figure. White is 0: the circuit keeps no part of the effect of all sites.
+        A plotly figure. White cells have faithfulness 0: the circuit keeps none of the effect.
 
     Raises:
         InputError: the matrix is not a frame, is empty, or has repeated names or entries that are
@@ -222,14 +222,14 @@ def empty_figure() -> "go.Figure":
 
 
 def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
-    """Set a figure's title and the common style of all figures."""
+    """Set the title of a figure, and the style that all figures share."""
     return figure.update_layout(
         title={"text": title, "font_size": 15}, template="plotly_white", **layout
     )
 
 
 def plotly_text(raw: str) -> str:
-    """Escape a text for plotly, which interprets some HTML; show white space as visible signs."""
+    """Escape a text for plotly, which interprets some HTML, and make white space visible."""
     return escape(" ".join(map(visible_token, raw.split(" "))), quote=False)
 
 
@@ -250,7 +250,7 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
-    """Return each patch's effect and error, the strongest first; ties keep their order."""
+    """Return each patch's effect and standard error, sorted by |effect|; the sort is stable."""
     refuse(*["the sweep has no rows"] * (not len(sweep)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
@@ -269,7 +269,7 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
-    """Return the label of each position: its index or role, and its tokens."""
+    """Return each position's label, which contains the index or role and the tokens."""
     if sweep.tokens is None:
         return {position: plotly_text(str(position)) for position in positions}
     numbers = sweep.frame.get("prompt")
@@ -290,7 +290,7 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
-    """Return the words for the mean over several prompts and its error bars."""
+    """Return a note that describes the mean over prompts and the error bars."""
     numbers = sweep.frame
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:
@@ -299,7 +299,7 @@ def _mean_note(sweep: Sweep, bars: bool = False) -> str:
     if not bars:
         return mean
     if not sweep.has_prompts and np.isnan(numbers.get(SPREAD[1], np.full(1, np.nan))).all():
-        return f"{mean}, without error bars: the metric is one value for all prompts"
+        return f"{mean}, without error bars: the metric has one value for all prompts"
     return f"{mean} ± its standard error"
 
 
@@ -327,7 +327,7 @@ def _matrix_reasons(matrix: object) -> list[str]:
         return [f"got a {type(matrix).__name__}; expected a frame from circuits.transfer"]
     if not 0 < min(matrix.shape) <= max(matrix.shape) <= MOST_LABELS:
         size = f"{matrix.shape[0]} × {matrix.shape[1]}"
-        return [f"got {size} entries; expected 1 to {MOST_LABELS} circuits and tasks"]
+        return [f"got a {size} matrix; expected 1 to {MOST_LABELS} circuits and tasks"]
     names = [axis.map(str) for axis in matrix.axes]
     reasons = [f"got {name!r} twice" for axis in names for name in axis[axis.duplicated()].unique()]
     numbers = matrix.apply(pd.to_numeric, errors="coerce").to_numpy(dtype=float)

@@ -1,7 +1,8 @@
-"""An attribution graph as a page: nodes, edges, and the patterns, tokens and examples of each node.
+"""Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
 
-A page with 1,000 nodes stays under 3 MB: it contains only the strongest edges into each node, and
-the patterns and examples of the strongest nodes. Notes on the page list the omissions.
+A page with 1,000 nodes stays under 3 MB, because the page contains only the strongest edges into
+each node, and the patterns and examples of only the strongest nodes. Notes on the page list
+omissions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +36,9 @@ from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
-_WEIGHTS = 100_000  # most pattern weights on a page, to three decimals
-_FEWEST = 8  # edges into a node that are kept for any number of nodes
-_EXAMPLES = 30_000  # most tokens of examples on a page
+_WEIGHTS = 100_000  # the maximum number of pattern weights on a page
+_FEWEST = 8  # the number of edges into a node that are always kept
+_EXAMPLES = 30_000  # the maximum number of example tokens on a page
 _WHAT_IS_EXACT = {
     direction: f"Exact effect, from running the model: how much the metric {what}."
     for direction, what in {
@@ -66,7 +67,7 @@ def circuit_view(
     notes: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
 ) -> Page:
-    """Draw an attribution graph as one interactive page, with layers upward and tokens across.
+    """Draw an attribution graph as an interactive page.
 
     Args:
         graph: a graph from `circuits.attribution_graph` or a file.
@@ -75,7 +76,7 @@ def circuit_view(
         prompts: the prompts that were passed to `attribution_graph`; needed with a model.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: the mask that was passed to `attribution_graph`.
-        top_tokens: number of tokens that each node raises most, and lowers most; 0 for none.
+        top_tokens: number of tokens to list that a node raises most, and lowers most.
             Amounts are standard deviations above the mean over the vocabulary.
         exact: a sweep over the graph's prompts and metric with `positions="each"`. The page shows
             its effects next to the attributions. For example, `activation_patch(model, prompts,
@@ -85,12 +86,13 @@ def circuit_view(
         stability: `discover(…, resamples=20).stability` for the circuit whose sites are the nodes.
             Core nodes have a solid outline, contingent nodes a dashed outline.
         groups: groups from `circuits.group_nodes`. At first, each group is drawn as one node, with
-            its exact effect; its panel unfolds it. Nodes in groups of `state` stay in those groups.
-        notes: more texts that the page shows before its own notes.
+            its exact effect; a click opens a panel with the button "Unfold". Nodes in
+            groups of `state` stay in those groups.
+        notes: texts that the page shows before the notes about the graph.
         state: pins, names and groups, in the format of `circuit_page`.
 
     Returns:
-        The page. A click on a node shows its pattern, what it reads and writes, and its tokens.
+        The page. A click on a node shows its pattern, its edges and the tokens it reads and writes.
 
     Raises:
         InputError: the model or the prompts are not the graph's, or only one of the two is passed;
@@ -125,7 +127,7 @@ def circuit_view(
         reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
     if (model is None) != (prompts is None):
         inputs = "prompts" if model is None else "a model"
-        reasons.append(f"got {inputs} alone; expected a model and prompts, or neither")
+        reasons.append(f"got {inputs} alone; expected both a model and prompts, or neither")
     if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
         reasons.append(
             f"got examples with columns {list(examples)}; expected those of top_examples"
@@ -166,7 +168,7 @@ def circuit_view(
 
 
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
-    """Return notes on the graph for its readers."""
+    """Return notes about the graph, which the page shows."""
     nodes = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
     notes = [
         f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
@@ -218,7 +220,7 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
 def _record_run(
     graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
 ) -> Recording:
-    """Record the graph's run, with the patterns and z of its nodes."""
+    """Run the model on the graph's prompts, and record the patterns and z of the graph's nodes."""
     refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
@@ -230,7 +232,7 @@ def _record_run(
     run = record(model, pair.clean, pair.mask, names=hooks)
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
-    # The tolerance is larger than rounding, because many bridged norms always compute in float32.
+    # The tolerance exceeds rounding errors, because many bridged norms always compute in float32.
     allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
     for row in np.flatnonzero(~(abs(expected - values) <= allowed)):
         refuse(
@@ -251,7 +253,7 @@ def _heads_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:
 
 
 def _value(run: Recording, model: Any, name: str, pos: int) -> float:
-    """Return the value of a node, as `CircuitGraph.nodes` defines it."""
+    """Return a node's value, as defined in `CircuitGraph.nodes`."""
     head = HeadName.parse(name)
     shared = host_of(model).neurons[head.layer].heads_per_neuron
     z = run.hooked[_hooks(model, head)[0]][:, pos, head.heads(shared)].flatten(1)
@@ -271,7 +273,7 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
             f"{graph.value:.4g}: the sweep is over other prompts"
         )
     if exact.part != "z" or exact.method != MEASURED:
-        reasons.append(f"got a sweep of {exact.part} by {exact.method}; expected patches of z")
+        reasons.append(f"got a sweep of {exact.part} by {exact.method}; expected patching of z")
     frame = exact.to_frame()
     if "prompt" in frame or not pd.api.types.is_integer_dtype(frame["position"]):
         reasons.append('got a sweep without a row for each position; expected positions="each"')
@@ -279,7 +281,7 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
 
 
 def _exact_effects(exact: Sweep) -> "pd.Series[float]":
-    """Return the effect of each node in the sweep, in units of the metric, by id."""
+    """Return each node's effect in the sweep, in units of the metric, indexed by node id."""
     frame = exact.to_frame()
     rises = exact.direction == "denoise"
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
@@ -287,7 +289,7 @@ def _exact_effects(exact: Sweep) -> "pd.Series[float]":
 
 
 def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
-    """Return, by id, how often resampled circuits include each of the graph's nodes."""
+    """Return how often resampled circuits include each of the graph's nodes, indexed by node id."""
     sites = stability.sites
     frame = sites[["inclusion", "inclusion_low", "inclusion_high"]].assign(stability=sites["class"])
     frame.index = sites["name"].astype(str) + "@" + sites["position"].astype(str)
@@ -302,11 +304,11 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and the state with these groups added to its own."""
+    """Return the exact effects of groups, and the page's state with these groups."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
-        refuse(f"got groups of another graph: only one of the two has the node {unknown[0]}")
+        refuse(f"got groups of another graph: only one of the two graphs has the node {unknown[0]}")
     state, frame = state or {}, groups.frame
     kept = list(state.get("groups", ()))
     taken = {node for group in kept for node in group.get("members", ())}
@@ -333,7 +335,7 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add examples of the neurons with the largest |attribution|, as many as fit on a page."""
+    """Add top examples of as many neurons as fit on a page, the largest |attribution| first."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):
@@ -353,9 +355,9 @@ def _add_patterns(
     prompt: int,
     notes: list[str],
 ) -> None:
-    """Add the patterns and z of neurons, by name, and the patterns of attention heads, by id.
+    """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    A neuron that consists of several heads has no single pattern.
+    Neurons that consist of several heads are skipped, because they have no single pattern.
     """
     most = _WEIGHTS // run.tokens.shape[1]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
@@ -386,7 +388,7 @@ def _add_tokens(
     prompt: int,
     k: int,
 ) -> None:
-    """Add the tokens that each node writes, by id, and the tokens each neuron reads, by name."""
+    """Add the tokens that nodes write (by id) and the tokens that neurons read (by name)."""
     try:
         effects = DirectEffects(model)
         raised = effects.promoted_tokens(run.hooked, _heads_and_positions(heads), k, prompt=prompt)

@@ -1,9 +1,10 @@
-"""One page for up to a few thousand neurons and attention heads.
+"""Draw a page for up to a few thousand neurons and attention heads.
 
-The page holds packed arrays, and its scripts (`assets/neurons.js`, `heads.js`) draw one at a time.
-An example of 19 tokens takes 114 bytes: z (as a share of the neuron's largest) and gate are in half
-precision; the page divides them for the value. Joint counts of gate and value are on a logarithmic
-scale of 0 to 255. `NeuronStatistics` has exact numbers.
+The page contains packed arrays, from which scripts (`assets/neurons.js`, `heads.js`) draw one
+neuron or head at a time. An example of 19 tokens takes 114 bytes. Gates and z (divided by the
+neuron's largest |z|) are stored in half precision, and the page computes the value as z / gate.
+Joint counts of gate and value have a logarithmic scale from 0 to 255. `NeuronStatistics` contains
+the exact numbers.
 """
 
 import base64
@@ -68,7 +69,7 @@ def neuron_page(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Page:
-    """Draw neurons and attention heads over a corpus: their top examples, and much else.
+    """Draw a page about neurons and attention heads, with top examples from a corpus.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -78,7 +79,7 @@ def neuron_page(
             `neurons.neuron_statistics`, `head_statistics` or `corpus_statistics`, for which the
             options below are not used.
         k: number of examples with the largest z, and with the smallest.
-        by: what examples are ranked by, as in `neurons.top_examples`.
+        by: the quantity that ranks examples, as in `neurons.top_examples`.
         metric: the metric of attributions.
         context: as in `neurons.top_examples`.
         batch_size: as in `neurons.top_examples`.
@@ -88,15 +89,15 @@ def neuron_page(
     Returns:
         One page. It shows for each neuron: the texts in which z is largest and smallest, with
         tokens coloured by z; histograms of z, of the gate, and of gate and value together; in a
-        gated MLP, how often these two have which signs, with examples; the tokens that its weights
-        read from the embedding and write to the logits, in standard deviations over the vocabulary;
-        and links to the heads with the largest `circuits.composition` scores. For each attention
-        head: how it splits its attention, by offset and by token; and the tokens at which it writes
-        most, with its pattern there.
+        gated MLP, how often each pair of signs occurs, with examples; the embedding tokens that
+        activate the neuron most and the logits that the neuron changes most, in standard deviations
+        over the vocabulary; and links to the heads with the largest `circuits.composition` scores.
+        For each attention head, it shows the attention by offset and by token, and the attention
+        pattern at the tokens where the head's output is largest.
 
     Raises:
         InputError: as in `neurons.top_examples`; or there are more than 3,000 names, or the
-            statistics are of another model.
+            statistics belong to another model.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
@@ -119,7 +120,7 @@ def neuron_page(
     if len(wanted) > MOST_NEURONS:
         refuse(
             f"got {count_names(wanted)}; expected {MOST_NEURONS:,} at most on one page: name some, "
-            "or let `attn-only-lens atlas` make a page of each layer"
+            "or let `attn-only-lens atlas` make a page per layer"
         )
     if known is None:
         known = corpus_statistics(
@@ -133,7 +134,7 @@ def neuron_page(
 
 
 def _known(texts: Texts | AnyStatistics) -> CorpusStatistics | None:
-    """Return statistics as those of both kinds; None for a corpus."""
+    """Return statistics as `CorpusStatistics`, or None if `texts` is a corpus."""
     if isinstance(texts, NeuronStatistics):
         return CorpusStatistics(texts, None)
     if isinstance(texts, HeadStatistics):
@@ -142,7 +143,7 @@ def _known(texts: Texts | AnyStatistics) -> CorpusStatistics | None:
 
 
 def count_names(names: Sequence[str]) -> str:
-    """Return the numbers of neurons and attention heads in words."""
+    """Return a text such as "4 heads and 512 neurons"."""
     n_heads = sum("H" in name for name in names)
     counts = {"heads": n_heads, "neurons": len(names) - n_heads}
     return " and ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
@@ -151,7 +152,7 @@ def count_names(names: Sequence[str]) -> str:
 def page_of_statistics(
     model: Any, statistics: CorpusStatistics, others: dict[int, str] | None = None
 ) -> Page:
-    """Draw statistics."""
+    """Draw a page from the statistics."""
     neurons, heads = statistics
     names = list(neurons.names) if neurons else []
     lists, partners, notes = _by_weights(model, names) if neurons else ({}, {}, [])
@@ -210,7 +211,7 @@ def _data_of_heads(
     counts, n_heads = statistics.counts, len(statistics.names)
 
     def tokens(side: str, head: int) -> list[list[float]]:
-        """Return a head's tokens, their shares, and the attention of one occurrence."""
+        """Return a head's top tokens as rows of token, share and mean attention."""
         rows = (counts[f"{side}{end}"][head].tolist() for end in (".tokens", "", ".mean"))
         return [
             [place[token], *short_numbers(numbers, 3)]
@@ -239,7 +240,7 @@ def _about(statistics: CorpusStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return the tokens that neurons read and write, their partners, and notes on omissions."""
+    """Return the tokens and heads to which weights connect each neuron, and notes on omissions."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []
@@ -270,7 +271,7 @@ def _by_weights(
 
 
 def _limits(statistics: AnyOneKind, window: str) -> Float[Tensor, "neuron"]:
-    """Return the largest number, without its sign, in each neuron's windows."""
+    """Return the largest absolute value in each neuron's windows."""
     windows = [x for key, x in statistics.examples.items() if key.endswith(f".{window}")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
@@ -281,9 +282,9 @@ def _examples(
     windows: dict[str, Tensor | None],
     ends: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
-    """Pack the examples of each end: [neuron, k] and [neuron, k, window] numbers.
+    """Pack the examples of each end, as arrays [neuron, k] and [neuron, k, window].
 
-    `windows` are the numbers of tokens, and limits to divide those of each neuron by.
+    `windows` maps each quantity to limits, by which each neuron's numbers are divided.
     """
     tokens = torch.tensor(ids, device="cpu")
     kind = "<u2" if len(ids) < 2**16 else "<u4"
@@ -296,7 +297,7 @@ def _examples(
             for key, x in statistics.examples.items()
             if key.startswith(f"{end}.")
         }
-        # The number after the last one means: no token.
+        # The index after the last token means "no token".
         places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
         places[of_end["tokens"] < 0] = len(ids)
         packed = {"score": "<f4", "text": "<i4", "position": "<i2", "bos": "<f4"}
@@ -315,7 +316,7 @@ def _examples(
 
 
 def _log_shares(counts: Tensor) -> Tensor:
-    """Return each neuron's counts on a logarithmic scale from 0 to 255."""
+    """Convert each neuron's counts to a logarithmic scale from 0 to 255."""
     logs = counts.double().log1p()
     most = logs.flatten(1).amax(1).clamp(min=1e-9).view(-1, 1, 1)
     return (logs / most * 255).ceil()
@@ -327,7 +328,7 @@ def _packed(x: Tensor, kind: str) -> str:
 
 
 def index_of_layers(statistics: CorpusStatistics, pages: dict[int, str]) -> Page:
-    """Return the page that links to the pages of the layers."""
+    """Return the index page, which links to the page of each layer."""
     names = defaultdict(list)
     for name in statistics.names:
         names[HeadName.parse(name).layer].append(name)

@@ -1,7 +1,7 @@
-r"""Self-contained HTML pages, and the functions that write them to files.
+r"""Self-contained HTML pages, and functions that write pages to files.
 
 A page contains its scripts and styles, and a Content-Security-Policy that forbids all requests:
-`default-src 'none'`. External texts enter a page in three ways, each with its own escape:
+`default-src 'none'`. External text enters a page in one of three forms, and is escaped accordingly:
 
     text of an element     `html.escape`
     data for a script      JSON in a <script type="application/json">, with <, > and & as \u003c …,
@@ -38,11 +38,11 @@ _WHITE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
 class Page(str):
-    """The HTML text of a page; a notebook shows it in a frame.
+    """The HTML text of a page, which notebooks show in a frame.
 
     Attributes:
-        picture: SVG of the page's first view, if there is one; notebook viewers without frames,
-            such as GitHub, show it.
+        picture: an SVG of the page's first view, or None; notebook viewers without frames show the
+            picture.
         height: height of the frame in a notebook, in pixels.
 
     Example:
@@ -55,7 +55,7 @@ class Page(str):
     height: int
 
     def __new__(cls, text: str, picture: str | None = None, height: int = 760) -> "Page":
-        """Make a page from its text, its picture, and the height of its frame in a notebook."""
+        """Make a page from HTML text, a picture, and the height of the frame in a notebook."""
         page = super().__new__(cls, text)
         page.picture, page.height = picture, height
         return page
@@ -63,7 +63,7 @@ class Page(str):
     def _repr_html_(self) -> str:
         place = "grid-area:1/1;width:100%"
         size = f"{place};height:{self.height}px;border:1px solid #ccc"
-        # Without allow-same-origin, the page cannot reach the notebook.
+        # Without allow-same-origin, the page cannot access the notebook.
         frame = (
             f'<iframe sandbox="allow-scripts allow-downloads" style="{size}" '
             f'srcdoc="{escape(self)}"></iframe>'
@@ -76,21 +76,21 @@ class Page(str):
         return f'<div style="display:grid">{image}{frame}</div>'  # the frame covers the picture
 
     def _repr_svg_(self) -> str | None:
-        return self.picture  # for viewers without HTML, such as a PDF of the notebook
+        return self.picture  # for viewers without HTML, such as a PDF export
 
     def _title(self) -> str:
         return unescape(self.partition("<title>")[2].partition("</title>")[0])
 
     def __repr__(self) -> str:
-        # A notebook stores this text next to the frame. So it has neither the page's text again nor
-        # its length, which depends on rounding errors.
+        # A notebook stores this repr next to the frame. So the repr must not repeat the page's
+        # text or length, which depend on rounding errors.
         return f"<Page {self._title()!r}>"
 
 
 def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
-    """Write a page or a plotly figure to one HTML file that works offline; return its path.
+    """Write a page or a plotly figure to an HTML file that works offline; return the path.
 
-    The file is written completely or not at all; missing folders are made.
+    The file is written atomically, and missing folders are created.
 
     Raises:
         TypeError: `picture` is neither a page nor a plotly figure.
@@ -102,7 +102,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         ...     viz.write_html(viz.Page("<p>hello"), f"{folder}/hello.html").read_text()
         '<p>hello'
     """
-    plotly = sys.modules.get("plotly.basedatatypes")  # loaded if a figure exists
+    plotly = sys.modules.get("plotly.basedatatypes")  # plotly is loaded if a figure exists
     if isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
@@ -114,7 +114,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
 
 
 def write_svg(page: Page, path: str | Path) -> Path:
-    """Write the picture of a circuit's page to a file; return its path.
+    """Write the picture of a circuit's page to an SVG file; return the path.
 
     Raises:
         TypeError: the page has no picture.
@@ -134,7 +134,7 @@ def write_svg(page: Page, path: str | Path) -> Path:
 
 
 def import_extra(name: str) -> Any:
-    """Import a module from the extra [viz], or say how to install it."""
+    """Import an optional module; if the module is missing, say how to install it."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -143,13 +143,13 @@ def import_extra(name: str) -> Any:
 
 
 def refuse(*reasons: str) -> None:
-    """Raise InputError with these reasons, if there are any."""
+    """Raise InputError if there are any reasons to refuse a picture."""
     if reasons:
         raise InputError(reasons, "this picture cannot be drawn")
 
 
 def document(title: str, body: str, style: str = "", picture: str | None = None) -> Page:
-    """Return a page with this title and HTML body."""
+    """Return a page with this title, HTML body, style and picture."""
     return Page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -162,7 +162,7 @@ def document(title: str, body: str, style: str = "", picture: str | None = None)
 def page_of_tokens(
     title: str, note: str, main: str, data: Any, name: str, libraries: Sequence[str] = ()
 ) -> Page:
-    """Return a page that shows neurons over tokens."""
+    """Return a page whose scripts draw tokens coloured by neurons or heads."""
     body = [
         f'<header><h1>{escape(title)}</h1><span class="note">{escape(note)}</span>',
         '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐',
@@ -176,7 +176,7 @@ def page_of_tokens(
 
 
 def script_data(data: Any) -> str:
-    """Return JSON that is safe inside a script element."""
+    """Return data as JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -184,9 +184,9 @@ def script_data(data: Any) -> str:
 
 
 def inline_script(source: str) -> str:
-    """Return a script element that contains a library."""
+    """Return a script element with this JavaScript source."""
     kept = [line for line in source.split("\n") if not line.startswith("//# sourceMappingURL=")]
-    # With its developer tools open, a browser would request the source map.
+    # A browser with open developer tools would request the source map.
     return "<script>\n" + "\n".join(kept).replace("</script", "<\\/script") + "\n</script>"
 
 
@@ -196,7 +196,7 @@ def asset(name: str) -> str:
 
 
 def model_title(name: str) -> str:
-    """Return a model's name, or the last part of its folder's path."""
+    """Return a model's name; if the name is a folder's path, return the path's last part."""
     return (Path(name).name if Path(name).is_absolute() else name) or "model"
 
 
@@ -208,13 +208,13 @@ def visible_token(token: str) -> str:
 
 
 def with_space(token: str) -> str:
-    """Return a token like `visible_token`, but keep its leading spaces."""
+    """Return the same text as `visible_token`, but keep leading spaces."""
     kept = token[: len(token) - len(token.lstrip(" "))] if token.strip(" ") else ""
     return kept + visible_token(token.removeprefix(kept))
 
 
 def short_numbers(values: Iterable[Any], figures: int = 5) -> list[Any]:
-    """Return values with rounded numbers, None for missing ones, and unchanged texts."""
+    """Round numbers to significant figures, and replace missing values by None."""
     return [_short(value, figures) for value in values]
 
 

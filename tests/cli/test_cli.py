@@ -78,7 +78,7 @@ def test_a_saved_folder_is_saved_again(folder, tmp_path):
     assert read_manifest(tmp_path / "again")["source_name"] == str(folder)
     result = run("convert", tmp_path / "out", tmp_path / "new", "--dtype", "float64")
     assert result.exit_code == 2
-    assert "convert its source" in result.output
+    assert "convert the original model" in result.output
 
 
 def test_verify_fails_where_the_models_differ(folder, tmp_path):

@@ -118,7 +118,7 @@ def test_command_line(tmp_path):
     folder = save(exposed("gelu"), tmp_path / "saved")
     result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "other")])
     assert result.exit_code == 2
-    assert "pass its source" in result.output
+    assert "pass the original model" in result.output
 
 
 # verify

@@ -174,7 +174,7 @@ def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path,
         for model in (source, save(convert(load(source)), "converted")):
             result = run(command, model, *COMMANDS[command])
             if (command, model) == ("verify", Path("converted").resolve()):
-                assert "pass its source as MODEL" in result.output
+                assert "pass the original model" in result.output
                 continue
             assert result.exit_code == 0, result.output
             kind = "HookedTransformer" if model == source else "attention-only HookedTransformer"

@@ -285,7 +285,7 @@ def test_attributions_are_derivatives(family):
     )
     assert values == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     whole = p.custom(lambda logits: logits.mean())
-    with pytest.raises(InputError, match="one number for 2 texts; expected one of each"):
+    with pytest.raises(InputError, match="one number for 2 texts; expected one per text"):
         neurons.top_examples(model, "L0N3", texts, metric=whole, **options)
 
 
@@ -402,5 +402,5 @@ def test_activations_that_are_not_finite_are_refused():
     model = bridge("gpt2")
     with torch.no_grad():
         model.W_E[7] = math.inf
-    with pytest.raises(InputError, match="in one of the texts 0 to 1 are not finite"):
+    with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):
         neurons.top_examples(model, NAMES, [[1, 2], [3, 7]], **QUIET)

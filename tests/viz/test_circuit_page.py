@@ -366,7 +366,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"pinned": ["L7N7"]}, "the state is of another circuit: 'L7N7'"),
+        ({"pinned": ["L7N7"]}, "the state belongs to another circuit: 'L7N7'"),
         ({"pinned": "metric"}, "got 'metric' as state.pinned"),
         ({"names": {"metric": 3}}, "got 3 as state.names.metric"),
         ({"nodes": float("nan")}, "got nan as state.nodes"),

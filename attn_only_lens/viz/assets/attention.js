@@ -1,5 +1,5 @@
 "use strict";
-// Heads over one text: circuitsvis draws attention heads; neuron-heads are coloured tokens.
+// circuitsvis draws attention heads; neuron-heads are drawn as coloured tokens.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
   const most = (numbers) => Math.max(...numbers.map(Math.abs), 0);

@@ -24,7 +24,7 @@
   const detailsOf = (i) => ({ ...lookup(details, nodes.name[i]), ...lookup(details, nodes.id[i]) });
   const index = new Map(nodes.id.map((id, i) => [id, i]));
 
-  // --- State that readers change, and that is saved with the page ------------------------------
+  // --- State that users change, and that is saved with the page --------------------------------
   const KINDS = ["value", "q", "k", "gate"];
   const state = { nodes: null, edges: null, kinds: ["value"], extras: false,
                   only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
@@ -63,7 +63,7 @@
   };
 
   // --- Items that are drawn: nodes of the graph, and groups of nodes ---------------------------
-  let items = [], home = [], groupOf = []; // for each node: the item that represents it, and its group
+  let items = [], home = [], groupOf = []; // each node's item and group
   const LONGEST = 40, pen = make("canvas").getContext("2d"); // characters of a name; some are wide
   pen.font = "11px monospace";
   const named = (name) => {
@@ -72,7 +72,7 @@
     return { label, width };
   };
   const attributionSum = (members) => members.reduce((sum, i) => sum + (nodes.attribution[i] || 0), 0);
-  const throughGroup = (members) => { // what one member passes on to another counts once
+  const throughGroup = (members) => { // the weight of edges between members, which counts once
     const inside = new Set(members), passed = edges.weight.reduce((sum, weight, j) => sum
       + (data.additive.includes(edges.kind[j]) && inside.has(edges.source[j]) && inside.has(edges.target[j]) ? weight : 0), 0);
     return attributionSum(members) - passed;
@@ -245,7 +245,7 @@
     svg.attr("width", pane.width).attr("height", pane.height);
     back.attr("width", pane.width).attr("height", pane.height);
     side.select("rect").attr("width", layout.GUTTER - 8).attr("height", pane.height);
-    let last = Infinity; // rows come from below; a name that would cover the last one is left out
+    let last = Infinity; // rows come from below; names that would overlap are omitted
     side.selectAll("text").data(scene.rows).join("text").attr("class", "row").attr("x", 8).attr("dy", "0.35em")
       .text((entry) => data.rows[entry.row])
       .attr("y", (entry) => entry.y * k + y)
@@ -258,7 +258,7 @@
     foot.attr("transform", `translate(0,${top.toFixed(1)})`);
     foot.select("rect").attr("width", pane.width).attr("height", layout.AXIS);
     const place = (entry) => (entry.left + entry.width / 2) * k + x;
-    let right = 0; // right end of the last drawn token; tokens that would cover it are left out
+    let right = 0; // right end of the last drawn token; tokens that would overlap are omitted
     foot.selectAll("g").data(scene.columns, (entry) => entry.first + "-" + entry.last).join((enter) => {
       const made = enter.append("g");
       made.append("title");
@@ -315,7 +315,7 @@
   const measure = () => {
     const box = at("stage").getBoundingClientRect();
     pane = { width: box.width, height: box.height };
-    return pane.width > 0 && pane.height > 0; // a hidden frame has no size yet
+    return pane.width > 0 && pane.height > 0; // a hidden frame has no size
   };
   const update = (keep = true) => {
     const sized = measure();
@@ -340,7 +340,7 @@
     drawNodes();
     const after = scene.at.get(anchor);
     if (!keep) home_view();
-    else { // the selected node, or the metric, keeps its place if possible
+    else { // keep the selected node, or the metric, in place if possible
       settle();
       zoom.translateBy(svg, before && after ? before.x - after.x : 0, before && after ? before.y - after.y : 0);
       if (chosen !== null) reveal(chosen);
@@ -606,7 +606,7 @@
     const more = detailsOf(i);
     if (more.pattern) {
       const gate = "The attention of each token to itself, 0 to 1; the rest goes to the bias token.";
-      // The gate alone would mislead: SiLU's gate is ½ if the output is 0.
+      // The gate alone would be misleading: SiLU's gate is ½ if the output is 0.
       const part = section("pattern", "Attention", more.z
         ? "Coloured by z, the output of the neuron (gate × value): green is positive, purple negative. "
           + "Point at a token for its gate, the attention to itself."

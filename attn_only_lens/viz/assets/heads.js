@@ -1,12 +1,12 @@
 "use strict";
-// Attention heads over a corpus: where one looks, and the tokens at which it writes most.
+// The page of an attention head: its attention, and the tokens where its output is largest.
 
 const KINDS_OF_NUMBERS = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
 const unpack = (text, kind) => {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   return new KINDS_OF_NUMBERS[kind](bytes.buffer);
 };
-// A number of half precision, from its bits.
+// Convert the bits of a half-precision number.
 const half = (bits) => {
   const exponent = (bits >> 10) & 31, digits = bits & 1023;
   return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 25) * (1024 + digits) : 2 ** -24 * digits);
@@ -27,7 +27,7 @@ const percent = (share) => `${short(Math.round(1000 * share) / 10)}%`;
 function headView(data, vocabulary) {
   const ends = unpackEnds(data.ends), offsets = unpack(data.offsets, "f4");
   const nOffsets = offsets.length / data.names.length, middle = (nOffsets - 1) / 2;
-  const what = data.by === "norm" ? "Norm of its write" : "Attribution";
+  const what = data.by === "norm" ? "Output norm" : "Attribution";
 
   const blue = (weight) => `color-mix(in srgb, var(--positive) ${Math.round(85 * Math.min(1, weight))}%, var(--zero))`;
   function example(end, head, rank) {
@@ -68,7 +68,7 @@ function headView(data, vocabulary) {
     const used = of.map((share, i) => (share > 0 ? i - middle : null)).filter((i) => i !== null);
     if (used.length) {
       const low = Math.min(used[0], 0), high = used[used.length - 1], most = Math.max(...of);
-      const wide = (W - 2 * LEFT) / (high - low + 1), x = (offset) => LEFT + (high - offset) * wide; // as in the text: earlier is left
+      const wide = (W - 2 * LEFT) / (high - low + 1), x = (offset) => LEFT + (high - offset) * wide; // earlier tokens are on the left, as in the text
       for (let offset = low; offset <= high; offset++) {
         const share = of[offset + middle], height = (share / most) * (H - BOTTOM - 6);
         const bar = svg("rect", { x: x(offset), y: H - BOTTOM - height, height, width: Math.max(0.5, wide - 0.4), fill: "var(--positive)" });
@@ -106,11 +106,11 @@ function headView(data, vocabulary) {
         el("span", { class: "scale" }, "0", el("i", { style: `background:linear-gradient(to right, var(--zero), ${blue(1)})` }), "1"))),
     example,
     looks: (head, W) => [
-      el("h3", {}, "Where it looks"), split(head),
+      el("h3", {}, "What it attends to"), split(head),
       el("div", { class: "looks" }, distances(head, W),
         tokens(head, "attended", "Tokens that it attends to"), tokens(head, "attending", "Tokens that attend")),
-      el("p", { class: "note" }, "Means over all tokens of the corpus. Distances leave out BOS. Of tokens: the share of the head's attention to "
-        + "other tokens, without BOS and itself; then the attention that one occurrence receives, or gives."),
+      el("p", { class: "note" }, "Means over all tokens of the corpus. Distances exclude BOS. Tokens: the share of the head's attention to "
+        + "other tokens (without BOS and itself), then the mean attention that an occurrence receives or gives."),
     ],
   };
 }

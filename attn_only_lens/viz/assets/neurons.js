@@ -1,5 +1,5 @@
 "use strict";
-// Neurons and heads at a glance: a list to search and sort, and the page of the one that is chosen.
+// A list of neurons and heads to search and sort, and the page of the selected one.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
   const ends = unpackEnds(data.ends), quadrants = unpackEnds(data.quadrants);
@@ -45,7 +45,7 @@
   }
   const score = (end) => (i) => (end && end.found[rowOf(i)] ? end.score[rowOf(i) * end.k] : 0);
   const named = (i, name) => endsOf(i).find((end) => end.end === name);
-  // The end at which it is further from 0: the one to show first.
+  // The end that is further from 0 is shown first.
   const further = (i) => endsOf(i).reduce((a, b) => (Math.abs(score(b)(i)) > Math.abs(score(a)(i)) ? b : a));
   const peak = (i, end = further(i)) => {
     if (!end?.found[rowOf(i)]) return null;
@@ -123,9 +123,9 @@
 
   // The selected neuron
 
-  const FEW = 8; // few, so that readers reach the sections below
+  const FEW = 8; // few, so that the sections below are in view
   let shownEnd = 0, strips = true, whole = false;
-  // As wide as their panels, so that letters keep their size.
+  // Pictures are as wide as their panels, so that text keeps its size.
   let W = 260;
   const H = 130, LEFT = 6, BOTTOM = 18;
   function axis(picture, x, edges, y = H - BOTTOM) {
@@ -246,7 +246,7 @@
       ...examplesOf(end, neuron).map((entry) => el("div", { class: "example" },
         el("span", { class: "value" }, short(entry.z[entry.here])), tokenLine(entry, limits, false)))));
     return [el("h3", {}, "Signs of the gate's input and of the linear input"), el("div", { class: "quadrants" }, ...boxes),
-      el("p", { class: "note" }, "Gate input: x W_gate. Linear input: x W_in. Of each quadrant, the tokens at which |z| is largest, with z.")];
+      el("p", { class: "note" }, "Gate input: x W_gate. Linear input: x W_in. Each quadrant shows the tokens with the largest |z|, and z.")];
   }
 
   const ENDS = { largest: "Largest", smallest: "Smallest" };
@@ -255,12 +255,12 @@
     const inside = $("one").clientWidth - 36, columns = Math.max(1, Math.min(3, Math.floor((inside + 22) / 222)));
     W = inside > 0 ? (inside - 22 * (columns - 1)) / columns : 260;
     const go = (by) => () => {
-      const at = listed.indexOf(chosen); // -1 where a search has left it out
+      const at = listed.indexOf(chosen); // -1 if the search excludes it
       if (listed.length) choose(listed[at < 0 ? 0 : (at + by + listed.length) % listed.length]);
     };
     const heading = (note) => el("header", {}, el("h2", {}, names[chosen]),
-      el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
-      el("button", { type: "button", title: "The next", onclick: go(1) }, "›"), el("span", { class: "note" }, note));
+      el("button", { type: "button", title: "Previous", onclick: go(-1) }, "‹"),
+      el("button", { type: "button", title: "Next", onclick: go(1) }, "›"), el("span", { class: "note" }, note));
     if (isHead(chosen)) return drawHead(heading, inside);
     const neuron = chosen, end = ends[shownEnd];
     const examples = examplesOf(end, neuron);
@@ -281,7 +281,7 @@
         el("span", { class: "value" }, short(entry.score)), tokenLine(entry, limits, strips),
         el("span", { class: "from", title: entry.times > 1 ? `number of the ${end.found[neuron]} examples with these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
-        whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
+        whole ? `Only the first ${FEW}` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
       el("div", { class: "panels" }, histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
@@ -298,9 +298,9 @@
     const tabs = heads.ends.map((entry, i) => el("button", { type: "button", "aria-pressed": i === shownEnd, onclick: () => { shownEnd = i; draw(); } },
       `${heads.tabs(entry)} (${short(score(entry)(chosen))})`));
     $("one").replaceChildren(heading(heads.summary(head)), ...heads.looks(head, Math.max(240, inside > 700 ? (inside - 44) / 2 : inside)),
-      el("h3", {}, "Where it writes most"), ...(tabs.length > 1 ? [el("div", { class: "bar-of-tabs" }, ...tabs)] : []), heads.legend(),
+      el("h3", {}, "Where its output is largest"), ...(tabs.length > 1 ? [el("div", { class: "bar-of-tabs" }, ...tabs)] : []), heads.legend(),
       el("div", {}, ...Array.from({ length: whole ? n : Math.min(n, FEW) }, (_, rank) => heads.example(end, head, rank))),
-      n > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } }, whole ? `The first ${FEW} alone` : `All ${n} examples`) : "");
+      n > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } }, whole ? `Only the first ${FEW}` : `All ${n} examples`) : "");
   }
   function choose(neuron) {
     chosen = neuron;

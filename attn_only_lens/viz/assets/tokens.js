@@ -23,7 +23,7 @@ const short = (x) => {
   return plain.replace("-", "−");
 };
 
-// The colour of a signed number; 0 is white, or the background of the page.
+// The colour of a signed number; 0 has the page's background colour.
 const share = (x, limit) => Math.round(100 * Math.min(1, limit > 0 ? Math.abs(x) / limit : 0));
 const diverging = (x, limit) =>
   `color-mix(in srgb, var(--${x < 0 ? "negative" : "positive"}) ${share(x, limit)}%, var(--zero))`;
@@ -77,7 +77,7 @@ function tokenLine(window, limits, strips) {
 const scale = (limit) =>
   el("span", { class: "scale" }, `−${short(limit)}`, el("i", { class: "ramp" }), `+${short(limit)}`);
 
-// The legend, in words and colours.
+// The legend.
 function tokenLegend(limits, strips) {
   const parts = [
     el("span", {}, el("b", {}, "Colour: z"), " = gate × value, the neuron's output ", scale(limits.z)),
