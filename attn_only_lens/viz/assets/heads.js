@@ -1,12 +1,12 @@
 "use strict";
-// Attention heads over a corpus: where one looks, and the tokens at which it writes most.
+// Attention heads over a corpus: where a head attends, and the tokens at which its output is largest.
 
 const KINDS_OF_NUMBERS = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
 const unpack = (text, kind) => {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   return new KINDS_OF_NUMBERS[kind](bytes.buffer);
 };
-// A number of half precision, from its bits.
+// Return a half-precision number from its bits.
 const half = (bits) => {
   const exponent = (bits >> 10) & 31, digits = bits & 1023;
   return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 25) * (1024 + digits) : 2 ** -24 * digits);
@@ -27,7 +27,7 @@ const percent = (share) => `${short(Math.round(1000 * share) / 10)}%`;
 function headView(data, vocabulary) {
   const ends = unpackEnds(data.ends), offsets = unpack(data.offsets, "f4");
   const nOffsets = offsets.length / data.names.length, middle = (nOffsets - 1) / 2;
-  const what = data.by === "norm" ? "Norm of its write" : "Attribution";
+  const what = data.by === "norm" ? "Norm of its output" : "Attribution";
 
   const blue = (weight) => `color-mix(in srgb, var(--positive) ${Math.round(85 * Math.min(1, weight))}%, var(--zero))`;
   function example(end, head, rank) {
@@ -109,8 +109,8 @@ function headView(data, vocabulary) {
       el("h3", {}, "Where it looks"), split(head),
       el("div", { class: "looks" }, distances(head, W),
         tokens(head, "attended", "Tokens that it attends to"), tokens(head, "attending", "Tokens that attend")),
-      el("p", { class: "note" }, "Means over all tokens of the corpus. Distances leave out BOS. Of tokens: the share of the head's attention to "
-        + "other tokens, without BOS and itself; then the attention that one occurrence receives, or gives."),
+      el("p", { class: "note" }, "Means over all tokens of the corpus. Distances leave out BOS. For each token: the share of the head's attention to "
+        + "other tokens (without BOS and the token itself), and the attention that one occurrence receives or gives."),
     ],
   };
 }

@@ -1,5 +1,5 @@
 "use strict";
-// The index of an atlas: a name leads to its place on the page of its layer.
+// The index of an atlas: each name links to its entry on its layer's page.
 {
   const pages = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("go").addEventListener("change", (event) => {

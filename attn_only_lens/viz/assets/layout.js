@@ -1,4 +1,4 @@
-// Places of a circuit's nodes, and paths of its edges: the same algorithm as in viz/coordinates.py.
+// Positions of a circuit's nodes, and paths of its edges: the same algorithm as in viz/coordinates.py.
 "use strict";
 const layout = (() => {
   const GUTTER = 96, AXIS = 40, TOP = 12, BOX = 20;
@@ -54,7 +54,7 @@ const layout = (() => {
       while (total() > free) {
         const wide = used.filter((c) => abreast.get(c) > fewest);
         if (!wide.length) break;
-        // Narrow the column that then needs the fewest lines; among equals, the widest.
+        // Narrow the column that needs the fewest lines afterwards; break ties by the largest width.
         const tall = (c) => Math.ceil(full.get(c) / (abreast.get(c) - 1));
         const size = (c) => step.get(c) * abreast.get(c);
         const best = wide.reduce((a, b) => (tall(b) - tall(a) || size(a) - size(b)) < 0 ? b : a);
@@ -66,7 +66,7 @@ const layout = (() => {
     narrow(1);
     for (const c of [...used].sort((a, b) => full.get(b) - full.get(a) || a - b))
       while (abreast.get(c) < full.get(c) && total() + step.get(c) <= free)
-        abreast.set(c, abreast.get(c) + 1); // the fullest columns get the width that folding left
+        abreast.set(c, abreast.get(c) + 1); // the fullest columns get the width that folding freed
     const more = Math.max(0, free - total()) / Math.max(used.length, 1);
     let left = GUTTER;
     const columns = runs.map(([a, b]) => {

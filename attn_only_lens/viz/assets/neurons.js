@@ -1,5 +1,5 @@
 "use strict";
-// Neurons and heads at a glance: a list to search and sort, and the page of the one that is chosen.
+// Neurons and heads at a glance: a list to search and sort, and the page of the selected neuron or head.
 {
   const data = JSON.parse(document.getElementById("data").textContent);
   const ends = unpackEnds(data.ends), quadrants = unpackEnds(data.quadrants);
@@ -45,7 +45,7 @@
   }
   const score = (end) => (i) => (end && end.found[rowOf(i)] ? end.score[rowOf(i) * end.k] : 0);
   const named = (i, name) => endsOf(i).find((end) => end.end === name);
-  // The end at which it is further from 0: the one to show first.
+  // The end (largest or smallest) that is further from 0 is shown first.
   const further = (i) => endsOf(i).reduce((a, b) => (Math.abs(score(b)(i)) > Math.abs(score(a)(i)) ? b : a));
   const peak = (i, end = further(i)) => {
     if (!end?.found[rowOf(i)]) return null;
@@ -125,7 +125,7 @@
 
   const FEW = 8; // few, so that readers reach the sections below
   let shownEnd = 0, strips = true, whole = false;
-  // As wide as their panels, so that letters keep their size.
+  // Pictures are as wide as their panels, so that letters keep their size.
   let W = 260;
   const H = 130, LEFT = 6, BOTTOM = 18;
   function axis(picture, x, edges, y = H - BOTTOM) {
@@ -143,7 +143,7 @@
     let first = signed.findIndex((n) => n > 0), last = signed.length - 1;
     if (first < 0) return null;
     while (!signed[last]) last--;
-    first = Math.min(first, BINS); // 0 is always there
+    first = Math.min(first, BINS); // 0 is always included
     last = Math.max(last, BINS - 1);
     const step = 2 ** exponent[neuron] / BINS;
     return { counts: signed.slice(first, last + 1), low: (first - BINS) * step, high: (last + 1 - BINS) * step, step };
@@ -222,7 +222,7 @@
         el("td", { class: "number" }, isHead ? short(amount) : `${amount > 0 ? "+" : ""}${short(amount)}`, " ", meter), el("td", {}, token));
     });
     const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", rows.some(([name]) => number.has(name)) ? "Peaks at" : ""].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
-    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads it." : "No earlier layer writes."));
+    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads this neuron." : "This neuron reads no earlier layer."));
   }
 
   function tokenLists(neuron) {
@@ -246,7 +246,7 @@
       ...examplesOf(end, neuron).map((entry) => el("div", { class: "example" },
         el("span", { class: "value" }, short(entry.z[entry.here])), tokenLine(entry, limits, false)))));
     return [el("h3", {}, "Signs of the gate's input and of the linear input"), el("div", { class: "quadrants" }, ...boxes),
-      el("p", { class: "note" }, "Gate input: x W_gate. Linear input: x W_in. Of each quadrant, the tokens at which |z| is largest, with z.")];
+      el("p", { class: "note" }, "Gate input: x W_gate. Linear input: x W_in. Each quadrant shows z and text at the tokens with the largest |z|.")];
   }
 
   const ENDS = { largest: "Largest", smallest: "Smallest" };
@@ -255,12 +255,12 @@
     const inside = $("one").clientWidth - 36, columns = Math.max(1, Math.min(3, Math.floor((inside + 22) / 222)));
     W = inside > 0 ? (inside - 22 * (columns - 1)) / columns : 260;
     const go = (by) => () => {
-      const at = listed.indexOf(chosen); // -1 where a search has left it out
+      const at = listed.indexOf(chosen); // -1 if the search has left out the chosen entry
       if (listed.length) choose(listed[at < 0 ? 0 : (at + by + listed.length) % listed.length]);
     };
     const heading = (note) => el("header", {}, el("h2", {}, names[chosen]),
-      el("button", { type: "button", title: "The one before", onclick: go(-1) }, "‹"),
-      el("button", { type: "button", title: "The next", onclick: go(1) }, "›"), el("span", { class: "note" }, note));
+      el("button", { type: "button", title: "Previous", onclick: go(-1) }, "‹"),
+      el("button", { type: "button", title: "Next", onclick: go(1) }, "›"), el("span", { class: "note" }, note));
     if (isHead(chosen)) return drawHead(heading, inside);
     const neuron = chosen, end = ends[shownEnd];
     const examples = examplesOf(end, neuron);
@@ -281,16 +281,16 @@
         el("span", { class: "value" }, short(entry.score)), tokenLine(entry, limits, strips),
         el("span", { class: "from", title: entry.times > 1 ? `number of the ${end.found[neuron]} examples with these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
-        whole ? `The first ${FEW} alone` : `All ${examples.length} examples`) : "",
+        whole ? `Only the first ${FEW}` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
       el("div", { class: "panels" }, histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
       ...signs(neuron, limits),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
-        el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
+        el("p", { class: "note" }, "Reads: tokens whose embeddings raise (blue) or lower (red) the neuron's input. Writes: logits that the neuron raises or lowers if z is positive. Units: standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
-        el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
-        el("p", { class: "note" }, "Composition scores. Between neurons, they have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
+        el("div", { class: "connections" }, connections("Writers: what the neuron reads from", writers, false), connections("Readers: what reads the neuron", readers, true)),
+        el("p", { class: "note" }, "Composition scores. Scores between neurons have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
   }
   function drawHead(heading, inside) {
@@ -300,7 +300,7 @@
     $("one").replaceChildren(heading(heads.summary(head)), ...heads.looks(head, Math.max(240, inside > 700 ? (inside - 44) / 2 : inside)),
       el("h3", {}, "Where it writes most"), ...(tabs.length > 1 ? [el("div", { class: "bar-of-tabs" }, ...tabs)] : []), heads.legend(),
       el("div", {}, ...Array.from({ length: whole ? n : Math.min(n, FEW) }, (_, rank) => heads.example(end, head, rank))),
-      n > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } }, whole ? `The first ${FEW} alone` : `All ${n} examples`) : "");
+      n > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } }, whole ? `Only the first ${FEW}` : `All ${n} examples`) : "");
   }
   function choose(neuron) {
     chosen = neuron;

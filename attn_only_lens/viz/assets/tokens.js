@@ -1,6 +1,6 @@
 "use strict";
 // A text's tokens with a neuron-head's activations: the colour is z, the bar under a token is the
-// gate, and the strip under the bar is the value. Both pages that show neurons over text use this.
+// gate, and the strip under the bar is the value. Attention pages and neuron pages use this code.
 
 const el = (tag, attributes = {}, ...children) => {
   const made = document.createElement(tag);
@@ -23,7 +23,7 @@ const short = (x) => {
   return plain.replace("-", "−");
 };
 
-// The colour of a signed number; 0 is white, or the background of the page.
+// Return the colour of a signed number; 0 is white, or the page's background.
 const share = (x, limit) => Math.round(100 * Math.min(1, limit > 0 ? Math.abs(x) / limit : 0));
 const diverging = (x, limit) =>
   `color-mix(in srgb, var(--${x < 0 ? "negative" : "positive"}) ${share(x, limit)}%, var(--zero))`;
@@ -77,7 +77,7 @@ function tokenLine(window, limits, strips) {
 const scale = (limit) =>
   el("span", { class: "scale" }, `−${short(limit)}`, el("i", { class: "ramp" }), `+${short(limit)}`);
 
-// The legend, in words and colours.
+// Return the legend, with words and colours.
 function tokenLegend(limits, strips) {
   const parts = [
     el("span", {}, el("b", {}, "Colour: z"), " = gate × value, the neuron's output ", scale(limits.z)),
