@@ -256,10 +256,10 @@ these tests again on models from this package:
   process the source, and convert it again.
 
 Many tests read names, settings, weights or hooks, but run no model. These tests show that exposing
-or converting a model breaks none of these things, but show nothing about neurons. So the table also
-counts the tests that *ran a model* from this package, in the test or in its fixtures, and the tests
-that *reached a neuron-head*: a hook on a neuron-head fired. (Some tests run a part of a model, but
-no whole model.)
+or converting a model does not break names, settings, weights or hooks, but show nothing about
+neurons. So the table also counts the tests that *ran a model* from this package, in the test or in
+its fixtures, and the tests that *reached a neuron-head*: a hook on a neuron-head fired. (Some tests
+run a part of a model, but no whole model.)
 
 A test that no longer passes is *refused clearly* if it ends with an error from this package that
 says what to do instead. A test is *inherent* if it asserts something that has to change, for a

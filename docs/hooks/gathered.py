@@ -66,7 +66,7 @@ def _colab(path: Path, repo_url: str) -> list[str]:
 
 
 def _expanded(item: Any, pages: list[str]) -> list[Any]:
-    """Expand the pattern in a `nav` entry to its pages; return [] if no page matches."""
+    """Expand the pattern in a `nav` entry to the matching pages; return [] if none match."""
     if not isinstance(item, dict):
         return [item]
     [(title, inner)] = item.items()

@@ -1,6 +1,6 @@
 """Make the pictures in the README and the guide: `make pictures`.
 
-They show the small language model that ships with the package. If the folder with SmolLM2-135M is
+Pictures show the small language model that ships with the package. If the SmolLM2-135M folder is
 an argument (`make pictures SMOLLM2=FOLDER`), five explanations of that model are drawn too. A
 headless Chromium takes screenshots of pages; pictures of circuits are drawn without a browser.
 """
