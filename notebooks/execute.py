@@ -50,7 +50,7 @@ def executed(path: Path) -> NotebookNode:
     """Return a notebook with the new outputs of its cells, run in a temporary folder.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell raised an error; the message has its traceback.
+        nbclient.exceptions.CellExecutionError: a cell failed; the message has the traceback.
     """
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,16 @@
-"""TransformerLens' own tests on models of ours: which pass, and why others do not.
+"""Run TransformerLens' own tests on our models, and report which tests pass and why others do not.
 
-The source distribution of TransformerLens carries its tests. Those that pass on stock models
-without a network, and make or run a model, are run again with each such model exposed, every hook
-point of its neuron-heads live, and, where it is a HookedTransformer, converted
-(`conformance_plugin.py`). What passes no longer is
+TransformerLens' source distribution includes its tests. The tests that pass on stock models without
+a network, and that make or run a model, are run again with the models exposed (with a hook on every
+neuron-head hook point) and with the HookedTransformers converted (`conformance_plugin.py`). A test
+that no longer passes is
 
     refused     the test ends with an error of this package, which says what to do instead
-    inherent    it asserts what is bound to change, and `conformance_reasons.py` says what that is
-    failed      anything else: nothing is written, and the exit status is 1
+    inherent    the test asserts something that must change; `conformance_reasons.py` says what
+    failed      anything else: no page is written, and the exit status is 1
 
-It fetches from the package registry, and takes half an hour on two cores. With `--python`, it runs
-the tests of some versions alone, and keeps what the page says of the others.
+The script downloads from the package registry, and takes half an hour on two cores. With
+`--python`, it tests only some versions, and keeps the page's text about the other versions.
 
     python -m analyses.tools.conformance --out docs/conformance.md
 """
@@ -358,8 +358,8 @@ def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
         replaced = [verdict.kind for verdict in applicable if "replaced" in verdict.reach]
         passed = replaced.count("passed")
         text += (
-            f" {len(replaced):,} of the tests called a replaced method, and {passed} of these passed. "
-            "Without the replacement, the method's error would have ended these tests."
+            f" {len(replaced):,} of the tests called a replaced method, and {passed} of these "
+            "passed. Without the replacement, the method's error would have ended these tests."
         )
     yield text
     for kind, (title, head) in _KINDS.items():
