@@ -3,12 +3,12 @@
     python notebooks/execute.py             # all of them; `make notebooks`
     python notebooks/execute.py 02 04
 
-A plotly figure needs a 5 MB script, and a page with patterns needs a 1.3 MB script. So both are
-stored as pictures that a headless Chromium takes (`make browser`); they are interactive if you run
-the notebook. A smaller page, such as a circuit's, is stored unchanged, in a frame.
+A plotly figure needs a 5 MB script, and a page with patterns needs a 1.3 MB script. So figures and
+such pages are stored as screenshots from a headless Chromium (`make browser`), and are interactive
+only if you run the notebook. A smaller page, such as a circuit's, is stored unchanged, in a frame.
 
-A digest of the code is stored with the outputs: `tests/test_notebooks.py` compares it with the
-code, executes the notebooks again, and compares the outputs.
+A digest of the code is stored with the outputs: `tests/test_notebooks.py` compares the digest with
+the code, executes the notebooks again, and compares the outputs.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ _ENVIRONMENT = {
     "JUPYTER_PLATFORM_DIRS": "1",
     "OMP_NUM_THREADS": "1",
     "PLOTLY_RENDERER": "plotly_mimetype",  # only the figure's data
-    "PYTHONWARNINGS": "ignore:IProgress not found",  # no progress bars are shown
-    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # otherwise ipykernel's debugger writes to stderr
+    "PYTHONWARNINGS": "ignore:IProgress not found",  # notebooks show no progress bars
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # otherwise, ipykernel's debugger writes to stderr
 }
 
 
@@ -50,7 +50,7 @@ def executed(path: Path) -> NotebookNode:
     """Return a notebook with the new outputs of its cells, run in a temporary folder.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell raised an error; it has the traceback.
+        nbclient.exceptions.CellExecutionError: a cell failed; the message has the traceback.
     """
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,8 +58,8 @@ def executed(path: Path) -> NotebookNode:
         client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
         client.execute(env=os.environ | _ENVIRONMENT)
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # the time of execution
-    notebook.metadata.language_info = {"name": "python"}  # without the version
+        cell.metadata.pop("execution", None)  # execution times differ between runs
+    notebook.metadata.language_info = {"name": "python"}  # omits Python's version
     notebook.metadata.attn_only_lens = {"sources": digest(notebook)}
     return notebook
 
@@ -83,7 +83,7 @@ def with_pictures(notebook: NotebookNode) -> NotebookNode:
 
 
 def _page(data: dict[str, Any]) -> str | None:
-    """Return the HTML of an output that must become a picture, or None."""
+    """Return the HTML of an output that must be stored as a picture, or None."""
     if PLOTLY in data:
         figure = json.dumps(data[PLOTLY])
         data["text/plain"] = FIGURE
@@ -97,7 +97,7 @@ def _page(data: dict[str, Any]) -> str | None:
 
 @contextmanager
 def _camera() -> Iterator[Callable[[str], str]]:
-    """Yield a function that takes a picture of an HTML page, as base64-encoded PNG."""
+    """Yield a function that renders an HTML page as a base64-encoded PNG."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

@@ -500,19 +500,19 @@ TITLES = {
 INTRODUCTION = """\
 # Which function takes which model
 
-Every public function that has to do with a model, called on a small one of GPT-2's architecture:
-on a `TransformerBridge` around a model of Hugging Face transformers, with transformer-lens 4 and
-3.9, and on a `HookedTransformer`, which 3.9 alone has.
+This page shows which public functions work on a small model with GPT-2's architecture: a
+`TransformerBridge` around a Hugging Face transformers model, with transformer-lens 4 and 3.9, and a
+`HookedTransformer`, which only 3.9 has.
 
-- *works*: it ran, and gave something sensible; what else must be true of it, its own tests say;
-- *refused*: an error of this package says why; the reasons are below, in its words.
+- *works*: the call returned a plausible result; other tests check the result in detail;
+- *refused*: the call raised an error from this package; the messages are listed below.
 
-There is nothing else: where a function ends in another error, `make support` does, and this page
-is not written. [The same as CSV](support.csv).
+If a function raises any other error, `make support` fails and does not write this page. The same
+results are available [as CSV](support.csv).
 
-`demo` and `pretrained` are about the shipped models, bridges with 4 and of
-either class with 3.9. Models of other families may be refused for reasons of their own:
-see [limits](limits.md) and [growth](growth.md)."""
+`demo` and `pretrained` use only the shipped models: bridges with version 4, either class with
+version 3.9. Models from other families may be refused for other reasons: see [limits](limits.md)
+and [growth](growth.md)."""
 ROWS = {
     "attn_only_lens": LENS,
     "attn_only_lens.patching": PATCHING,

@@ -1,13 +1,13 @@
-"""What `compare` costs: tokens a second against plain forward passes of the two models.
+"""Measure the cost of `compare`: tokens per second, against plain forward passes of both models.
 
 The model has GPT-2 small's shape and random weights, and is grown by neurons, heads and a layer.
-Every batch takes two forward passes and a backward one of each model, and sums. By flops, a
-backward pass that stops at activations costs as much as a forward pass. So a batch costs 6 passes,
-where "two plain forwards" costs 2, and the bound is a third of their tokens a second. The first
-batch also has circuits and patching, whose time is reported separately.
+Every batch takes two forward passes and one backward pass per model, and some sums. A backward pass
+that stops at activations costs as many flops as a forward pass. So a batch costs 6 passes, "two
+plain forwards" costs 2, and `compare` can reach at most a third of the tokens per second. The first
+batch also includes circuits and patching, whose time is reported separately.
 
-Peak memory does not count the models and the Gram matrices of their weights. On a CPU, it is the
-peak of a process, with a new process for each number of batches.
+Peak memory excludes the models and the Gram matrices of their weights. On a CPU, peak memory is
+that of a process, with a new process for each number of batches.
 
     python -m analyses.benchmarks.bench_compare --out analyses/results
 """

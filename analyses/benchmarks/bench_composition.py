@@ -1,17 +1,18 @@
-"""What composition scores cost: the largest of all pairs of a model, in blocks.
+"""Measure the cost of the largest composition scores over all pairs of a model, in blocks.
 
 The model has GPT-2 small's shape and random weights, in float32: 37,009 writers (144 attention
 heads, 36,864 neurons, the embedding) and 37,008 readers. The whole matrix of scores would be
-5.1 GiB, and the products W R of its attention heads 2.25 MiB a pair.
+5.1 GiB, and the products W R of attention heads would be 2.25 MiB per pair.
 
-Memory is the peak above what the exposed model holds, in a process of its own for each figure, and
-after a small call (which loads libraries). Its bound, in bytes, as in `circuits/_composition.py`:
+Memory is the peak above the memory of the exposed model, in a separate process for each figure,
+after a small call that loads libraries. The bound on memory, in bytes, from
+`circuits/_composition.py`:
 
     8 d_model Σ d_head + 4 d_model²                    factors of attention heads and embedding
     b (16 d_model + 8 b + 64 min(k, b))                a block, b at least d_model here
 
-The bound of the time: the multiplications and additions of all products of factors, at the speed of
-this machine's matrix product. Times are processor time on one thread.
+The bound on time counts the multiplications and additions of all products of factors, at the speed
+of this machine's matrix product. Times are processor time on one thread.
 
     python -m analyses.benchmarks.bench_composition --out analyses/results
 """

@@ -1,16 +1,16 @@
-"""What conversion costs: a converted model against its source, side by side in one run.
+"""Measure the cost of conversion: a converted model against its source, in one run.
 
-The model has GPT-2 small's shape and random weights. Times are processor time on one thread,
-medians over rounds in which source and converted model take turns. Compare machines by ratios. Peak
-memory is measured in a process of its own for each figure.
+The model has GPT-2 small's shape and random weights. Times are processor time on one thread, as
+medians over rounds in which the source and the converted model alternate. Use ratios to compare
+machines. Peak memory is measured in a separate process for each figure.
 
-Bounds. A forward pass cannot be faster than its floating-point operations at the speed of this
-machine's matrix product, measured here. Caching cannot add less than the bytes it keeps, written
-once at the speed of this machine's copy, measured here.
+Bounds: a forward pass cannot be faster than its floating-point operations at the measured speed of
+this machine's matrix product. Caching costs at least the time to write the cached bytes once, at
+the measured speed of this machine's memory copy.
 
-The naive way is TransformerLens' own attention component with one head a neuron, local attention
-of window 1 and an attention sink of logit 0: the same function, with patterns of pos x pos. One
-layer of it is measured, at a length that fits.
+The naive method is TransformerLens' own attention component with one head per neuron, local
+attention with window 1 and an attention sink with logit 0. It computes the same function, with
+pos x pos patterns. One layer of the naive method is measured, at a length that fits in memory.
 
     python -m analyses.benchmarks.bench_convert --out analyses/results
 """

@@ -1,14 +1,14 @@
-"""What growth costs: all six expansions at once, against copying weights and building a model.
+"""Measure the cost of growth: all six expansions, against copying weights and building a model.
 
-The model has GPT-2 small's shape and random weights. It grows by about a third in every direction;
-under LayerNorm this also centres every weight that writes to the stream. Calls take turns. To
-compare machines, use the ratios. Peak memory is above what the loaded model holds, and is measured
-in a new process for each call.
+The model has GPT-2 small's shape and random weights. The model grows by about a third in every
+direction; under LayerNorm, growth also centres every weight that writes to the stream. Calls
+alternate. Use the ratios to compare machines. Peak memory is counted above the memory of the loaded
+model, in a new process for each call.
 
-Bound: growth writes every tensor of the grown model once. So it cannot be faster than "copy the
-grown weights", nor hold fewer bytes. "build" is how long TransformerLens takes for an untrained
-model of the grown size. Growth builds such a model too, and puts its weights into it; it draws the
-new entries itself ("grow, zeros" draws none).
+Bound: growth writes every tensor of the grown model once. So growth cannot be faster than "copy the
+grown weights", and cannot use less memory. "build" is the time in which TransformerLens builds an
+untrained model of the grown size. Growth also builds such a model, and replaces its weights; growth
+draws the new entries itself ("grow, zeros" draws none).
 
     python -m analyses.benchmarks.bench_growth --out analyses/results
 """

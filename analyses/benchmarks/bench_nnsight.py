@@ -1,15 +1,17 @@
-"""Patching of a few neurons with nnsight, next to `activation_patch` and hooks, in one process.
+"""Patch a few neurons with nnsight, with `activation_patch` and with hooks, in one process.
 
-nnsight (https://nnsight.net) is no dependency of this package: `pip install nnsight` first. The
-model has GPT-2 small's shape and random weights. nnsight runs transformers' own model; the other
-ways run a bridge of the same weights. The prompts have 15 tokens and differ from the 11th on. The
-sites are 25 neurons at single positions, all of which can matter. Two ways to use nnsight:
+nnsight (https://nnsight.net) is not a dependency of this package: run `pip install nnsight` first.
+The model has GPT-2 small's shape and random weights. nnsight runs the transformers model; the other
+methods run a bridge with the same weights. The prompts have 15 tokens and differ starting at the
+11th. The sites are 25 neurons at single positions that can have an effect. nnsight is used in two
+ways:
 
     invokes    one trace with an invoke for each site; nnsight joins them into one batch
     batch      one trace of 25 rows, with an edit of each layer's activations: the fewest operations
 
-Ours and hooks are those of `bench_patching.py`. All run in turns on one thread, by processor time;
-the first round of each is reported apart, since the package then tests the model.
+"ours" and "hooks" are the methods from `bench_patching.py`. All methods alternate on one thread,
+and times are processor time. The first round is reported separately, because our first call also
+tests the model.
 
     python -m analyses.benchmarks.bench_nnsight --out analyses/results
 """

@@ -1,10 +1,11 @@
-"""What patching costs: ours, a skilled user's code, hooks batched by hand, TransformerLens' loop.
+"""Measure the cost of patching: ours, a skilled user's code, batched hooks, TransformerLens' loop.
 
-The model has GPT-2 small's shape and random weights, as transformers' own in a TransformerBridge or
-as a HookedTransformer (`--model hooked`), or is one of Hugging Face in a folder (`--folder`). A
-site is one neuron at one position (or at all of them). Only sites that can matter are patched and
-counted: from the first token that differs between the prompts on, and in the last layer only where
-the metric reads. Four ways to patch them run in turns in one process, on one thread:
+The model has GPT-2 small's shape and random weights, as a transformers model in a TransformerBridge
+or as a HookedTransformer (`--model hooked`), or is a Hugging Face model in a folder (`--folder`). A
+site is one neuron at one position (or at all positions). Only sites that can have an effect are
+patched and counted: positions starting at the first token that differs between the prompts, and in
+the last layer only the position that the metric reads. Four methods alternate in one process, on
+one thread:
 
     ours              `activation_patch`: tests, recordings and patches
     skilled           record both runs once; for every site add Δz · W_out to the residual stream
@@ -13,21 +14,21 @@ the metric reads. Four ways to patch them run in turns in one process, on one th
     hooks             48 sites of any layers in one forward pass, by hooks
     loop              TransformerLens' `generic_activation_patch`: one forward pass for every site
 
-Every way runs a few sites and more sites, in several rounds. The marginal cost of a site is the
-difference in processor time over the difference in sites; the fixed cost is what is left at no
-sites. Both are medians over the rounds. The values of all four ways are compared, and a difference
-of more than float32 explains is an error.
+Every method runs with a few sites and with more sites, in several rounds. The marginal cost of a
+site is the difference in processor time divided by the difference in the number of sites; the fixed
+cost is the extrapolated cost at no sites. Both costs are medians over the rounds. The values of all
+four methods are compared; a difference larger than float32's rounding is an error.
 
-The bound is ours, counted as multiplications and additions of matrix products, at the speed of this
-machine's matrix product of 2,048 rows and columns. Of a site at position t of layer l, for prompts
-of T tokens after which S = T - t are left (for all positions, S = T less the tokens before the
-first that differs), with P the parameters of a block's matrices, it is
+The bound counts the multiplications and additions in our matrix products, at the speed of this
+machine's matrix product of 2,048 rows and columns. Let a site be at position t of layer l, in
+prompts of T tokens, with S = T - t tokens left (for all positions, S is T minus the tokens before
+the first that differs), and let P be the number of parameters in a block's matrices. The bound is
 
     (L - 2 - l) (2 S P + 4 n_heads d_head Σ_{t < i ≤ T} i)
     + 2 S P_KV + 2 (P - P_KV) + 4 n_heads d_head T
 
-The second line is the last block: its keys and values (P_KV) are needed at all S tokens, the rest
-of it only at the token that the metric reads. A site of the last layer costs nothing.
+The second line is the last block: its keys and values (P_KV) are needed at all S tokens, and the
+rest of the block only at the token that the metric reads. A site in the last layer costs nothing.
 
     python -m analyses.benchmarks.bench_patching --out analyses/results
 """

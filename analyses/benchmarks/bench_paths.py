@@ -1,15 +1,15 @@
-"""What a path costs: ours against hooks written by hand, on the same paths, in one run.
+"""Measure the cost of a path: ours against hand-written hooks, on the same paths, in one run.
 
-The model has GPT-2 small's shape and random weights, as transformers' own in a TransformerBridge;
-the prompts have 15 tokens and differ from one in the middle on, where the senders write. By hand, a
-path is one forward pass of TransformerLens with a hook that moves the receiver's query, or its
-pre-activation, by what the sender wrote more, over the norm's scale in the run, times a column of
-weights; a path to the logits moves the normalized stream. All of that is computed beforehand, and
-not timed. The slow side runs a sample of the paths; its values are compared with ours. Times are
-processor time on one thread.
+The model has GPT-2 small's shape and random weights, as transformers' own in a TransformerBridge.
+The prompts have 15 tokens and differ starting at a token in the middle, where the senders write. By
+hand, a path is one TransformerLens forward pass with a hook. The hook adds a change to the
+receiver's query or pre-activation: the change of the sender's output, divided by the run's norm
+scale, times a column of weights. For a path to the logits, the hook changes the normalized stream.
+These changes are computed before the clock starts. The hand-written method runs a sample of the
+paths, and its values are compared with ours. Times are processor time on one thread.
 
-Flops of a path from position t of layer k to layer l, as the module `_path_patch.py` has them, with
-S tokens from t on (T = 1):
+Flops of a path from position t of layer k to layer l, as in the module `_path_patch.py`, with S
+tokens from t to the end (T = 1):
 
     neuron r       2 d_model + S (L - 1 - l) 2 (12 d_model² + 2 d_model T')     T' tokens in all
     attention r    the same with L - l

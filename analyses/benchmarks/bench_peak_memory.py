@@ -1,4 +1,4 @@
-"""One figure of `bench_convert.py`: the peak memory of one operation, in a process of its own.
+"""Measure one figure of `bench_convert.py`: one operation's peak memory, in a separate process.
 
 python -m analyses.benchmarks.bench_peak_memory converted "cache everything" 128 cpu
 """

@@ -1,18 +1,18 @@
-"""Benchmark of attribution against AtP by plain hooks, and of results of millions of sites.
+"""Benchmark attribution against AtP with plain hooks, and results with millions of sites.
 
     python -m analyses.benchmarks.bench_results                      # GPT-2 small's shape
     python -m analyses.benchmarks.bench_results --model out/smollm2  # a model's folder, as a bridge
     python -m analyses.benchmarks.bench_results --smoke              # tiny sizes
 
-AtP by plain hooks is what one writes who needs the estimates alone: a forward pass that keeps the
-MLPs' activations, another with a graph from the first block on, a backward pass to the activations,
-and (clean - corrupted) · gradient. No check, no name, no scale but the span. Ours makes a `Sweep`.
-All calls run on one thread. Each call's seconds are the medians of rounds in turns, of the wall and
-of the processor. Heads are exposed before the clock starts. "The first" attribution of a model
-includes tests that the later ones need not repeat.
+AtP with plain hooks is minimal code for the estimates: a forward pass that keeps the MLPs'
+activations, a second forward pass that records gradients starting at the first block, a backward
+pass to the activations, and (clean - corrupted) · gradient, divided by the metric's range. It has
+no checks and no names, while ours makes a `Sweep`. All calls run on one thread. Seconds are medians
+over alternating rounds, as wall time and processor time. Heads are exposed before the clock starts.
+A model's first attribution includes tests that later ones need not repeat.
 
-A large result has 32 layers of 14,336 neurons at 28 positions, as of a model of 8 billion
-parameters, and random values. `frame` is what pandas needs, and what the other lines do without.
+A large result has random values for 32 layers of 14,336 neurons at 28 positions, as in a model with
+8 billion parameters. `frame` is the memory that pandas needs; the other lines need no frame.
 """
 
 import statistics

@@ -1,14 +1,14 @@
-"""What a step of training costs, forward and backward: MLPs, neuron-heads exposed, heads alone.
+"""Measure the cost of a training step: MLPs, exposed neuron-heads, and attention heads alone.
 
-Whole models are the MLP transformer and what this package makes of it: converted, exposed, and
-exposed with every neuron-head's pattern read, as a user sees them who trains on. Single layers are
-those of `attention_only_models.py`: the MLP, and heads in narrow form, with the parameters of the
-MLP or as many as it has neurons; then the dense form that the paper describes, where every token
-scores every other and the bias token, and all but two are thrown away.
+The whole models are the MLP transformer, the converted model, the exposed model, and the exposed
+model with a hook that reads every neuron-head's pattern. The single layers are from
+`attention_only_models.py`: the MLP; heads in narrow form, either with the MLP's number of
+parameters or with one head per neuron; and the dense form from the paper, in which every token
+scores every other token and the bias token, and all but two scores are discarded.
 
-Calls take turns in one run, on one thread; times are processor time. Compare ratios. The bound is
-the flops of matrix products at the speed of this machine's, measured here; the optimizer's step,
-which is the same for equal parameters, is left out.
+Calls alternate in one run, on one thread; times are processor time. Compare ratios. The bound is
+the flops of matrix products at this machine's measured speed. The optimizer's step, which is the
+same for equal parameters, is left out.
 
     python -m analyses.benchmarks.bench_training_step --out analyses/results
 """

@@ -1,10 +1,11 @@
-"""What a language model of 8 billion parameters costs, by arithmetic: estimates, nothing measured.
+"""Estimate the cost of analyses on a model with 8 billion parameters; nothing is measured.
 
-Of LLaMA 3 8B's shape, in float32, on a pair of prompts that differ from one token on. Flops are
-multiplications and additions of matrix products, as `bench_patching.py` counts them: a patch at
-position t of layer l runs the tokens from t on through the blocks after l. Sites are taken to lie
-evenly over layers and positions. A second table says which prompts fit which memory, by the numbers
-that the package itself counts (`patching/prompt_chunks.py`). Both tables are in `docs/scale.md`:
+The model has LLaMA 3 8B's shape, in float32, and the two prompts differ starting at one token.
+Flops are multiplications and additions in matrix products, counted as in `bench_patching.py`: a
+patch at position t of layer l runs tokens t and later through the blocks after l. Sites are assumed
+to be spread evenly over layers and positions. A second table shows which prompt lengths fit in
+memory, by the numbers that the package itself counts (`patching/prompt_chunks.py`). Both tables are
+in `docs/scale.md`:
 
     python -m analyses.benchmarks.cost_at_scale
 """

@@ -1,8 +1,8 @@
-"""How time and memory of the main calls grow with tokens, layers, prompts and sites.
+"""Measure how time and memory of the main calls grow with tokens, layers, prompts and sites.
 
-The model is a bridge of GPT-2's architecture with random weights: d_model 224, 7 heads, d_mlp 896,
-a vocabulary of 5,003 tokens, float32, one thread. From a base of 4 layers, 32 tokens and 1 pair of
-prompts, one size grows at a time. Prompts differ in one token, after an eighth of them.
+The model is a bridge with GPT-2's architecture and random weights: d_model 224, 7 heads, d_mlp 896,
+a vocabulary of 5,003 tokens, float32, one thread. Starting at 4 layers, 32 tokens and 1 pair of
+prompts, one size grows at a time. Prompts differ in one token, after an eighth of the tokens.
 
     expose             `expose_neuron_heads`, of layers only
     activation_patch   100 neurons, at 4 positions in all
@@ -12,17 +12,17 @@ prompts, one size grows at a time. Prompts differ in one token, after an eighth 
     discover           every head at every position
     neuron_statistics  every neuron
 
-On the axis of sites, "sites" are also paths, nodes of a graph, candidates of `discover`, and
-neurons of the statistics. Each measurement has a process of its own, with a new model. The process
-loads libraries by a small call on a tiny model. Then it runs the call once, which includes all
-tests of the model, and reports its peak memory above the exposed model (above the model, for
-`expose`). If that took less than 10 s, it runs the call twice more; the time is the shortest of
-these two, with tests remembered. Times are processor time. An axis ends before a measurement that
-would take longer than `--limit` seconds; `--add` with a larger limit adds those that are missing.
+On the axis "sites", sites are also paths, nodes of a graph, candidates of `discover`, and neurons
+of the statistics. Each measurement has a separate process with a new model. The process first loads
+libraries by a small call on a tiny model. Then the process runs the call once, including all tests
+of the model, and reports the peak memory above the exposed model (for `expose`, above the model).
+If the call took less than 10 s, it runs twice more without the tests, and the time is the shorter
+of the two. Times are processor time. An axis ends before a measurement that would take longer than
+`--limit` seconds; `--add` with a larger limit adds the missing measurements.
 
 A slope is the exponent k in cost = c nᵏ, by least squares on logarithms, over all sizes; the last
-slope is that of the two largest sizes, where fixed costs matter least. Costs of 10⁷ sites are
-arithmetic: the line or the power law through the two largest sizes, whichever gives more.
+slope uses only the two largest sizes, where fixed costs matter least. Costs of 10⁷ sites are
+extrapolated by a line or a power law through the two largest sizes, whichever gives more.
 
     python -m analyses.benchmarks.growth_of_cost --out analyses/results
 """

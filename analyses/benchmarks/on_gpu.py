@@ -1,11 +1,11 @@
-"""Everything that is measured on a GPU, in order and within minutes: benchmarks, studies, one page.
+"""Run all GPU benchmarks and studies, in order and within minutes, and write one page.
 
-Each step is a process with a budget. A step that is cut off, fails or finds no time left is named
-on the page, and run when this script runs again; a step that is done is not, so that a device that
-goes away costs the step that ran, and no more. `on_gpu.md` is written anew after every step; what
-steps print and write is beside it. To measure all anew, remove the folder.
+Each step is a process with a time budget. A step that is cut off, fails or has no time left is
+named on the page, and is run again when this script runs again. Finished steps are not repeated, so
+losing the device costs only the current step. `on_gpu.md` is rewritten after every step; outputs of
+the steps are in the same folder. To repeat all measurements, remove the folder.
 
-The first step is this script's own: sweeps on the device, compared with the CPU's.
+The first step belongs to this script: sweeps on the device are compared with sweeps on the CPU.
 
     python -m analyses.benchmarks.on_gpu --device cuda --out out/gpu
 """

@@ -1,11 +1,11 @@
-"""Circuits of subject-verb agreement on SmolLM2, judged on nouns that they were not found on.
+"""Find subject-verb agreement circuits in SmolLM2, and evaluate them on other nouns.
 
     python -m analyses.studies.agreement_circuit --smollm2 FOLDER --sva FOLDER
 
-FOLDER of `--sva` holds `nounpp_train.json` and `nounpp_test.json` of Marks et al., "Sparse Feature
-Circuits" (2024), from the repository TransluceAI/circuits. It has no licence, so nothing of it is
-kept here. 100 pairs choose the sites; 40 pairs with six other nouns judge them. Attention heads at
-all positions are kept, except in the rows of "all sites".
+The `--sva` folder holds `nounpp_train.json` and `nounpp_test.json` from Marks et al., "Sparse
+Feature Circuits" (2024), in the repository TransluceAI/circuits. That repository has no licence, so
+its files are not stored here. 100 pairs choose the sites; 40 pairs with six other nouns evaluate
+them. Attention heads at all positions are kept, except in the rows "all sites".
 """
 
 import time

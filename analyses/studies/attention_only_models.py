@@ -1,10 +1,10 @@
-"""Neuron-heads that are trained, and the transformers that have them in the place of MLPs.
+"""Trainable neuron-heads, and transformers that have neuron-heads in place of MLPs.
 
-With x a token of the stream (normalised), a neuron-head is a masked attention head of width 1:
-each token sees itself and one static row outside of the text.
+Let x be a token of the normalised stream. A neuron-head is a masked attention head of width 1: each
+token attends to itself and to one static row outside the text.
 
     q = x·W_Q    k = x·W_K    v = x·W_V      key_b, value_b: of the static row
-    scores    self: q k          static row: q key_b            (the scale √1 of width 1)
+    scores    self: q k          static row: q key_b            (width 1 has the scale √1)
     pattern   self: p = σ(q (k - key_b))     static row: 1 - p
     output    (p v + (1 - p) value_b) W_O
 
@@ -16,10 +16,10 @@ each token sees itself and one static row outside of the text.
     theorem      and W_Q = W_V: two vectors, σ(q) q; the MLP, computed as heads
     mlp          SiLU(x W_Q) W_O by torch: Definition 1, no biases
 
-"set free" is "bias token" started at the theorem's weights: at first it is that MLP.
+"set free" is "bias token" with the theorem's initial weights, so it starts as the MLP.
 
-The transformers around them are a GPT-2 of transformers (text) and the HookedTransformer of
-`train_modular_addition.py`; `in_package` gives them back with an MLP, from the "mlp" or "theorem".
+The transformers around the heads are transformers' GPT-2 (text) and the HookedTransformer from
+`train_modular_addition.py`; `in_package` returns them with an MLP, from "mlp" or "theorem".
 """
 
 import copy

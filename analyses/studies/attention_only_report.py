@@ -1,4 +1,4 @@
-"""The page and the figures of the study of attention-only training, from its tables alone."""
+"""Write the page and figures of the study of attention-only training, only from its tables."""
 
 import json
 from collections.abc import Mapping

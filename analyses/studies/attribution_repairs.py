@@ -1,8 +1,8 @@
-"""What exact repairs make of attribution on pairs of prompts that were not used to tune them.
+"""Measure how exact repairs improve attribution, on prompt pairs not used to tune the repairs.
 
-`attribution` is held against `activation_patch` of every site, and what it says one may expect
-against what one gets: on a classifier that saturates (`train_brackets.py`), on the shipped language
-model, and on the real models that are there.
+`attribution` is compared with `activation_patch` at every site, and the expected correlation with
+the true one: on a saturated classifier (`train_brackets.py`), on the shipped language model, and on
+the real models in the models folder.
 
     python -m analyses.studies.attribution_repairs --models-dir MODELS --out analyses/results
 """

@@ -1,9 +1,9 @@
-"""Attribution with exact repairs on SmolLM2-135M, against exact patches of a sample of sites.
+"""Compare attribution with exact repairs on SmolLM2-135M with exact patches of sampled sites.
 
-A sweep of every site would take hours. So sites are sampled, of attention heads and of neuron-heads
-apart: 250 of the largest expected error, 250 of the largest |estimate|, and 250 of all others at
-random, each of which stands for as many as were not drawn. Correlations are weighted so; top-20 is
-among the sampled sites of a kind.
+A sweep of every site would take hours. So sites are sampled, separately for attention heads and
+neuron-heads: the 250 with the largest expected error, the 250 with the largest |estimate|, and 250
+random other sites. Each random site represents an equal share of the other sites, and correlations
+are weighted accordingly. The top 20 are taken from the sampled sites of a kind.
 
     python -m analyses.studies.attribution_smollm2 out/smollm2 --out analyses/results
 """

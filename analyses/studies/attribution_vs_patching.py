@@ -1,8 +1,8 @@
-"""How well each method of attribution agrees with patching: every site, every part, exact sweeps.
+"""Measure how well each attribution method agrees with exact patching, at every site and part.
 
-On the shipped model and on the real ones that are there, for pairs of prompts drawn with a seed,
-`attribution` without exact repairs is held against `activation_patch`, neuron-heads and attention
-heads apart. What repairs make of it: `attribution_repairs.py`.
+On the shipped model and on the real models in the models folder, for seeded random prompt pairs,
+`attribution` without exact repairs is compared with `activation_patch`, separately for neuron-heads
+and attention heads. For the effect of repairs, see `attribution_repairs.py`.
 
     python -m analyses.studies.attribution_vs_patching --models-dir MODELS --out analyses/results
 """

@@ -1,13 +1,13 @@
-"""What the study of circuits in growth measures in a model, and between two.
+"""The measures of the study of circuits in growth, for one model and for two.
 
-A component is an attention head or a neuron, at all positions of a prompt. Its *effect* is what the
-metric, a difference of logits, loses when its output in the clean run is replaced by that in the
-corrupted run, and nothing else: estimated by `patching.attribution`, whose foremost sites are
-patched; of one small model all measures are made by patching every component, too. Its *share* is
-of the sum of |effects|, each the mean over prompts. A task's *circuit* in a model is the K neurons
-of largest |effect|.
+A component is an attention head or a neuron, at all positions of a prompt. A component's *effect*
+is how much the metric, a logit difference, decreases if only the component's output in the clean
+run is replaced by the output in the corrupted run. Effects are estimated by `patching.attribution`,
+which patches the strongest sites; for one small model, all measures are also computed by patching
+every component. A component's *share* is its part of the sum of |effects|, each the mean over
+prompts. A task's *circuit* in a model is the K neurons with the largest |effect|.
 
-Between a model and one grown from it, over the components of both:
+These measures compare a model with a model grown from it, over the components of both:
 
     correlation    Pearson's, of the effects of neurons
     kept           the share of the circuit's K neurons that are among the K first of the old ones
@@ -20,10 +20,10 @@ Between a model and one grown from it, over the components of both:
                    same, EXAMPLES at each end; the mean over the circuit
     heads          Pearson's of an attention head's pattern over the same texts; the mean over heads
 
-and what they would be by chance: the mean over all ways to match each neuron with one of its layer
-at random. Correlations of what is constant count as 0.
+The chance level of each measure is the mean over all ways to match each neuron with a random neuron
+of its layer. Correlations with a constant count as 0.
 
-Of what is new:
+These measures describe new components:
 
     new_share      the share of new components
     parity         what it would be if labels "new" were given at random among components of a kind
@@ -36,7 +36,7 @@ Of what is new:
                    over the K new neurons of largest |effect|; old_resemblance is that of the K
                    old neurons of largest |effect| with other old ones
 
-Intervals are quantiles over resamples of prompts, all components with the same ones.
+Intervals are quantiles over resamples of prompts; all components use the same resamples.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""What becomes of circuits when a transformer grows?
+"""What happens to circuits when a transformer grows?
 
-A LLaMA of 2 layers learns Small English until it answers three of its tasks: number across a
-prepositional phrase, gender, brackets. Then it grows, and trains on:
+A 2-layer LLaMA learns Small English until it solves three tasks: number across a prepositional
+phrase, gender, and brackets. Then the model grows, and continues training:
 
     none                nothing is added: drift without growth, for as many flops
     none, equal steps   the same, for as many steps as "neurons" has
@@ -14,23 +14,23 @@ prepositional phrase, gender, brackets. Then it grows, and trains on:
     neurons, cancelling as neurons, but in pairs whose outputs cancel
     neurons, splits     as neurons, but each old one is shared out with a copy of itself
 
-The new entries of the first five are drawn as the model draws its own, and zero where they write.
-Every arm goes on from the same small model, with AdamW's moments, the same texts, and (but for the
-two named after steps and texts) as many flops of training; so an arm with more weights does fewer
-steps. Neurons, heads, width and depth add about as many weights each. The learning rate falls over
-the last quarter. Three small models; two growths of each with other numbers in the new entries, to
-tell what is growth's from what is chance's.
+In the arms neurons, heads, width and depth, new entries have the distribution of the model's
+initial weights, and output weights are zero. Every arm continues from the same small model, with
+AdamW's moments, the same texts and the same number of flops (except the arms with equal steps or
+other texts); so an arm with more weights takes fewer steps. Neurons, heads, width and depth add
+about equally many weights. The learning rate falls over the last quarter. There are three small
+models, and two growths of each with different random numbers, to separate growth from chance.
 
-Before growth, right after it, and after 1/32, 1/8, 3/8 and all of the training every component's
-effect on every task is measured (`circuit_measures.py` defines all measures), with intervals over
-prompts; seeds are all shown. Nulls: neurons of a layer matched at random; training without growth
-for as many flops, and for as many steps; an arm's two growths against each other; two trainings
-on other texts against each other; one model against itself, on disjoint prompts: the ceiling.
+Every component's effect on every task is measured before growth, right after growth, and after
+1/32, 1/8, 3/8 and all of the training (`circuit_measures.py` defines all measures), with intervals
+over prompts; all seeds are shown. Baselines: neurons of a layer matched at random; training without
+growth for equal flops, and for equal steps; an arm's two growths against each other; two trainings
+on other texts against each other; as the ceiling, one model against itself on disjoint prompts.
 
-Questions, and what we expect of each, are `PREDICTIONS` in `circuits_report.py`; they were written
-before the run, with what would make each of them fail. A first run, of which the page speaks,
-trained on for 300 steps. Equal steps, other texts, disjoint prompts and overlap were added
-afterwards, and everything was run again.
+`PREDICTIONS` in `circuits_report.py` lists the questions and our predictions; they were written
+before the run, together with what would make each prediction fail. A first run, which the page
+mentions, continued training for 300 steps. Equal steps, other texts, disjoint prompts and overlap
+were added afterwards, and everything was run again.
 
     python -m analyses.studies.circuits_in_growth --out analyses/results
 """

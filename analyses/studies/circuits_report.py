@@ -1,4 +1,4 @@
-"""The questions, predictions, answers, page and figures of the study of circuits in growth."""
+"""Write the page and figures of the study of circuits in growth, with predictions and answers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

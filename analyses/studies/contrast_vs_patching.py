@@ -1,10 +1,10 @@
-"""How well secants tell what patching measures: heads, circuits and edges, on several models.
+"""Measure how well secants agree with patching: heads, circuits and edges, on several models.
 
     python -m analyses.studies.contrast_vs_patching --models-dir MODELS --smollm2 FOLDER
 
-Attributions of z are compared with denoising, with noising, and with their mean; rankings by the
-faithfulness of their first k sites; searches by the sizes of their circuits; and the edges of
-graphs with exact path patches of the strongest of them.
+Attributions of z are compared with denoising, with noising, and with the mean of both. Rankings are
+compared by the faithfulness of their first k sites, searches by the sizes of their circuits, and
+the strongest edges of graphs with exact path patches.
 """
 
 import time

@@ -1,10 +1,11 @@
-"""Edge attribution patching with a zero reference, of any `HookedTransformer`.
+"""Edge attribution patching (EAP) with a zero reference, for any `HookedTransformer`.
 
     EAP(w → R, kind) = Σ_tokens |∂m/∂(R's input of that kind) · what w wrote, as R reads it|
 
-(Syed, Rager and Conmy, "Attribution Patching Outperforms Automated Circuit Discovery", 2023), with
-m a sum of all logits with random signs, norm scales held where R reads, and what w wrote removed:
-the first-order estimate of what an exact cut of `circuits.score_edges` with a zero reference does.
+(Syed, Rager and Conmy, "Attribution Patching Outperforms Automated Circuit Discovery", 2023). Here,
+m is the sum of all logits with random signs, norm scales before R are held fixed, and w's output is
+removed. EAP is the first-order estimate of an exact cut in `circuits.score_edges` with a zero
+reference.
 """
 
 from collections import defaultdict

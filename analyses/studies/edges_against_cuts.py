@@ -1,14 +1,15 @@
-"""Edge scores on trained models: how they rank edges, held against exact cuts of every edge.
+"""Compare how edge scores and exact cuts rank the edges of trained models.
 
-On the shipped model and on the real ones that are there, in float64: the nodes of largest
-attribution of the largest logits on some prompts, every edge between them, and
+On the shipped model and on the real models in the models folder, in float64, the nodes with the
+largest attribution to the largest logits are taken on some prompts. Every edge between these nodes
+has three scores:
 
     exact         `circuits.score_edges`, its column `exact`: the change of the logits by each cut
     two factors   its score
     EAP           `edge_attribution_patching.py`: the cut to first order, with a zero reference
 
-with norm scales held where the reader reads. Against EAP, exact cuts have a zero reference alone;
-two factors are held against cuts with zero and mean as well.
+Norm scales before the reader are held fixed. EAP is compared with exact cuts with a zero reference;
+two factors are compared with exact cuts with zero and mean references.
 
     python -m analyses.studies.edges_against_cuts --models-dir MODELS --out analyses/results
 """

@@ -1,19 +1,19 @@
-"""Training runs on Small English that grow: models of transformers, in bridges.
+"""Training runs on Small English in which models grow: transformers' models, in bridges.
 
-The texts, the loss and the questions are those of `train_small_english.py`; a batch depends on the
-data seed and on the number of its step alone. The embedding and the unembedding are two matrices
-(growth in width parts them anyway), so that a grown model and one that is of its size from scratch
-have the same parameters.
+Texts, loss and questions are those of `train_small_english.py`; a batch depends only on the data
+seed and the step number. The embedding and the unembedding are separate matrices (growth in width
+separates them anyway), so that a grown model and a full-size model have the same parameters.
 
-AdamW trains everything. The learning rate rises over the first `warmup` steps and falls in a line
-to zero over the last `decay`; nothing happens to it when the model grows. All tensors have the same
-rate, those too that growth scales (`growth/optimizer.py` would scale theirs). Moments go along with
-their entries, new ones start at zero.
+AdamW trains all parameters. The learning rate rises over the first `warmup` steps and falls
+linearly to zero over the last `decay` steps; growth does not change it. All tensors have the same
+rate, even those that growth scales (`growth/optimizer.py` would scale their rates). Moments move
+with their entries, and moments of new entries start at zero.
 
-A run may begin where another one stopped, with its weights, moments, step and totals: so many runs
-share one small model, and no text is read twice.
+A run may continue another run, with its weights, moments, step and totals. So many runs share one
+small model, and no text is read twice.
 
-Flops are those of matrix products, forward and twice that backward, padding included: `step_flops`.
+`step_flops` counts the flops of matrix products, including padding; a backward pass counts twice a
+forward pass.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
-"""What bilinear gates cost a whole model: activations, logits, KL and top tokens, by gate.
+"""Measure the error of bilinear gates in a whole model: activations, logits, KL and top tokens.
 
-Each model is converted with one bilinear gate after the other, and compared with itself before:
-in float64, where what differs is the approximation, and in float32, where rounding takes over.
-`exactness_measures.py` says what is measured.
+Each model is converted with each bilinear gate, and compared with the unconverted model: in
+float64, where the difference is the approximation error, and in float32, where rounding dominates.
+`exactness_measures.py` defines the measures.
 
     python -m analyses.studies.exactness_by_gate --models-dir MODELS --out analyses/results
 """

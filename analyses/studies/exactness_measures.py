@@ -1,8 +1,8 @@
-"""What `exactness_by_gate.py` measures: which models, with which gates, and how far they get.
+"""The models, gates and measures of `exactness_by_gate.py`.
 
-KL(p ‖ q) = Σ p (log p - log q) loses all digits where p and q agree to 1e-8. As Σ p = Σ q = 1, it
-is also Σ p (e^d - 1 - d) with d = log q - log p, whose terms are never negative: that holds its
-digits until d itself is rounding, near 1e-30.
+KL(p ‖ q) = Σ p (log p - log q) loses all digits if p and q agree to 1e-8. Because Σ p = Σ q = 1, KL
+is also Σ p (e^d - 1 - d) with d = log q - log p. No term of this sum is negative, so the sum keeps
+its digits until d itself is a rounding error, near a KL of 1e-30.
 """
 
 import copy

@@ -1,6 +1,6 @@
-"""A figure about SmolLM2-135M that the guide quotes.
+"""Compute a number about SmolLM2-135M that the guide quotes.
 
-It is the share of the attribution that the 300 largest nodes of one prompt's graph have.
+The number is the share of the attribution in the 300 largest nodes of one prompt's graph.
 
     python -m analyses.studies.figures_on_smollm2 --smollm2 out/smollm2 --out analyses/results
 """

@@ -1,10 +1,9 @@
-"""What do the tools of *A Mathematical Framework for Transformer Circuits* say of models with MLPs?
+"""Apply the tools of *A Mathematical Framework for Transformer Circuits* to models with MLPs.
 
 The post on attention-only transformers hopes that these tools (Elhage et al. 2021), made for models
-of attention heads alone, reach MLPs once neurons are heads. In the package they do: OV eigenvalues,
-token → neuron → token tables and path expansion, exact, for heads and neuron-heads alike. Whether
-what they say is of use, this study asks of Small English, and of SmolLM2-135M where its folder is
-given.
+without MLPs, work for MLPs if neurons are heads. In this package they do: OV eigenvalues, token →
+neuron → token tables and path expansion are exact for heads and neuron-heads. This study asks
+whether the results are useful, for Small English, and for SmolLM2-135M if its folder is given.
 
 Expected, before anything was run:
 

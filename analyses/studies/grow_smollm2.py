@@ -1,9 +1,9 @@
-"""A real model grown, written, and loaded by transformers alone: time, memory and logits.
+"""Grow a real model, save it, and load it with transformers: time, memory and logits.
 
-SmolLM2-135M-Instruct (`make smollm2`) grows in each direction by itself, and in all at once. Every
-growth runs in a process of its own; another process, which imports nothing of this package, loads
-the folder that it wrote and runs it on the same prompts. The grown logits are held against those
-of transformers on the model before growth.
+SmolLM2-135M-Instruct (`make smollm2`) grows in each direction separately, and in all at once. Every
+growth runs in a separate process; another process, which does not import this package, loads the
+saved folder and runs the model on the same prompts. The grown model's logits are compared with the
+logits of the original model in transformers.
 
     python -m analyses.studies.grow_smollm2 --out analyses/results
 """

@@ -1,4 +1,4 @@
-"""The arms of the study of growth: what is trained, and for how long."""
+"""The arms of the growth study: which models are trained, and for how long."""
 
 import json
 from collections.abc import Callable, Iterator

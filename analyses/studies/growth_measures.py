@@ -1,21 +1,21 @@
-"""What the study of growth measures in a model that adds modulo p.
+"""The measures of the growth study, for a model that adds modulo p.
 
-Logits as a function of the offset. With f(d) the mean over all pairs (a, b) of the logit of
-a + b + d, the discrete Fourier transform of f says by which frequencies k the model tells the
-answer (d = 0) from the rest: cos(2π k d / p) is what Nanda et al. (2023) found logits to be made
-of. A frequency is *key* where |f̂(k)|² is at least KEY of the sum over k = 1 … (p - 1) / 2.
+Logits by offset. Let f(d) be the mean over all pairs (a, b) of the logit of a + b + d. The discrete
+Fourier transform of f shows which frequencies k distinguish the answer (d = 0) from other tokens;
+Nanda et al. (2023) found that logits consist of terms cos(2π k d / p). A frequency is a *key*
+frequency if |f̂(k)|² is at least KEY of the sum over k = 1 … (p - 1) / 2.
 
-Neuron-heads. The self weight σ(q) of a neuron-head at '=' is a function of (a, b). Of its variance,
-frequency k explains the part in the entries of the two-dimensional transform whose indices are 0,
-k or -k (not both 0): a neuron of theirs is a polynomial of degree 2 in waves of one frequency. The
-neuron is *tuned* to the frequency that explains most, where that is at least TUNED.
+Neuron-heads. The self weight σ(q) of a neuron-head at '=' is a function of (a, b). Frequency k
+explains the part of its variance in those entries of the two-dimensional transform whose indices
+are 0, k or -k (not both 0): in Nanda et al., a neuron is a polynomial of degree 2 in waves of one
+frequency. A neuron is *tuned* to the frequency that explains most, if that share is at least TUNED.
 
-Margin. The logit of the answer less the mean logit, averaged over all pairs, is linear in what
-writes to the stream, as the model has no norm: z_i · W_out[i] · W_U is the part of neuron-head i.
-Shares of neurons, and of what attention and the embedding write directly, add up to 1.
+Margin. The answer's logit minus the mean logit, averaged over all pairs, is linear in the outputs
+to the stream, because the model has no norm: neuron-head i contributes z_i · W_out[i] · W_U. The
+shares of neurons, and of the direct outputs of attention and embedding, add up to 1.
 
-Flops are those of the matrix products of one training step, forward and backward, as torch's
-counter sees them; gathers, softmax, activations and the optimizer are left out.
+Flops are those of the matrix products in one training step, forward and backward, according to
+torch's counter; gathers, softmax, activations and the optimizer are left out.
 """
 
 from collections.abc import Iterable

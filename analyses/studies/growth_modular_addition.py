@@ -1,18 +1,18 @@
-"""Does it pay to grow? Addition modulo 53: trained small and grown, against full size from scratch.
+"""Does growth save compute? Addition modulo 53, with grown models and full-size models.
 
 Every arm trains for the same number of epochs on the same pairs:
 
     small        never grows
     early, late  small at first; neurons, then heads, then the width of the stream are added
     full         at the grown size from the start
-    late again   as late, but with other numbers in the new entries: a null for circuits
+    late again   as late, but with other random new entries: a baseline for circuits
 
-AdamW's state grows along. Loss and accuracy are drawn against the flops of matrix products so far.
-Then key frequencies before and after growth, and what the new neuron-heads do: whether they are
-tuned to frequencies of the old circuit, and which of them `compare` finds in the new one.
+AdamW's state grows with the model. Figures show loss and accuracy against the flops of matrix
+products so far, key frequencies before and after growth, and the role of new neuron-heads: whether
+they are tuned to frequencies of the old circuit, and which of them `compare` finds in the new one.
 `growth_measures.py` defines the measures.
 
-An arm writes what it needs to go on to `--runs`; an interrupted study goes on where it stopped.
+An arm writes checkpoints to `--runs`, so an interrupted study resumes where it stopped.
 
     python -m analyses.studies.growth_modular_addition --out analyses/results
 """

@@ -1,4 +1,4 @@
-"""The page and the figures of the study of growth."""
+"""Write the page and figures of the growth study."""
 
 import statistics
 from collections.abc import Mapping

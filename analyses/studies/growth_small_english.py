@@ -1,34 +1,35 @@
-"""Does it pay to grow? Three questions about small language models (§5 of the growth paper).
+"""Does growth save compute? Three questions about small language models (§5 of the growth paper).
 
-All models read Small English; `english_runs.py` trains them. Three seeds of everything: weights,
-texts and new entries; what is compared within a seed reads the same texts in the same order.
+All models are trained on Small English by `english_runs.py`. There are three seeds for weights,
+texts and new entries; runs with the same seed read the same texts in the same order.
 
-Which start trains best? A small model trains, grows, and trains on; the arms differ in what the new
-entries start as. It grows in neurons, heads and width at once; once with plain MLPs and LayerNorm,
-where GradMax can be asked, and once with gated MLPs and RMS norm:
+Which initialisation trains best? A small model trains, grows, and continues training; the arms
+differ in how the new entries are initialised. The model grows in neurons, heads and width at once,
+once with plain MLPs and LayerNorm, for which GradMax is defined, and once with gated MLPs and RMS
+norm:
 
-    own          drawn as the model's own, outputs zero: the growth paper's
-    zeros        zero everywhere: dead, a control
+    own          the model's own initial distribution, zero outputs: the growth paper's method
+    zeros        zero everywhere, a control: new units are dead
     copies       old units copied with noise, outputs zero
-    pairs        drawn as the model's own; neurons and heads in pairs whose outputs cancel
+    pairs        the model's own distribution; neurons and heads in pairs whose outputs cancel
     splits       Net2Net: a neuron or head keeps half of its output, copies have the rest; noise 0.1
-    unequal      as LEMON: it keeps three quarters; noise 0.01
+    unequal      as in LEMON: a neuron or head keeps three quarters; noise 0.01
     GradMax      neurons whose outputs start with the largest gradient, outputs zero
 
-All of these take the same flops; "small" never grows, and "full" has the full size from scratch,
-for the flops that the others take.
+All arms take the same flops; "small" never grows, and "full" has the full size from the start.
 
-Does one checkpoint pay for a family of sizes? The smallest model trains n steps, the last of them
-with a falling learning rate. Each next size grows from the one before it, as it was before its rate
-fell, and trains n steps of its own, too; so both families take the same flops, size by size, and
-the smallest models are the same. For two budgets n. But a grown model alone has taken more steps
-and flops than one from scratch, those of the checkpoint too: so each size also trains from scratch
-for the flops of its whole line. (This arm was added after the first run, and all were run again.)
+Does one checkpoint save compute for a family of sizes? The smallest model trains for n steps, with
+a falling learning rate at the end. Each larger size grows from the previous size, as it was before
+its rate fell, and also trains for n steps. So the grown family and the family from scratch take the
+same flops at each size, and share the smallest model. There are two budgets n. But a grown model
+has also used the steps and flops of its checkpoint, more than a model from scratch. So each size is
+also trained from scratch for the flops of the whole line of checkpoints. (This arm was added after
+the first run, and all arms were run again.)
 
-Where should new layers go? Two layers become four: new ones at the bottom, in the middle, at the
-top, or one above each old one; the last also as copies (LLaMA Pro's). And four from scratch.
+Where should new layers go? Two layers become four, with new layers at the bottom, in the middle, at
+the top, or above each old layer; the last also with copies (LLaMA Pro), and four from scratch.
 
-What we expect, written before the runs:
+Our predictions, written before the runs:
 
 1.  Of the live starts none beats "own" at the end by more than seeds differ. AdamW moves an entry
     whose moments are fresh by about its learning rate (`fresh_steps`), however small its gradient:
@@ -45,15 +46,15 @@ What we expect, written before the runs:
 (Before this was written, learning rates had been tried for models of width 32 and 64 from scratch,
 and neurons alone, 16 against 128, which made no difference after 300 steps; no model had grown.)
 
-How it is measured: the loss on held-out text (`held_out_loss` in `train_small_english.py`), the
-same 1,024 texts for all, of which the first 128 while it trains, of every length; and the share of
-right answers to questions of eight tasks. (In the first run the texts while it trained were 64 of
-four lengths, and all losses were means of batches, so that words of short texts counted more.)
-Differences are paired by seed, with Student's interval of 95 %. Flops are those of matrix
-products, by arithmetic (`step_flops`). One learning rate for all: the best of four for the full
-size of both kinds, from scratch with seed 0. (It was chosen at widths 32 and 64; the smallest
-models turned out to learn faster at twice that. By the rule that first stood here, the lowest sum
-over both sizes, it would have been 0.016: the rule was changed after the rates were seen.)
+Measures: the loss on held-out text (`held_out_loss` in `train_small_english.py`), on the same 1,024
+texts for all arms (during training, on the first 128), and the share of correct answers in eight
+tasks. (In the first run, these were 64 texts of four lengths, and all losses were means over
+batches, so that words in short texts counted more.) Differences are paired by seed, with Student's
+95 % interval. `step_flops` counts the flops of matrix products. All runs use one learning rate: the
+best of four for the full size of both kinds, from scratch with seed 0. (The rate was chosen at
+widths 32 and 64; the smallest models learned faster at twice that rate. By our first rule, the
+lowest sum over both sizes, the rate would have been 0.016: the rule was changed after the rates
+were seen.)
 
     python -m analyses.studies.growth_small_english --out analyses/results
 """

@@ -1,4 +1,4 @@
-"""The page and the figure of the study of growth on Small English."""
+"""Write the page and figure of the growth study on Small English."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,8 @@
-"""How far are bert2BERT and Deep Fusion from the function that they widen, and is Theorem 3.5?
+"""Measure how far bert2BERT, Deep Fusion and Theorem 3.5 change the function of a widened model.
 
-The growth paper says of earlier width expansions that they are nearly function-preserving, "but
-admit gaps due to LayerNorm discrepancies" (section 4). Both copy coordinates of the residual
-stream; a norm takes the mean, or the mean square, over all of them, and sees copies more often:
+The growth paper says that earlier width expansions are nearly function-preserving, "but admit gaps
+due to LayerNorm discrepancies" (section 4). bert2BERT and Deep Fusion copy coordinates of the
+residual stream; a norm takes the mean or mean square over all coordinates, and copies count twice:
 
     bert2BERT       Chen et al., 2022, its function-preserving initialization: each new coordinate
                     is a copy of one drawn at random; what reads it is divided by the number of
@@ -15,10 +15,10 @@ stream; a norm takes the mean, or the mean square, over all of them, and sees co
     3.5 as printed  the growth paper's: zeros, and gains times √(h/ĥ). It is about RMSNorm without ε
     Theorem 3.5     `expansion.WidenStream`: ε scaled as well, LayerNorm centred first
 
-They widen a LLaMA (RMSNorm; the model that ships) and a GPT-2 (LayerNorm) trained on Small English,
-and a GPT-2 with random weights. The gap, on text that none has read: of a logit, the largest
-difference over the largest logit; from the old distribution of the next token to the new one, the
-mean KL divergence in nats; and the loss.
+Each method widens the shipped LLaMA (RMSNorm), a GPT-2 trained on Small English (LayerNorm), and a
+GPT-2 with random weights. The gap is measured on held-out text: the largest logit difference
+divided by the largest logit; the mean KL divergence, in nats, from the old next-token distribution
+to the new one; and the loss.
 
 Predictions, written before the first run.
 

@@ -1,19 +1,20 @@
-"""Attention heads that behave like neurons: they attend to their own token, or to nothing.
+"""Find attention heads that behave like neurons: they attend to their own token or to a sink.
 
     python -m analyses.studies.neuron_like_heads "The keys near the cabinet"
 
 A neuron-head divides its attention between its own token and a bias token whose value is zero. An
 attention head does nearly the same if it attends to itself or to a sink: the first token, where
 trained heads leave attention that they do not need (Xiao et al. 2023, "Efficient Streaming
-Language Models with Attention Sinks"), or a learned sink outside the text. Measured on data:
+Language Models with Attention Sinks"), or a learned sink outside the text. Measures, on data:
 
     to_self      mean attention to the query's own token
     to_first     mean attention to the first token
-    to_sink      1 less the sum of a row: the attention to a learned sink, 0 without one
-    to_others    mean attention to all other tokens: unlike a neuron
-    self_spread  standard deviation of the attention to self: 0 for a gate that never moves
+    to_sink      1 minus the sum of a row: the attention to a learned sink, 0 without a sink
+    to_others    mean attention to all other tokens, which a neuron never has
+    self_spread  standard deviation of the attention to self: 0 for a constant gate
 
-The first four add up to 1. Queries at the first token are left out: there, self and first are one.
+The first four add up to 1. Queries at the first token are left out, because there, the own token is
+also the first token.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Transformers for the post's construction, random and trained, and their direct evaluation."""
+"""Random and trained transformers for the post's construction, and their direct evaluation."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,9 +1,9 @@
-"""How large should Ω be? The error of the post's construction as a whole multi-layer model.
+"""How large should Ω be? Measure the error of the post's construction in a whole multi-layer model.
 
-The post replaces masks by a large number Ω and reports, for each sublayer alone, errors of about
-1e-10 in float64 at Ω = 1000: "I have not tested how such errors propagate through multiple layers."
-Here a deep model is run, and its stream after each layer compared with a direct evaluation in
-float64 of the same weights.
+The post replaces masks with a large number Ω and reports, for each sublayer separately, errors of
+about 1e-10 in float64 at Ω = 1000: "I have not tested how such errors propagate through multiple
+layers." This study runs a deep model, and compares the stream after each layer with a direct
+float64 evaluation of the same weights.
 
 python -m analyses.studies.omega_study --out out/omega
 """

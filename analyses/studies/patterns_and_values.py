@@ -1,9 +1,9 @@
-"""What seeing neurons as heads gives: how much goes through patterns, and what that predicts.
+"""Measure how much goes through patterns and how much through values, and what this predicts.
 
     python -m analyses.studies.patterns_and_values --models-dir MODELS --smollm2 FOLDER
 
-The difference of two runs is divided exactly into what goes through the patterns of heads and
-neurons (gates) and what goes through their values (`engine/contrast.py`).
+The difference of two runs is split exactly into a part through the patterns of heads and neurons
+(gates) and a part through their values (`engine/contrast.py`).
 """
 
 import time

@@ -1,15 +1,16 @@
-"""The post's construction on trained models, end to end: what it costs, and its error against Ω.
+"""Measure the cost and the error of the post's construction on trained models, as a function of Ω.
 
-`omega_study.py` asks the same of random models, deep and long. Here the weights are trained, the
-error is that of logits and probabilities, and the cost is measured too. The post ignores layer norm
-and needs SiLU or ReLU, by SiLU(kx)/k: the shipped model (addition modulo 113, one layer, SiLU) is
-one of the few that fit. `--model FOLDER` (config.json, model.safetensors) takes others without norm
-whose tokens are (a, b, =) of that task, once for each folder. The stored page has one that does not
-ship, `modular_addition_relu_1l`, which others have trained: the same task and sizes, with ReLU.
+`omega_study.py` does this for random models with many layers and tokens. Here the weights are
+trained, the error is measured on logits and probabilities, and the cost is measured too. The post
+ignores layer norm and needs SiLU, or ReLU as SiLU(kx)/k. The shipped model (addition modulo 113,
+one layer, SiLU) is one of the few that fit. `--model FOLDER` (config.json, model.safetensors),
+which may be repeated, adds other models without norm whose tokens are (a, b, =) of that task. The
+stored page includes a model that does not ship, `modular_addition_relu_1l`, trained by others on
+the same task and with the same sizes, with ReLU.
 
-Compared: the construction with the mask and all of it as published, in float64 and float32, and in
-float32 with its scores shifted by 2Ω (`analyses/post`), with a direct evaluation of the same
-weights in float64. Logits at all positions, probabilities, accuracy and loss at the last one.
+The published construction, with its mask, in float64 and float32, and in float32 with scores
+shifted by 2Ω (`analyses/post`), is compared with a direct float64 evaluation of the same weights.
+Logits are compared at all positions; probabilities, accuracy and loss at the last position.
 
 Predictions, written before the first run
 -----------------------------------------

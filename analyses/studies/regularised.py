@@ -1,24 +1,25 @@
-"""Does a model stay what it is under training with a regularizer, once its MLP is attention heads?
+"""Does a model whose MLP is attention heads keep its structure under training with a regularizer?
 
 The post: "The structures used for attention-only transformers are probably not stable under
 training with any form of regularization", as L2 reduces the Ω entries, and as under dropout "the
 attention patterns rely on strong signals from specific entries, with no redundancy".
 
-A one-layer model without norm (SiLU, addition modulo 23) is trained, then trained on, from the same
-weights on the same batches, as it was (MLP), with a head a neuron (heads: `convert`, whose masks
-and bias token are no weights), and as the post has it (post, Ω = 9, the smallest that is accurate
-in float32, ½ ln(2²⁴ N), and Ω = 1000, the author's). Of the post's matrices the entries that begin
-as nonzero are trained, or every entry. Regularizers: none; decoupled weight decay λ (AdamW); L2 as
-a term λ/2 |w|² of the loss; dropout of 0.1 of attention patterns, of what sublayers write to the
-stream, of the hidden layer. Three seeds: of the model, the split of pairs, the batches, dropout.
+A one-layer model without norm (SiLU, addition modulo 23) is trained. Then training continues from
+the same weights on the same batches in three forms: the MLP; one head per neuron (heads: `convert`,
+whose masks and bias token are not weights); and the post's form (post, with Ω = 9 = ½ ln(2²⁴ N),
+the smallest Ω that is accurate in float32, and with the author's Ω = 1000). In the post's matrices,
+either the initially nonzero entries are trained, or all entries. Regularizers: none; decoupled
+weight decay λ (AdamW); an L2 term λ/2 |w|² in the loss; dropout of 0.1 on attention patterns, on
+sublayer outputs to the stream, or on the hidden layer. There are three seeds for the model, the
+split of pairs, the batches and dropout.
 
-Measured on all pairs, without dropout: KL and logits' distance from the function it was, accuracy,
-loss; for the post the largest attention weight that is where the construction has none ("leak"),
-the Ω that its weights still hold, and the KL of the same weights with masks put back from outside:
-what is left of the distance then is drift of the function, what went is broken masks.
+Measures, on all pairs without dropout: KL and logit distance from the original function, accuracy,
+and loss. For the post's form, also: the largest attention weight where the construction has none
+("leak"), the Ω that the weights still hold, and the KL of the same weights with the masks restored.
+The KL that remains with restored masks is drift of the function; the rest is due to broken masks.
 
-Decay alone, without gradients, is measured apart: all weights times e^-s, s = -t ln(1 - ηλ) after
-t steps, or one part of them (`regularised_forms.py`): the model's own, Ω, or the ones.
+Decay without gradients is measured separately. After t steps, all weights are multiplied by e^-s,
+with s = -t ln(1 - ηλ), or only one part (`regularised_forms.py`): own weights, Ω, or the ones.
 
 Predictions, written before the run, after trials of 60 to 100 steps with every entry trained
 ---------------------------------------------------------------------------------------------

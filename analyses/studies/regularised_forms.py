@@ -1,19 +1,19 @@
-"""Three trainable forms of one model, and what becomes of the structure that the post relies on.
+"""Three trainable forms of one model, and measures of the structure that the post relies on.
 
     MLP      the model as it was trained
-    heads    `convert`: a head a neuron; masks and the bias token are no weights
-    post     the post's four attention sublayers; Ω stands in its weights
+    heads    `convert`: one head per neuron; masks and the bias token are not weights
+    post     the post's four attention sublayers; Ω is stored in their weights
 
-The post's form trains W_QK and W_OV of every head, at full rank as the post has them, and the
-embedding and unembedding: the entries that are not zero when training begins, or every entry.
-Fixed are what the construction takes for input: the one-hot positions, the bias vector, and the
-empty hidden part of the stream. What stands in the weights of its heads has three parts:
+The post's form trains W_QK and W_OV of every head, at full rank as in the post, and the embedding
+and unembedding: either the initially nonzero entries, or all entries. The inputs of the
+construction are fixed: the one-hot positions, the bias vector, and the empty hidden part of the
+stream. The weights of the post's heads have three parts:
 
     own      the model's own weights
     omega    the position blocks, which hold 2Ω and -2Ω
-    ones     the -1 of the SiLU heads (score and value), and that which clears the hidden part
+    ones     the -1 of the SiLU heads (score and value), and the -1 that clears the hidden part
 
-"factored" has W_Q, W_K, W_V and W_O instead, as attention layers store them; 2Ω is a product then.
+"factored" stores W_Q, W_K, W_V and W_O instead, like attention layers, so 2Ω is a product.
 """
 
 import copy

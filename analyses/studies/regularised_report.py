@@ -1,4 +1,4 @@
-"""The page and the figures of `regularised.py`: its predictions, each against what was measured."""
+"""Write the page and figures of `regularised.py`, which compare predictions with measurements."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

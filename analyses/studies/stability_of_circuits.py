@@ -1,11 +1,11 @@
-"""How far circuits depend on their prompts, and whether the intervals of inclusion cover.
+"""Measure how far circuits depend on their prompts, and the coverage of inclusion intervals.
 
     python -m analyses.studies.stability_of_circuits
 
-Circuits of many fresh batches of agreement prompts say how probable each site is in the circuit of
-a batch. `discover(…, resamples=20)` estimates that from one batch of twice the size, with an
-interval: the share of sites whose interval holds the probability is its coverage. Circuits of
-several tasks are then measured on the others' prompts.
+Circuits for many fresh batches of agreement prompts give the probability that a batch's circuit
+includes a site. `discover(…, resamples=20)` estimates this probability from one batch of twice the
+size, with an interval. The coverage is the share of sites whose interval contains the probability.
+Then the circuits of several tasks are evaluated on the prompts of the other tasks.
 """
 
 import time

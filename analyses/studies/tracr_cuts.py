@@ -1,10 +1,9 @@
-"""Cut edges of a model without norms: a reader gets all but what one writer wrote.
+"""Cut edges of a model without norms: a reader gets every writer's output except one.
 
-Without norms a part reads linearly, so its query (key, value, pre-activation) is a sum with a term
-(what the writer wrote) W for each writer, and to cut an edge is to take its term off. Taken off is
-what the writer wrote in this very run, so that cuts add up as they should. This goes through hook
-points of TransformerLens; `tracr_edges.logits` computes the same from the weights, and tests hold
-either against the other.
+Without norms, a reader's query (key, value, pre-activation) is a sum with one term per writer: the
+writer's output times W. Cutting an edge subtracts the edge's term, with the writer's output in this
+same run, so that cuts add up. Cuts use TransformerLens' hook points; `tracr_edges.logits` computes
+the same values from the weights, and tests compare the two.
 """
 
 from collections import defaultdict

@@ -1,10 +1,10 @@
-"""The edges of a compiled program, read off its weights, and what cutting them changes.
+"""Read the edges of a compiled program from its weights, and measure the effects of cutting them.
 
 Tracr (Lindner, Kramár, Farquhar, Rahtz, McGrath and Mikulik, "Tracr: Compiled Transformers as a
-Laboratory for Interpretability", 2023) gives every variable of a RASP program directions of the
-residual stream of its own, along the axes, and writes exact zeros everywhere else. So which part
-writes what another reads is a matter of which entries are zero. With W_QK = W_Q W_Kᵀ and
-W_OV = W_V W_O of a head, and b = 0 throughout,
+Laboratory for Interpretability", 2023) gives every variable of a RASP program its own axes of the
+residual stream, and writes exact zeros everywhere else. So the nonzero entries of the weights show
+which part writes what another part reads. With a head's W_QK = W_Q W_Kᵀ and W_OV = W_V W_O, and
+b = 0 throughout,
 
     part        reads axis d by                    writes axis d where
     embed                                          a column d of W_E or W_pos is not zero
@@ -14,20 +14,20 @@ W_OV = W_V W_O of a head, and b = 0 throughout,
     neuron n    in: W_in[d, n] is not zero         W_out[n, d] is not zero
     output      in: row d of W_U is not zero
 
-An edge (writer, reader, side) is *true* when some axis is both written by the one and read by the
-other, the writer comes first, and the edge lies on a path of such edges from `embed` to `output`.
-Every other edge carries nothing, or leads nowhere: cutting all of them at once changes no logit.
+An edge (writer, reader, side) is *true* if the writer writes some axis that the reader reads, the
+writer comes first, and the edge lies on a path of such edges from `embed` to `output`. Every other
+edge carries nothing or leads nowhere: cutting all other edges at once changes no logit.
 
-The converse fails. An edge may carry values that the program never takes (a count of 0, the padding
-token), or that matter at the beginning-of-sequence token alone, where nothing is decoded. Therefore
-the *effect* of each true edge is measured too: the largest change of a logit, over the stored
-inputs, when the reader gets everything but what this writer wrote. Those effects leave a gap: the
-softmax of a compiled head leaks some 1e-7 of its weight to tokens that it should not attend to, and
-a value that is taken at all moves a logit by 0.01 or more. An edge below that is redundant, and in
-these programs all redundant edges are so together: cut at once they change no output.
+Not every true edge matters. An edge may carry values that the program never takes (a count of 0,
+the padding token), or values that matter only at the beginning-of-sequence token, where nothing is
+decoded. So the *effect* of each true edge is measured too: the largest change of a logit, over the
+stored inputs, if the reader gets everything except this writer's output. There is a gap between
+effects: the softmax of a compiled head leaks about 1e-7 of its weight to tokens that it should not
+attend to, and a value that occurs moves a logit by at least 0.01. Edges below this gap are
+redundant, and in these programs cutting all redundant edges at once changes no output.
 
-Weights are named as TransformerLens names them. NumPy alone, so that the script that compiles the
-programs (jax) and whoever loads them (torch) can both run it.
+Weights have TransformerLens' names. The module uses only NumPy, so that the script that compiles
+the programs (jax) and the code that loads them (torch) can both run it.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,11 +1,11 @@
 """Do edge scores find the edges that a compiled program has? AUROC on the Tracr programs.
 
-Every edge that the architecture allows gets a score from each method, and the edges that are true
-are known (`tracr_edges.py`): AUROC is the probability that a true edge, drawn at random, has a
-higher score than another, ties counting half. 0.5 is chance.
+Every edge that the architecture allows gets a score from each method, and the true edges are known
+(`tracr_edges.py`). AUROC is the probability that a random true edge has a higher score than a
+random other edge, where ties count half. 0.5 is chance.
 
-    two factors   `circuits.score_edges`: what a cut changes of what the reader writes, times what
-                  replacing the reader changes of the logits
+    two factors   `circuits.score_edges`: how much a cut changes the reader's output, times how much
+                  replacing the reader's output changes the logits
     exact cut     its column `exact`: the change of the logits by every single cut
     EAP           `edge_attribution_patching.py`: the cut to first order
     graph         |weight| of `circuits.attribution_graph`: edges of kind "value" for what heads
@@ -13,13 +13,13 @@ higher score than another, ties counting half. 0.5 is chance.
                   and keys; "gate" of a neuron besides its value
     secants       |weight| of the graph of a difference, from each input to the next two inputs of
                   its length
-    random        a score drawn at random: the mean over draws
+    random        random scores: the mean over draws
 
-All of them see the same inputs, of every length, and all positions, BOS included. The first two
-replace what is cut by 0 and by its mean, and add up; EAP takes it away. The graph's metric is the
-logit of each expected output less the mean of the others, summed over positions where an output is
-defined; the logit itself where there is one. Scores below 1e-9 count as 0: softmaxes of compiled
-heads leak.
+All methods use the same inputs, of every length, and all positions, including BOS. The first two
+methods replace the cut term with 0 and with its mean, and add the two scores; EAP removes the term.
+The graph's metric is the logit of each expected output minus the mean of the other logits, summed
+over positions with a defined output (if there is only one logit, the logit itself). Scores below
+1e-9 count as 0, because softmaxes of compiled heads leak.
 """
 
 import time

@@ -1,8 +1,8 @@
-"""How the graph of a compiled program grows when neurons become heads, and what conversion costs.
+"""Measure how the graph of a compiled program changes when neurons become heads.
 
-A program has been compiled to attention heads and MLPs. With an MLP as one node, its edges hide
-which of its neurons reads what; with neurons as heads, every one of them is a node of its own. For
-each program of `compile_tracr.py`:
+A program is compiled to attention heads and MLPs. If an MLP is one node, its edges do not show
+which neuron reads what; if neurons are heads, every neuron is a node. For each program of
+`compile_tracr.py`, the table has:
 
     error           largest |Δ logit| / largest |logit| after conversion, over all stored inputs
     nodes           embed, heads, and MLPs or neurons, and the output
@@ -11,8 +11,8 @@ each program of `compile_tracr.py`:
     found           edges of `circuits.attribution_graph`, positions and inputs put together, that
                     are true, of those that it has: |weight| over 1e-6
 
-Where the share of true edges falls, the graph grows faster than the program does. Edges that are
-not found set the pattern of what sets a pattern, or carry what these inputs never have.
+If the share of true edges falls, the graph grows faster than the program. Edges that are not found
+act on a pattern through another pattern, or carry values that these inputs never have.
 """
 
 import time

@@ -1,14 +1,13 @@
-"""Compiled programs as `HookedTransformer`s: known circuits to hold methods against.
+"""Load compiled programs as `HookedTransformer`s: known circuits for testing methods.
 
-`compile_tracr.py` has made the files, once; no jax is needed to read them. A compiled model has no
-norms and no biases, relu in its MLPs, scores over √d_head, and positions along axes of their own.
-Its first token is always BOS, at which nothing is decoded; a bidirectional one has no mask at all,
-so that inputs of one length only share a batch, and no padding is ever used. Where the program
-gives None, what the model gives is not defined.
+`compile_tracr.py` made the files; reading them does not need jax. A compiled model has no norms and
+no biases, relu in its MLPs, scores divided by √d_head, and separate axes for positions. Its first
+token is always BOS, where nothing is decoded. A bidirectional model has no mask, so a batch has
+inputs of only one length, without padding. Where the program returns None, the model's output is
+not defined.
 
-Parts have the names of the package, by source layer: `embed` (tokens and positions together),
-`L0H1`, `L0N17`, `output`. What a true edge is, `tracr_edges.py` says, and
-`tracr_cuts.py` cuts them.
+Parts are named as in the package, by source layer: `embed` (tokens and positions together), `L0H1`,
+`L0N17`, `output`. `tracr_edges.py` defines true edges, and `tracr_cuts.py` cuts them.
 
     program = load_program("reverse")
     for tokens, expected, _ in program.batches():

@@ -1,27 +1,27 @@
-"""Would an attention-only transformer train as well as one with MLPs? The paper's open question.
+"""Does an attention-only transformer train as well as one with MLPs? The paper's open question.
 
 "It remains unknown whether such an architecture would be competitive with the more classical
 transformer architecture in terms of practical considerations" (Attention-Only Transformers and
-Implementing MLPs with Attention Heads, section 5). Here transformers of attention heads and
-neuron-heads alone (`attention_only_models.py`) are trained from scratch beside one with MLPs, on
-the text of Small English (a GPT-2 of two layers) and on addition modulo 53 (one layer, no norm):
+Implementing MLPs with Attention Heads, section 5). Here, transformers that have only attention
+heads and neuron-heads (`attention_only_models.py`) are trained from scratch, next to one with MLPs,
+on Small English (a two-layer GPT-2) and on addition modulo 53 (one layer, no norm):
 
     mlp                     the SiLU MLP that the paper converts
     mlp, twice              with twice the neurons
-    mlp, an eighth          with an eighth of them: how much the text asks of neurons at all
-    keyless                 heads whose key is the theorem's, ⅔ as many: equal parameters
-    bias token              heads to the letter, half as many: equal parameters
+    mlp, an eighth          with an eighth of the neurons: how much the text needs neurons at all
+    keyless                 heads with the theorem's key, ⅔ as many: equal parameters
+    bias token              heads exactly as in the paper, half as many: equal parameters
     bias token, as many     as many heads as "mlp" has neurons, and the parameters of "mlp, twice"
     set free                "bias token" started at the theorem's weights
     persistent              each head's own persistent key and value, half as many
 
-Equal parameters are equal flops: what is needed of a head is as many products as it has weights.
-Addition has arms of equal parameters alone. All have the same data in the same order, AdamW and
-schedule; attention and embeddings are drawn alike. Each takes the learning rate, of those that all
-try, that ended lowest on another seed.
+Equal parameters mean equal flops, because a head needs as many products as it has weights. Addition
+has only arms with equal parameters. All arms have the same data in the same order, AdamW, the same
+schedule, and the same initial attention and embeddings. All arms try the same learning rates, and
+each arm uses the rate with the lowest final loss on another seed.
 
-Compute is the flops of matrix products, forward and backward. The dense form that masks what it has
-computed needs more; those are counted too, and neither done nor drawn. Times are in
+Compute is the flops of matrix products, forward and backward. The dense form, which masks scores
+that it has computed, needs more flops; these are counted too, but not run or drawn. Times are in
 `bench_training_step.py`.
 
 Predictions, written before the run. After it, "mlp, an eighth" was added, and addition was trained

@@ -1,4 +1,4 @@
-"""What benchmarks and studies share: the device, turns, medians, the machine, a table, a record."""
+"""Code that benchmarks and studies share: device, timing, machine, tables, and the run's record."""
 
 import hashlib
 import json

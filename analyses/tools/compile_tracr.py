@@ -1,14 +1,14 @@
 """Compile RASP programs to transformers whose edges are known: tests/fixtures/tracr.
 
-Tracr turns a program into weights that compute it (see `tracr_edges.py` for how, and for what its
-true edges are). Seven small ones, from its library, cover what it can emit: heads and MLPs in every
-order, two heads in a layer, empty layers, causal and bidirectional attention, categorical and
-numerical outputs. Each becomes two files: NAME.safetensors, the weights under TransformerLens'
-names in float64 and the logits that Tracr itself gives on the stored inputs; and NAME.json, the
-rest, with the outputs that the RASP interpreter gives on these inputs. `tracr_models.py` reads them
-without jax.
+Tracr turns a program into weights that compute the program (`tracr_edges.py` explains how, and
+defines true edges). Seven small programs from Tracr's library cover what Tracr can emit: heads and
+MLPs in every order, two heads in a layer, empty layers, causal and bidirectional attention,
+categorical and numerical outputs. Each program becomes two files. NAME.safetensors has the float64
+weights under TransformerLens' names, and Tracr's own logits on the stored inputs. NAME.json has the
+rest, with the RASP interpreter's outputs on these inputs. `tracr_models.py` reads the files without
+jax.
 
-It runs in an environment of its own, since it is needed once:
+The script needs a separate environment, and is run only once:
 
     python -m venv .venv-tracr
     .venv-tracr/bin/pip install tracr-pypi jax dm-haiku safetensors typer

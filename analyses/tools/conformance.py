@@ -1,16 +1,16 @@
-"""TransformerLens' own tests on models of ours: which pass, and why others do not.
+"""Run TransformerLens' own tests on our models, and report which tests pass and why others do not.
 
-The source distribution of TransformerLens carries its tests. Those that pass on stock models
-without a network, and make or run a model, are run again with each such model exposed, every hook
-point of its neuron-heads live, and, where it is a HookedTransformer, converted
-(`conformance_plugin.py`). What passes no longer is
+TransformerLens' source distribution includes its tests. The tests that pass on stock models without
+a network, and that make or run a model, are run again with the models exposed (with a hook on every
+neuron-head hook point) and with the HookedTransformers converted (`conformance_plugin.py`). A test
+that no longer passes is
 
     refused     the test ends with an error of this package, which says what to do instead
-    inherent    it asserts what is bound to change, and `conformance_reasons.py` says what that is
-    failed      anything else: nothing is written, and the exit status is 1
+    inherent    the test asserts something that must change; `conformance_reasons.py` says what
+    failed      anything else: no page is written, and the exit status is 1
 
-It fetches from the package registry, and takes half an hour on two cores. With `--python`, it runs
-the tests of some versions alone, and keeps what the page says of the others.
+The script downloads from the package registry, and takes half an hour on two cores. With
+`--python`, it tests only some versions, and keeps the page's text about the other versions.
 
     python -m analyses.tools.conformance --out docs/conformance.md
 """
@@ -243,28 +243,29 @@ def _run(command: list[Any], **how: Any) -> subprocess.CompletedProcess[str]:
 
 _INTRODUCTION = """# TransformerLens' own tests
 
-TransformerLens' source distributions carry the tests that its authors hold it to. `make
-conformance` runs those that pass on stock models without a network, and make or run a model, once
-more on models of this package:
+TransformerLens' source distributions include TransformerLens' own test suite. `make conformance`
+selects the tests that pass on stock models without a network and that make or run a model, and runs
+these tests again on models from this package:
 
 - **exposed**: each `TransformerBridge` and `HookedTransformer` has its neuron-heads exposed as soon
-  as it is made, with a hook that changes nothing on every one of their hook points, so that neurons
-  are computed as heads whenever an MLP runs;
-- **converted**: each `HookedTransformer` becomes its conversion as soon as it is made, with the
-  same hooks. A converted model refuses `init_weights`, `load_and_process_state_dict` and
-  `process_weights_`; in these runs they are **replaced**, and do what the errors advise: process
-  the source, and convert it again.
+  as the model is made. Every neuron-head hook point has a hook that changes nothing, so neurons are
+  computed as heads whenever an MLP runs.
+- **converted**: each `HookedTransformer` is converted as soon as the model is made, with the same
+  hooks. A converted model refuses `init_weights`, `load_and_process_state_dict` and
+  `process_weights_`. In these runs, the three methods are **replaced** by what their errors advise:
+  process the source, and convert it again.
 
-Many of the tests read names, settings, weights or hooks, and run no model. They show that exposing
-or converting a model breaks none of these, and nothing about neurons. So the table says how many
-tests *ran a model* of ours, they or their fixtures, and how many *reached a neuron-head*, of which
-a hook fired (some call a part of a model, and run no model as a whole).
+Many tests read names, settings, weights or hooks, but run no model. These tests show that exposing
+or converting a model does not break names, settings, weights or hooks, but show nothing about
+neurons. So the table also counts the tests that *ran a model* from this package, in the test or in
+its fixtures, and the tests that *reached a neuron-head*: a hook on a neuron-head fired. (Some tests
+run a part of a model, but no whole model.)
 
-A test that passes no longer is *refused clearly* if it ends with an error of this package, which
-says what to do instead; or *inherent* if it asserts what is bound to change, for a reason that is
-given below. There is nothing else: where a test fails otherwise, `make conformance` does, and this
-page is not written. It is made by `python -m analyses.tools.conformance`, from what the tests
-did."""
+A test that no longer passes is *refused clearly* if it ends with an error from this package that
+says what to do instead. A test is *inherent* if it asserts something that has to change, for a
+reason that is given below. If a test fails in any other way, `make conformance` fails and does not
+write this page. `python -m analyses.tools.conformance` writes this page from the outcomes of the
+tests."""
 _HEAD = (
     "transformer-lens",
     "models",
@@ -350,15 +351,15 @@ def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
     applicable = [verdict for verdict in verdicts if verdict.kind != "stock"]
     counts = Counter(name for verdict in applicable for name in verdict.reach)
     text = (
-        f"A hook of a neuron-head fired in {counts['fired']:,} of {len(applicable):,} tests, in "
-        f"{counts['fired_in_body']:,} of these in the body of the test, in the others in a fixture."
+        f"A neuron-head hook fired in {counts['fired']:,} of {len(applicable):,} tests: in "
+        f"{counts['fired_in_body']:,} tests in the test itself, in the others only in a fixture."
     )
     if layout == "converted":
         replaced = [verdict.kind for verdict in applicable if "replaced" in verdict.reach]
         passed = replaced.count("passed")
         text += (
-            f" {len(replaced):,} of the tests called a method that is replaced, {passed} of those "
-            "that passed among them: without the replacement, the error would have ended them."
+            f" {len(replaced):,} of the tests called a replaced method, and {passed} of these "
+            "passed. Without the replacement, the method's error would have ended these tests."
         )
     yield text
     for kind, (title, head) in _KINDS.items():
@@ -370,7 +371,7 @@ def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
     by_reason = _by_reason(verdict for verdict in verdicts if verdict.kind == "stock")
     if by_reason:
         total = sum(map(len, by_reason.values()))
-        yield f"#### Not applicable\n\nThe models of {total:,} tests are none that can be:"
+        yield f"#### Not applicable\n\n{total:,} tests have only models that cannot be {layout}:"
         yield _table(["why", "tests"], [[why, len(tests)] for why, tests in by_reason.items()])
 
 

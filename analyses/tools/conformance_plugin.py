@@ -1,20 +1,20 @@
-"""A pytest plugin that runs TransformerLens' own tests on models of ours (`conformance.py`).
+"""A pytest plugin that runs TransformerLens' own tests on our models (`conformance.py`).
 
     pytest -p analyses.tools.conformance_plugin --models exposed --outcomes FILE [--only FILE] tests
 
-Whatever TransformerBridge or HookedTransformer a test makes is, before the test sees it,
+Every TransformerBridge or HookedTransformer that a test makes is changed before the test sees it:
 
-    stock       left alone
-    exposed     exposed, with a hook on every hook point of every neuron-head, results included
-    converted   converted, if it is a HookedTransformer; the methods in `PROCESSING`, which a
-                converted model refuses, are replaced: they do what the errors advise, process
-                the source and convert it anew
+    stock       the model is left unchanged
+    exposed     the model is exposed, with a hook on every neuron-head hook point, also for results
+    converted   a HookedTransformer is converted; the methods in `PROCESSING`, which a converted
+                model refuses, are replaced by what their errors advise: process the source, and
+                convert it again
 
-or left alone where that is refused. For every test, one line of JSON says how it ended, how many
-models it had (those of its fixtures and its module included), how many of them became ours and why
-others did not, how often a model of ours ran, how often a hook of a neuron-head fired, how often it
-did so in the body of the test alone, and which replaced methods were called. No test reaches the
-network or runs forever, and all begin with the same seed.
+A model that cannot be exposed or converted is left unchanged. For every test, one line of JSON says
+how the test ended, how many models it had (also in its fixtures and its module), how many of these
+were changed and why others were not, how often a changed model ran, how often a neuron-head hook
+fired, how often it fired in the test itself, and which replaced methods were called. Tests have no
+network and a time limit, and all start with the same seed.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Why tests of TransformerLens fail on models of ours, where they are bound to."""
+"""The reasons why some of TransformerLens' tests must fail on our models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

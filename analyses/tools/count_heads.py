@@ -1,7 +1,7 @@
 """Heads, parameters and flops of MLPs as attention heads: the tables of docs/limits.md.
 
 The paper states these counts for GPT-3, which has d_model 12,288, 96 heads of width 128, and
-4 · 12,288 = 49,152 neurons: 49,152 neuron-heads a layer against 96 heads, "500:1" (512), and
+4 · 12,288 = 49,152 neurons: 49,152 neuron-heads per layer against 96 heads, "500:1" (512), and
 parameters "2:1". In general, for weight matrices without biases,
 
     attention     2 · d_model · d_head · (n_heads + n_key_value_heads)      W_Q, W_O; W_K, W_V
@@ -11,16 +11,16 @@ so the ratio is 2 only if n_heads · d_head = d_model, every head has its own ke
 d_mlp = 4 · d_model, and the MLP is plain: 8 d_model² against 4 d_model².
 
 Flops count the multiplications and additions of matrix products, for one token that attends to
-`pos` tokens including itself: 2 a weight, and 4 · d_head for each key and head (scores and values).
-A neuron-head has two keys, the token itself and the bias token, and d_head = 1: 8 flops a neuron on
-top of the products of the MLP, since W_Q = W_V is applied once. The paper's dense form computes the
-scores with all pos + 1 keys, and masks all but two.
+`pos` tokens including itself: 2 per weight, and 4 · d_head per key and head (scores and values). A
+neuron-head has two keys, the token itself and the bias token, and d_head = 1. So it takes 8 flops
+per neuron in addition to the MLP's products, because W_Q = W_V is applied once. The paper's dense
+form computes the scores with all pos + 1 keys, and masks all but two.
 
 The blog post's heads: "the linear transformation sublayer just needs enough to spread the rank of
 the weight matrix across the V matrices". A D × 4D matrix has rank D at most, and a value matrix has
-rank d_head, so this takes ⌈D / d_head⌉ heads. (The numbers are blank in the copies of the post that
-we have; these are derived.) The construction takes more: the biases add one to each rank, and the
-sublayer out of the hidden part also clears it, which makes its rank d_mlp + 1.
+rank d_head, so this takes ⌈D / d_head⌉ heads. (The numbers are blank in our copies of the post, so
+we derived them.) The construction takes more heads: the biases add one to each rank, and the
+sublayer that reads the hidden part also clears the hidden part, so its rank is d_mlp + 1.
 
     python -m analyses.tools.count_heads
 

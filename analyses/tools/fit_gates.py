@@ -4,26 +4,26 @@ For gelu and its tanh form, find terms (w, b, c) that minimise the largest error
 
     q Σ w (σ(-(b q + c)) + σ(-(b q - c)))  ≈  q (1 - p(q))          (one σ only where c = 0)
 
-under Σ w = 1 and Σ|w| <= 1.99. The error is even in q, so the half line is enough, and written with
-1 - p nothing in it cancels. Three steps:
+under Σ w = 1 and Σ|w| <= 1.99. The error is even in q, so the half line is enough; with 1 - p,
+nothing cancels in the sum. A fit has three steps:
 
-* `starts`: least squares from random terms, which reaches the basins, cheaply;
+* `starts`: least squares from random terms, which finds basins cheaply;
 * `polish`: the minimax fit by sequential linear programs. The error is linearised in all terms, the
   largest |error| minimised inside a trust region; at the solution it is attained, with alternating
   signs, at about as many points as there are free numbers;
 * `pin`: w rounded to multiples of 2^-23, so that float32 holds them and their sum exactly, b and c
   polished around them and rounded to ten decimals.
 
-Every pinned mixture is polished once more: the column "polished" says how far its error still
-falls. Those of up to four heads are also fitted from nothing, given how many of the terms are
-pairs; so are those of six and eight (minutes) when asked for:
+Every pinned mixture is polished once more: the column "polished" shows how much the error still
+falls. Mixtures of up to four heads are also fitted from scratch, for a given number of pairs among
+the terms; mixtures of six and eight heads (minutes) only on request:
 
     python -m analyses.tools.fit_gates --out analyses/results
     python -m analyses.tools.fit_gates --name gelu --heads 8
 
-From nothing, nine of the ten pinned errors are met to three digits. The tenth, gelu_new with eight
-heads, is missed: 5.4e-8 for the pinned 4.1e-8, which a longer search found and which polishing
-confirms. No search proves a global minimum; the bounds do not depend on it.
+Fits from scratch reach nine of the ten pinned errors to three digits. They miss the tenth, gelu_new
+with eight heads: 5.4e-8 instead of the pinned 4.1e-8, which a longer search found and polishing
+confirms. No search proves a global minimum, but the bounds do not depend on one.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Growth in the middle of training: a schedule, and a loop that goes on from a checkpoint.
+"""Growth during training: a schedule, and a training loop that resumes from checkpoints.
 
-A checkpoint holds the parameters and the optimizer's state, not the architecture: that follows from
-the initial model and the schedule, which is repeated before the numbers are loaded. So a checkpoint
-holds only tensors and text, and loading it runs no code.
+A checkpoint holds the parameters and the optimizer's state, but not the architecture. To resume,
+the schedule is first repeated on the initial model, and then the checkpoint's tensors are loaded.
+So a checkpoint holds only tensors and text, and loading it executes no code.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,11 +1,11 @@
-"""The loop of every training in a study: it writes a curve and checkpoints, and goes on from them.
+"""The training loop of all studies, which writes a curve and checkpoints, and resumes from them.
 
-An interrupted run goes on from its last checkpoint and ends bit for bit as it would have.
+An interrupted run resumes from its last checkpoint; the result is the same, bit for bit.
 
-    run.txt, study.json   what it is; another is refused
-    curve.csv             a row at each checked step
+    run.txt, study.json   the settings of the run; a folder with other settings is refused
+    curve.csv             one row for each evaluated step
     checkpoint.safetensors
-    STEP.safetensors      the weights at that step, before the model grows there
+    STEP.safetensors      the weights at that step, before the model grows
 """
 
 import time

@@ -1,8 +1,9 @@
-"""Minimax fits of α(g) by a constant and sigmoids of g on a range: one problem, one start.
+"""Minimax fit of α(g) by a constant and sigmoids of g on a range, from one starting point.
 
-From a start, least squares leads near an optimum; then the minimax problem is linearised, solved as
-a linear programme inside a trust region, and so on until nothing is gained. Optima are local: the
-more starts, the better the best of them. `fit_gated_gates.py` says what is minimised, and why.
+Least squares moves from the start to the neighbourhood of an optimum. Then the minimax problem is
+repeatedly linearised and solved as a linear program inside a trust region, until the error stops
+falling. Optima are local, so more starts give a better best fit. `fit_gated_gates.py` defines the
+error that is minimised.
 """
 
 from collections.abc import Iterable

@@ -1,16 +1,17 @@
 """Small English: the grammar that writes the text `train_small_english.py` trains on.
 
-A text is a story of some sentences, a scene of indirect object identification with what follows, or
-a list of random words of which parts come again. What the grammar decides, a model can learn:
+A text is a story of several sentences, a scene for indirect object identification with its
+continuation, or a list of random words in which parts are repeated. A model can learn the rules of
+the grammar:
 
-    agreement   verbs with their subjects, in number, across phrases, clauses and brackets; question
-                tags with them, too
-    gender      pronouns with names, in a sentence and from one to the next
-    brackets    round and square brackets and quotation marks close what opened last
-    repetition  in a list, what followed a word before follows it again
-    names       who gives something is not whom it is given to
+    agreement   verbs agree with their subjects in number, across phrases, clauses and brackets;
+                question tags agree with the subject, too
+    gender      pronouns agree with names, within a sentence and in the next one
+    brackets    brackets and quotation marks close what was opened last
+    repetition  in a list, the word that followed a word before follows it again
+    names       the giver and the receiver are different people
 
-Random numbers are Python's own, drawn one by one, so that a seed writes the same text anywhere.
+Random numbers come from Python's generator, one by one, so a seed gives the same text anywhere.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Write what a study leaves: a page, its table, its figure, and a record of how they were made.
+"""Write a study's files: a page, its table, its figure, and a record of how they were made.
 
     NAME.md         the page
     NAME.csv        the rows that its tables are made from

@@ -1,12 +1,12 @@
-"""Train a classifier that saturates: are these brackets balanced?
+"""Train a saturated classifier of balanced brackets.
 
-The model is that of ARENA's chapter on balanced brackets: three layers, two heads, attention in
-both directions, the answer read at the first token. It is right on nearly every text, and its
-logits hardly move until a patch changes its answer: an estimate by gradients misses that.
+The model has the architecture of ARENA's chapter on balanced brackets: three layers, two heads,
+bidirectional attention, and the answer at the first token. The model is right on nearly every text,
+and its logits hardly move until a patch changes its answer, which gradients do not predict.
 
-ARENA pads texts to one length and masks the padding. Here the texts of a batch have one length, so
-that there is no padding to mask. `tests/fixtures/brackets` holds what this script writes with its
-default recipe.
+ARENA pads texts to one length and masks the padding. Here, all texts in a batch have the same
+length, so there is no padding. `tests/fixtures/brackets` holds this script's output with default
+settings.
 
     python -m analyses.tools.train_brackets --out runs/brackets
 """

@@ -1,15 +1,15 @@
 """Train the model that ships with the package: addition modulo 113 in one layer.
 
-The task and the recipe are those of Nanda, Chan, Lieberum, Smith and Steinhardt, "Progress measures
-for grokking via mechanistic interpretability" (2023): tokens (a, b, =), the answer a + b mod p read
-at the last position, one layer, no normalisation, AdamW with weight decay 1, full batch. Ours
-differs in its activation, SiLU, for which a neuron is an attention head to the letter of the
-theorem.
+The task and the training recipe are from Nanda, Chan, Lieberum, Smith and Steinhardt, "Progress
+measures for grokking via mechanistic interpretability" (2023): tokens (a, b, =), the answer
+a + b mod p at the last position, one layer, no normalisation, AdamW with weight decay 1, full
+batch. Only the activation differs: SiLU, for which a neuron is exactly the theorem's attention
+head.
 
-Only '=' asks at the last position, and there are p values a token can have, so keys, values and
-their images under W_O are computed once a token rather than once a pair: some eight times fewer
-flops a step than a plain forward pass. The figures reported are measured with the plain
-`HookedTransformer`.
+The only query at the last position is '=', and a token has p possible values. So keys, values and
+their products with W_O are computed once per token and not once per pair, which takes about eight
+times fewer flops per step than a plain forward pass. The reported figures are measured with the
+plain `HookedTransformer`.
 
     python -m analyses.tools.train_modular_addition --out runs/modular-addition
 """

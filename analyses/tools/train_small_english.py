@@ -1,12 +1,12 @@
 """Train the language model that ships with the package: Small English, four layers.
 
-A LLaMA of transformers (gated MLPs, RMS norm, rotary positions) reads the texts that
-`small_english_grammar.py` writes, each of them once. The prompts of the tasks that it is measured
-on begin no sentence of those texts.
+A LLaMA from transformers (gated MLPs, RMS norm, rotary positions) reads each text from
+`small_english_grammar.py` once. No sentence in these texts begins with a prompt of the tasks on
+which the model is evaluated.
 
-Forward and back, a token costs about 6 flops for each of 850,000 weights: 5 million. A batch is of
-some 1,700 tokens, so that 4,000 steps are 3.5e13 flops, ten minutes for one thread that does 60
-Gflop/s.
+In a forward and a backward pass, a token costs about 6 flops for each of 850,000 weights: 5
+million. A batch has about 1,700 tokens, so 4,000 steps cost 3.5e13 flops, or ten minutes for one
+thread at 60 Gflop/s.
 
     python -m analyses.tools.train_small_english --out runs/small-english
 """

@@ -1,4 +1,4 @@
-"""Check the site after it was built; the build fails with a list of all faults.
+"""Check the built site; if there are faults, the build fails with a list of them.
 
     internal links   every link within the site leads to an existing file and an existing anchor
     external links   every link to another site is a well-formed https address
@@ -38,11 +38,11 @@ MODULES = (
     ".pretrained",
 )
 _LOADING = {"src", "data", "poster", "background"}
-# Values of `rel` with which a browser does not load the link's target.
+# With these values of `rel`, a browser does not load the link's target.
 _FOLLOWED = {"alternate", "author", "canonical", "help", "license", "next", "prev", "search"}
 _WITHIN = ("data:", "about:", "blob:", "#")
 _REMOTE = re.compile(r"(?:https?:)?//", re.I)
-# Addresses that a style sheet, or a JavaScript module, loads.
+# These patterns match the addresses that a style sheet or a JavaScript module loads.
 _STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*((?:https?:)?//[^\"')\s]+)", re.I)
 _SCRIPT = re.compile(r"\bimport\b[^;\n]{0,200}?[\"'](https?://[^\"']+)")
 _HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}", re.I)
@@ -85,7 +85,7 @@ class Page(HTMLParser):
             self.loads += _SCRIPT.findall(data)
 
     def handle_endtag(self, tag: str) -> None:
-        """Leave a style or script element."""
+        """Note that a style or script element has ended."""
         self._inside = ""
 
 
@@ -119,7 +119,7 @@ def faults(site: Path) -> tuple[list[str], list[str]]:
 
 
 def well_formed(link: str) -> bool:
-    """Return whether a link is an https address with a host name and without blanks."""
+    """Return whether a link is an https address with a host name and without whitespace."""
     parts = urlsplit(link)
     named = bool(_HOST.fullmatch(parts.hostname or ""))
     return parts.scheme == "https" and named and not re.search(r"\s", link)
@@ -143,7 +143,7 @@ def missing(site: Path) -> Iterator[str]:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Check the built site; raise PluginError with all its faults."""
+    """Check the built site; raise a PluginError that lists all faults."""
     site = Path(config.site_dir).resolve()
     wrong, out = faults(site)
     wrong += [f"the reference has no entry for {name}" for name in missing(site)]

@@ -12,9 +12,9 @@ _EXAMPLE = re.compile(r"^(\s*)Example:$", re.M)
 
 
 class Examples(Extension):
-    """A griffe extension that renames the section."""
+    """A griffe extension that renames `Example:` sections."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Rename the section in the docstring of an object."""
+        """Rename the section in an object's docstring."""
         if obj.docstring:
             obj.docstring.value = _EXAMPLE.sub(r"\1Examples:", obj.docstring.value)

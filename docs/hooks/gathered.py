@@ -57,7 +57,7 @@ def notebook(path: Path, repo_url: str | None = None) -> dict[str, Any]:
 
 
 def _colab(path: Path, repo_url: str) -> list[str]:
-    """Return a link that opens a released notebook in Colab, and the command to install there."""
+    """Return a link to a released notebook in Colab, and the command that installs the package."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     tag, (owner, name) = f"v{citation['version']}", repo_url.split("/")[-2:]
     address = f"https://colab.research.google.com/github/{owner}/{name}/blob/{tag}/notebooks"
@@ -66,7 +66,7 @@ def _colab(path: Path, repo_url: str) -> list[str]:
 
 
 def _expanded(item: Any, pages: list[str]) -> list[Any]:
-    """Expand the pattern in a `nav` entry to its pages; return [] if no page matches."""
+    """Expand the pattern in a `nav` entry to the matching pages; return [] if none match."""
     if not isinstance(item, dict):
         return [item]
     [(title, inner)] = item.items()
@@ -85,7 +85,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def package(module: str) -> Path:
-    """Return the path that a package's `__init__.py` has; it may not exist."""
+    """Return the path of a package's `__init__.py`, which may not exist."""
     return ROOT / module.replace(".", "/") / "__init__.py"
 
 
@@ -131,7 +131,7 @@ def _definition(full: str) -> str:
 
 
 def entries(module: str, first: Sequence[str] = ()) -> str:
-    """Return an entry for each public name, with an anchor; the names in `first` come first.
+    """Return an entry with an anchor for each public name; the names in `first` come first.
 
     A name that `attn_only_lens` itself exports is described on that package's page, and other pages
     link to it. Submodules have their own pages.

@@ -1,8 +1,8 @@
-"""Make the pictures of the README and the guide: `make pictures`.
+"""Make the pictures in the README and the guide: `make pictures`.
 
-They show the small language model that ships with the package. If the folder with SmolLM2-135M is
+Pictures show the small language model that ships with the package. If the SmolLM2-135M folder is
 an argument (`make pictures SMOLLM2=FOLDER`), five explanations of that model are drawn too. A
-headless Chromium takes pictures of pages; pictures of circuits are drawn without a browser.
+headless Chromium takes screenshots of pages; pictures of circuits are drawn without a browser.
 """
 
 import sys
@@ -51,7 +51,7 @@ OF_SMOLLM2 = {
     ),
     "arithmetic": ("Two plus three is", "Two plus four is", " five", " six"),
 }
-FIGURE, PAGE = 800, 900  # widths in CSS pixels; the text column of the guide has 690
+FIGURE, PAGE = 800, 900  # widths in CSS pixels; the guide's text column is 690 wide
 
 
 def main() -> None:
@@ -95,11 +95,11 @@ def main() -> None:
             path = HERE / f"{name}.png"
             browser.driver.save_screenshot(str(path))
             few = Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
-            few.save(path, optimize=True)  # a third of the size; rare colours are kept
+            few.save(path, optimize=True)  # the file shrinks to a third, and keeps rare colours
 
 
 def explain_smollm2(folder: str) -> None:
-    """Draw explanations of SmolLM2's different answers to five pairs of prompts."""
+    """Explain SmolLM2's answers for five pairs of prompts, with one picture per pair."""
     model = expose_neuron_heads(load(folder)).model
     for name, (clean, corrupted, right, wrong) in OF_SMOLLM2.items():
         metric = p.logit_diff(right, wrong)

@@ -169,8 +169,8 @@ def test_the_page_says_what_is_not_passed(outcomes):
     text = page([Run("4.3.0", stock, {"exposed": verdicts}, date(2026, 11, 23))])
     # Five made a model that is ours and passed, and one of these (`test_names`) did not use it.
     assert "| 4.3.0 | exposed | 8 | 3 | 4 | 5 | 4 | 1 | 2 |" in text
-    assert "fired in 4 of 8 tests, in 3 of these in the body" in text
-    assert "replaced, " not in text.split("# Exposed")[1]  # it is of conversions alone
+    assert "fired in 4 of 8 tests: in 3 tests in the test itself" in text
+    assert "replaced" not in text.split("# Exposed")[1]  # it is of conversions alone
     assert "Measured on 2026-11-23. Of 13 tests, 13 pass on stock models" in text
     assert "and 9 of these make" in text
     assert "| the class differs | `unit/test_made_up.py::test_class` (2 cases) |" in text

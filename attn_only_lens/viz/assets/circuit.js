@@ -30,7 +30,7 @@
                   only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
   const take = (saved) => {
     const list = (all) => (Array.isArray(all) ? [...new Set(all)].filter((id) => index.has(id)) : []);
-    for (const key of ["nodes", "edges"]) // if missing: as many as fit
+    for (const key of ["nodes", "edges"]) // if a count is missing, show as many as fit
       state[key] = Number.isFinite(saved[key]) ? Math.max(1, Math.round(saved[key])) : null;
     for (const key of ["extras", "only_pinned"]) state[key] = saved[key] === true;
     if (Array.isArray(saved.kinds)) state.kinds = saved.kinds.map(String);
@@ -59,7 +59,7 @@
   const mix = (value, top, colours = ["negative", "positive"]) => {
     const t = value === null ? 0 : Math.sqrt(Math.min(1, Math.abs(value) / top));
     const ends = [css("zero"), css(colours[value < 0 ? 0 : 1])];
-    return { fill: d3.interpolateRgb(...ends)(t), strong: t > (isDark() ? 0.64 : 0.77) }; // choose the text colour with more contrast
+    return { fill: d3.interpolateRgb(...ends)(t), strong: t > (isDark() ? 0.64 : 0.77) }; // the text colour with more contrast
   };
 
   // --- Items that are drawn: nodes of the graph, and groups of nodes ---------------------------
@@ -219,7 +219,7 @@
         + (items[i].stability ? `\ninclusion ${inclusion(i)}` : "")));
   };
   const DIRECTIONS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-  const walk = (i, key) => { // to the nearest node in that direction; sideways distance counts more
+  const walk = (i, key) => { // go to the nearest node in that direction; sideways distance counts more
     const [dx, dy] = DIRECTIONS[key], from = scene.at.get(i);
     const distance = (j) => {
       const x = scene.at.get(j).x - from.x, y = scene.at.get(j).y - from.y;
@@ -285,7 +285,7 @@
     .filter((event) => (event.type !== "wheel" || event.ctrlKey || event.metaKey) && !event.button)
     .on("zoom", (event) => { transform = event.transform; drawAxes(); });
   svg.call(zoom).on("dblclick.zoom", null)
-    .on("wheel", (event) => { // at the end of the drawing, the notebook scrolls
+    .on("wheel", (event) => { // at the end of the drawing, the wheel scrolls the notebook
       if (event.ctrlKey || event.metaKey || !scene) return;
       const before = transform.toString();
       zoom.translateBy(svg, -event.deltaX / transform.k, -event.deltaY / transform.k);
@@ -301,7 +301,7 @@
   const settle = () => zoom.extent([[0, 0], [pane.width, pane.height]]);
   const home_view = () => {
     settle();
-    // If not everything fits, show the right and the top, where the metric is.
+    // If the drawing does not fit, show its top right corner, where the metric is.
     svg.call(zoom.transform, d3.zoomIdentity.translate(Math.min(0, pane.width - scene.width), 0));
   };
   const fit = () => {
@@ -326,7 +326,7 @@
     drawn = all.filter((entry, j) => j < most || entry.source === chosen || entry.target === chosen);
     tellCounts(all.length);
     if (!sized) return;
-    const anchor = chosen ?? shown[0], before = scene?.at.get(anchor); // the first is the metric
+    const anchor = chosen ?? shown[0], before = scene?.at.get(anchor); // the first shown node is the metric
     scene = layout.place(items, shown, data.axis_width, pane.width, pane.height);
     // A drawing that is too large for the window keeps its proportions.
     for (let wide = pane.width; scene.height / pane.height > 1.2 * scene.width / pane.width && wide < 20 * pane.width;) {
@@ -468,7 +468,7 @@
     rebuild();
     choose(i);
   };
-  const measuredOf = (entry) => { // matched by members, under any name
+  const measuredOf = (entry) => { // groups are matched by members, under any name
     const members = new Set(entry.members);
     return data.groups.find((one) => one.members.length === members.size && one.members.every((id) => members.has(id)));
   };
@@ -572,7 +572,7 @@
     const on = item.members.every((m) => state.pinned.includes(nodes.id[m]));
     const actions = make("div", "", "actions"), pinning = button(on ? "Unpin" : "Pin", () => pin(i));
     pinning.id = "pin";
-    pinning.title = "Key: p. Or click with shift";
+    pinning.title = "Shortcut: p, or shift-click";
     const parts = item.group ?? items[groupOf[i]]?.group;
     actions.append(pinning, ...(item.group ? [button("Ungroup", () => ungroup(i))] : []));
     if (parts) actions.append(button(parts.folded ? "Unfold" : `Fold ${item.group ? "" : parts.name}`, () => fold(groupOf[item.members[0]], !parts.folded)));
@@ -836,7 +836,7 @@
     recolour();
   };
   begin();
-  // A frame may get or change its size after its script has run.
+  // A frame may get its size, or change it, after the script has run.
   new ResizeObserver(() => {
     const { width, height } = at("stage").getBoundingClientRect();
     if (Math.abs(width - pane.width) > 1 || Math.abs(height - pane.height) > 1 || !scene) update(false);

@@ -143,7 +143,7 @@
     let first = signed.findIndex((n) => n > 0), last = signed.length - 1;
     if (first < 0) return null;
     while (!signed[last]) last--;
-    first = Math.min(first, BINS); // 0 is always there
+    first = Math.min(first, BINS); // 0 is always included
     last = Math.max(last, BINS - 1);
     const step = 2 ** exponent[neuron] / BINS;
     return { counts: signed.slice(first, last + 1), low: (first - BINS) * step, high: (last + 1 - BINS) * step, step };
@@ -222,7 +222,7 @@
         el("td", { class: "number" }, isHead ? short(amount) : `${amount > 0 ? "+" : ""}${short(amount)}`, " ", meter), el("td", {}, token));
     });
     const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", rows.some(([name]) => number.has(name)) ? "Peaks at" : ""].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
-    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads it." : "No earlier layer writes."));
+    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads this neuron." : "This neuron reads no earlier layer."));
   }
 
   function tokenLists(neuron) {
@@ -287,10 +287,10 @@
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
       ...signs(neuron, limits),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
-        el("p", { class: "note" }, "Reads: embeddings that raise (blue) or lower (red) it. Writes: logits that it raises or lowers where z is positive. In standard deviations over the vocabulary.")] : []),
+        el("p", { class: "note" }, "Reads: tokens whose embeddings raise (blue) or lower (red) the neuron's input. Writes: logits that the neuron raises or lowers if z is positive. Units: standard deviations over the vocabulary.")] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
-        el("div", { class: "connections" }, connections("Writers: what it reads from", writers, false), connections("Readers: what reads it", readers, true)),
-        el("p", { class: "note" }, "Composition scores. Between neurons, they have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
+        el("div", { class: "connections" }, connections("Writers: what the neuron reads from", writers, false), connections("Readers: what reads the neuron", readers, true)),
+        el("p", { class: "note" }, "Composition scores. Scores between neurons have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
   }
   function drawHead(heading, inside) {

@@ -1,6 +1,6 @@
 "use strict";
 // A text's tokens with a neuron-head's activations: the colour is z, the bar under a token is the
-// gate, and the strip under the bar is the value. Both pages that show neurons over text use this.
+// gate, and the strip under the bar is the value. Attention pages and neuron pages use this code.
 
 const el = (tag, attributes = {}, ...children) => {
   const made = document.createElement(tag);
