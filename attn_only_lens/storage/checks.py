@@ -112,7 +112,7 @@ def out_of_range(config: Any, name: str) -> Iterator[str]:
 
 @contextmanager
 def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise CheckpointError as soon as a model under construction is too large for these tensors.
+    """Raise CheckpointError as soon as a new model is larger than the saved tensors can fill.
 
     Without this limit, a configuration with a million layers, or with a width of a million, would
     take hours or all memory before the tensors could be compared.

@@ -1,7 +1,7 @@
-"""Store data frames, with a document in a parquet file's metadata, or next to a CSV file.
+"""Store data frames, each with a document in a parquet file's metadata or next to a CSV file.
 
-The document holds a digest of a CSV file's bytes or of a parquet file's columns, since the bytes of
-a parquet file include the document.
+The document holds a digest of a CSV file's bytes, or of a parquet file's columns, because the bytes
+of a parquet file include the document itself.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class TableFields(TypedDict):
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a frame and its document, in the format of the suffix: .parquet or .csv."""
+    """Write a frame and its document; the suffix, .parquet or .csv, chooses the format."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -43,7 +43,7 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
         with atomic_write(path) as new:
             table = table.replace_schema_metadata({_KEY: text})
             # `_digest` needs dictionaries that are complete and in order. Float columns rarely
-            # repeat numbers and have no dictionaries, which halves the reading time.
+            # repeat numbers, so they get no dictionaries, which halves the reading time.
             repeat = [name for name, kind in frame.dtypes.items() if kind != "float64"]
             pq.write_table(
                 table,
