@@ -179,7 +179,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
 def run_softmax(
     model: Any, pair: PromptPair, tape: Tape
 ) -> list[Float[Tensor, "batch head_index query_pos key"]]:
-    """Return each layer's patterns in the clean run, differentiable with respect to nodes."""
+    """Return each layer's patterns in the clean run, with their autograd graph."""
     steps = _Steps(model)
     with steps.recorded(), start_graph(model):
         run(model, pair.clean, pair.mask, tape.hooks)
@@ -369,11 +369,10 @@ class _Steps:
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Replace norms and nonlinear functions by their rules; yield `hooks`, adapted to this.
+        """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. A rule
-        replaces the norm's output, so gradients inside the norm need a graph of their own, which is
-        joined to the output.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, a new
+        graph starts, which is joined to the output of the rule.
         """
         points = {
             point: module

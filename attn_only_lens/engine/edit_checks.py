@@ -4,8 +4,7 @@ A sweep runs only some blocks on some positions, and adds the change of a neuron
 stream. A hook in a full forward pass might have a different effect: a layer may not run the edited
 module, or a hook point may show only a copy of an activation. So before the first patch, noise is
 added to all heads of a sweep in two ways: by hooks in a full forward pass, where each block still
-gets its recorded input, and by the sweep's own computation. Both ways must give the same block
-outputs.
+gets its recorded input, and by the sweep's own computation. The block outputs must be equal.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +37,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, as multiples of the median size
-_CLEAR_EFFECT = 8.0  # a smaller effect, divided by the allowed rounding, is unclear
+_CLEAR_EFFECT = 8.0  # in units of the allowed rounding; smaller effects are unclear
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -81,8 +80,8 @@ def require_same_edit(
             if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
-                    f"the output of block {block} by {_largest(expected, before):.2g} in a whole "
-                    f"run; a sweep would be off by {_largest(edited[layer], expected):.2g}. "
+                    f"the output of block {block} by {_largest(expected, before):.2g} in a full "
+                    f"run; a sweep's output would differ by {_largest(edited[layer], expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"
                 )
@@ -164,7 +163,7 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
                 f"layer {layer}: heads {reading} read the last shared value; expected heads "
                 f"{expected}; patch z instead"
             )
-    UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
+    UnsupportedModelError.raise_if(reasons, "the shared keys and values cannot be patched")
     for layer in layers:
         replay.tested.add(("groups", layer), replay.recording)
 

@@ -65,8 +65,7 @@ class LargestScores:
     ) -> None:
         """Add the products a · b of all pairs of rows; skip chunks whose bound ‖a‖‖b‖ is too small.
 
-        With chunks of `block` rows, 2 block d + 2 block² + 16 block min(k, block) numbers are
-        stored.
+        `block` rows at once need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

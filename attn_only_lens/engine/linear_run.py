@@ -90,7 +90,7 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at the stream at position `key`, given gradients at outputs."""
+        """Return the gradient at position `key` of the stream, given gradients at some outputs."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
@@ -105,7 +105,7 @@ class LinearSublayer:
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradients at the nodes' outputs, given the gradient at the next stream."""
+        """Return the gradients at the nodes' outputs, given the gradient at the updated stream."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -118,7 +118,7 @@ class LinearAttention(LinearSublayer):
     W_V: Float[Tensor, "head_index d_model d_head"]
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return the heads' outputs A V."""
+        """Return the heads' outputs: pattern times values."""
         values = torch.einsum("abkm,hmd->abhkd", entering, self.W_V)
         return torch.einsum("bhqk,abhkd->abqhd", self.pattern, values)
 
@@ -128,7 +128,7 @@ class LinearAttention(LinearSublayer):
         return self.writes.reads.back(torch.einsum("bkhd,hmd->bkm", values, self.W_V))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at position `key`."""
+        """Return the gradient at position `key` of the stream."""
         values = gradient * self.pattern[:, nodes, position, key].unsqueeze(-1)
         entering = torch.einsum("btd,tmd->btm", values, self.W_V[nodes])
         return self.writes.reads.back(entering, places(key))
@@ -141,7 +141,7 @@ class LinearNeurons(LinearSublayer):
     terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return the neurons' outputs Σ (x W) · factor."""
+        """Return the neurons' outputs, Σ (x W) · factor over `terms`."""
         terms = [(entering @ W) * factor for W, factor in self.terms]
         return sum(terms[1:], terms[0]).unsqueeze(-1)
 
@@ -151,7 +151,7 @@ class LinearNeurons(LinearSublayer):
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at the stream at `position`, the only position that neurons read."""
+        """Return the gradient at `position` of the stream, the only position that neurons read."""
         terms = [
             (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
@@ -186,7 +186,7 @@ class LinearRun:
         return len(self.run.before(writes.layer, writes.kind))
 
     def metric_gradient(self, metric: BoundMetric) -> tuple[Tensor, float]:
-        """Return the gradient of a metric at the logits before any soft cap, and its value."""
+        """Return the gradient of a metric at the logits before any soft cap, and the metric."""
         recording = self.run.recording
         if torch.equal(recording.logits.to(self.logits), self.logits):  # no soft cap
             with torch.enable_grad():

@@ -84,7 +84,7 @@ class BoundMetric:
         if bad:
             advice = "; some models compute nan for padding on the left: pad on the right"
             self._refuse(
-                f"it is not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
+                f"not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
             )
         return values
 
@@ -517,11 +517,11 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
     reasons = []
     if gradient is None:
         reasons.append(
-            f"{metric.name}: its value is detached from the logits (a Python number, argmax, "
+            f"{metric.name}: the value is detached from the logits (a Python number, argmax, "
             "or torch.no_grad?); expected a differentiable function of the logits"
         )
     elif not gradient.isfinite().all():
-        reasons.append(f"{metric.name}: its gradient is not finite")
+        reasons.append(f"{metric.name}: the gradient is not finite")
     InputError.raise_if(reasons, _NO_GRADIENT)
 
 
@@ -537,7 +537,7 @@ def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: 
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         reason = (
-            f"{metric.name}: its gradient is zero on the run that is patched, so every "
+            f"{metric.name}: the gradient is zero on the run that is patched, so every "
             "estimate would be zero; expected a nonzero gradient on this run: use the other "
             "direction, another metric, or method='integrated'"
         )

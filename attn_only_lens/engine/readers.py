@@ -9,10 +9,10 @@ The part says which inputs of a head change (q is a neuron-head's pre-activation
     "value"       values               w v', v' = q', or q' u' in a gated MLP
     "z"           all                  w(q') v'
 
-For neuron-heads, z follows in closed form from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and,
-for the up projection u, Δu = δ W_in. For attention heads, the block runs with δ added to its
-attention's input; queries, keys or values that should not change are restored. Both methods are
-tested before use.
+For neuron-heads, z follows from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and, for the up
+projection u, Δu = δ W_in. For attention heads, the block runs with δ added to its attention's
+input; queries, keys or values that should not change are restored. Both methods are tested before
+use.
 """
 
 from collections.abc import Callable

@@ -95,7 +95,7 @@ class FrozenNorm:
     def back(
         self, gradient: Float[Tensor, "batch pos d_model"], positions: Positions = slice(None)
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the gradient at the norm's input for constant s, given the output's gradient."""
+        """Return the gradient at a norm's input for a fixed scale, given the output's gradient."""
         gradient = gradient.to(self.scale.device)
         linear: Tensor = self.norm.before(gradient.flatten(0, -2).T).T
         return linear.view_as(gradient) / self.scale[:, positions]

@@ -38,7 +38,7 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (r"attn_scale", "more than 0, or -1 for √d_head", lambda x: x > 0 or x == -1),
     (r"(\w*_)?(p?drop|dropout(_prob)?)", "from 0 to 1", lambda value: 0 <= value <= 1),
 )
-_MODULES = 50  # modules allowed per tensor, since blocks have hook points and containers
+_MODULES = 50  # modules allowed per tensor: blocks also have hook points and containers
 _FEW = 300
 _FEW_LAYERS = 1000
 

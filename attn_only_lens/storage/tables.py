@@ -72,12 +72,13 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
                 path, page_checksum_verification=True, memory_map=True, pre_buffer=False
             )
             if _digest(table) != fields["content"]:
-                raise ValueError("it was changed after it was written")
+                raise ValueError("the table was changed after it was written")
             return table.to_pandas(), fields
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != fields["content"]:
-            raise ValueError(f"it is not the file that {_sidecar(path).name} describes")
-        # Read texts first: pandas' number parser may round wrongly, and treats "NA" as missing.
+            raise ValueError(f"{_sidecar(path).name} describes another file")
+        # Read all cells as text: pandas' number parser may round wrongly, and treats "NA" as
+        # missing.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
         kinds = fields["numbers"]
         missing = {name: {"": "nan"} for name, kind in kinds.items() if kind == "float64"}
@@ -112,7 +113,7 @@ def _digest(table: Any) -> str:
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""
-        if hasattr(whole, "dictionary"):  # the texts; `indices` has a code for each row
+        if hasattr(whole, "dictionary"):  # categories; `indices` has a code for each row
             texts = json.dumps(whole.dictionary.to_pylist(), default=str)
             whole = whole.indices.cast("int32")
         kind = str(whole.type).removeprefix("large_")

@@ -2,7 +2,7 @@
 
 Rows are variants × prompts: row r holds prompt r mod batch of variant r // batch. Variants that
 enter at different blocks run together (`Joined`). A replay computes only what its variants can
-change and the metric reads. Replays skip earlier blocks, logits that the metric does not read and,
+change and the metric needs. Replays skip earlier blocks, logits that the metric does not read and,
 in causal models, positions before `first`; later positions attend to recorded keys and values.
 Before its first use, a replay must reproduce the recorded logits, and its edits must have the same
 effects as hooks (`edit_checks.py`).
@@ -277,7 +277,7 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the cost of variants that start at a block and position, as part of a full run's."""
+        """Return the share of a full run's cost for variants that start at a block and position."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
@@ -371,7 +371,7 @@ class Replay(ABC):
         if not difference <= allowed:
             reason = (
                 f"in a run from block {block} and position {first} on, the logits differ by "
-                f"{difference:.2g} from the logits of a whole run (largest logit: {size:.2g})"
+                f"{difference:.2g} from the logits of a full run (largest logit: {size:.2g})"
             )
             raise UnsupportedModelError([reason], PROBLEM)
 

@@ -1,12 +1,11 @@
 """The replay for TransformerBridges: the bridged model's forward pass without some of its blocks.
 
 If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
-keys and values stand in for earlier tokens (`key_values.py`). Each start position is tested before
-its first use: noise is added to the stream from this position on, and a run on all positions must
-agree with a run from this position on, in every block and in the logits. All positions run if this
-test fails, if the model is not causal or has no such cache, or if it is in half precision, where
-rounding could hide a difference. Another test shows whether the model can compute the logits of
-only some tokens.
+keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
+first use: noise is added to the stream from this position on, and a run on all positions must agree
+with a run from this position on, in every block and in the logits. All positions run if this test
+fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
+difference. Another test shows whether the model can compute the logits of only some tokens.
 """
 
 from collections.abc import Iterator
@@ -118,8 +117,7 @@ class BridgeReplay(Replay):
         agree = [self._agree(again, logits, self.recording.logits.abs().max())]
         for got, expected in zip(later, whole, strict=True):
             expected = expected[:, first - earlier :]
-            # Use a scale for each token: one token with large activations would hide errors in
-            # others.
+            # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and no patch changes it
                 padding = ~mask[:, first:, None].bool().to(scale.device)

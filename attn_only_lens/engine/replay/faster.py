@@ -4,8 +4,7 @@ Libraries compute some activation functions with eight kernels where torch has o
 metrics read the last block's output at one token per prompt. Then this block's output projections
 and MLP run only on that token: their output [row, 1, d_model] is added to a stream [row, pos,
 d_model], which is then correct at that token and wrong at other tokens. An activation function is
-compared with torch's before it is replaced. `Replay.check` compares the logits with the recorded
-logits.
+compared with torch's before it is replaced. `Replay.check` tests the resulting logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
