@@ -262,7 +262,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32; warn, with the metric's change in each precision."""
+    """Run a half-precision model in float32, and warn how the metric's change differs."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -333,7 +333,7 @@ def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that replace the derivatives of neuron-heads' patterns by slopes."""
+    """Return hooks that replace derivatives of neuron-heads' patterns by slopes between runs."""
     queries = list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 

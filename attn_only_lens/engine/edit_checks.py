@@ -81,7 +81,7 @@ def require_same_edit(
                 reasons.append(
                     f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
                     f"the output of block {block} by {_largest(expected, before):.2g} in a full "
-                    f"run; a sweep's output would differ by {_largest(edited[layer], expected):.2g}. "
+                    f"run; a sweep would differ by {_largest(edited[layer], expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"
                 )

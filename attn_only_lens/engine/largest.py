@@ -63,7 +63,7 @@ class LargestScores:
         *,
         block: int,
     ) -> None:
-        """Add the products a · b of all pairs of rows; skip chunks whose bound ‖a‖‖b‖ is too small.
+        """Add the scores a · b of all rows a and b; skip chunks whose bound ‖a‖ ‖b‖ is too small.
 
         `block` rows at once need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
         """

@@ -4,9 +4,8 @@ The change of a head's output is a linear function of the changes of all earlier
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
-Here t is a head, s an earlier head and x_0 the embedding. One term of W_ts goes through values,
-with the mean pattern of both runs. The other goes through patterns, with the slope of the softmax
-or the gate between the runs. Biases cancel.
+Here s is an earlier head and x_0 the embedding. One term of W_ts goes through values and uses the
+mean pattern; the other goes through patterns and uses the slope of the softmax or the gate.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +50,7 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between two runs, given a batch whose halves are the runs."""
+        """Return the norm between two runs, given the norm in one batch that holds both runs."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))

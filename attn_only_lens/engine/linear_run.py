@@ -136,7 +136,7 @@ class LinearAttention(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearNeurons(LinearSublayer):
-    """Neurons with fixed gates, as sums of projections W, each times a factor from the run."""
+    """Neurons with fixed gates; each output is a sum of projections times factors from the run."""
 
     terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
 
@@ -186,7 +186,7 @@ class LinearRun:
         return len(self.run.before(writes.layer, writes.kind))
 
     def metric_gradient(self, metric: BoundMetric) -> tuple[Tensor, float]:
-        """Return the gradient of a metric at the logits before any soft cap, and the metric."""
+        """Return a metric's gradient at the logits before any soft cap, and the metric's value."""
         recording = self.run.recording
         if torch.equal(recording.logits.to(self.logits), self.logits):  # no soft cap
             with torch.enable_grad():

@@ -1,6 +1,6 @@
 """Compute the outputs of heads when only the stream that they read changes; δ is the change.
 
-The part says which inputs of a head change (q is a neuron-head's pre-activation):
+`part` says which inputs of a head change (q is a neuron-head's pre-activation):
 
     part          attention heads      neuron-heads
     "q"           queries              w(q') v
@@ -11,8 +11,7 @@ The part says which inputs of a head change (q is a neuron-head's pre-activation
 
 For neuron-heads, z follows from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and, for the up
 projection u, Δu = δ W_in. For attention heads, the block runs with δ added to its attention's
-input; queries, keys or values that should not change are restored. Both methods are tested before
-use.
+input; queries, keys or values that should not change are restored. Both are tested before use.
 """
 
 from collections.abc import Callable
@@ -52,7 +51,7 @@ def input_hooks(host: Any, layer: int) -> tuple[str, ...]:
 
 
 class _Stop(Exception):
-    """Stop a forward pass; not a `StopForward`, which `Replay.block_output` would catch."""
+    """Stop a forward pass. A `StopForward` would be caught by `Replay.block_output`."""
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ class TableFields(TypedDict):
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a frame and its document; the suffix, .parquet or .csv, chooses the format."""
+    """Write a frame and its document; the suffix, .parquet or .csv, selects the format."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -77,8 +77,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != fields["content"]:
             raise ValueError(f"{_sidecar(path).name} describes another file")
-        # Read all cells as text: pandas' number parser may round wrongly, and treats "NA" as
-        # missing.
+        # Read cells as text: pandas' number parser may round wrongly and treats "NA" as missing.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
         kinds = fields["numbers"]
         missing = {name: {"": "nan"} for name, kind in kinds.items() if kind == "float64"}

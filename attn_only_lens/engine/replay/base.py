@@ -37,7 +37,7 @@ _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's
 # The number of copies of the widest activation, of attention scores, and of the logits for a loss
 # that are in memory at once, according to torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
-_LOGITS_AT_ONCE = 2**26  # floats, with copies: enough for 170 tokens if the vocabulary has 49,152
+_LOGITS_AT_ONCE = 2**26  # floats, with copies: enough for 170 tokens with 49,152 logits each
 _CALL_FLOPS = 3e10  # an estimate for GPUs, with 90 kernels of 10 µs per block and 30 Tflop/s
 
 
@@ -150,7 +150,7 @@ def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, 
 
 @dataclass(eq=False)
 class Replay(ABC):
-    """A replay of one recorded forward pass of a model, for the logits that a metric reads.
+    """A replay of a recorded forward pass, which computes only the logits that a metric reads.
 
     Attributes:
         other: if float32 products are rounded to TF32, the precise replay that is tested instead of

@@ -261,7 +261,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_columns(self) -> Iterator[None]:
-        """Unembed only the columns that the metric reads."""
+        """Compute only the logits of tokens that the metric reads, inside a `with`."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
         assert columns is not None
         columns = columns.to(linear.weight.device)
@@ -276,7 +276,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_read(self, first: int) -> Iterator[None]:
-        """Unembed only the positions, and if possible the columns, that the metric reads."""
+        """Compute logits only at positions and, if possible, of tokens that the metric reads."""
         positions = self.metric.positions
 
         def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
