@@ -51,9 +51,9 @@ def read_all(numbers: Sequence[Tensor]) -> list[Any]:
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on a device.
 
-    For an accelerator, add its free memory and the unused memory in torch's allocator. The unused
-    parts of allocated blocks are left out, because a large tensor does not fit into such a part.
-    For a device that shares the machine's memory (MPS), return the machine's free memory.
+    On an accelerator, this is the free memory plus the unused memory that torch has reserved.
+    Unused parts of split segments do not count, because a large tensor does not fit into them. On a
+    device that shares the machine's memory (MPS), this is the machine's free memory.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -92,7 +92,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the CPU's and a device's random number generators when the context ends.
+    """Restore the random state of the CPU and of a device when the context ends.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):

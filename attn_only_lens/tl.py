@@ -97,7 +97,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
     ) -> dict[str, Tensor]:
-        """Convert a HookedTransformer's state dict for a native bridge; needs version 4."""
+        """Raise an error: only transformer-lens 4 converts state dicts for native bridges."""
         raise UnsupportedCallError(
             f"this needs transformer-lens 4, but {_VERSION} is installed: use the HookedTransformer"
         )
@@ -113,11 +113,11 @@ else:
 
         @classmethod
         def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
-            """Refuse to create an instance."""
+            """Raise an error: this class does not exist in version 4."""
             require_hooked_transformer()
 
     def convert_llama_weights(*args: object) -> NoReturn:
-        """Refuse to convert weights for a HookedTransformer."""
+        """Raise an error: version 4 has no HookedTransformer."""
         require_hooked_transformer()
 
     for _name in set(__all__) - set(globals()):

@@ -1,1 +1,1 @@
-"""Run models: prompts, metrics, sites, recordings, gradients, and replays of a forward pass."""
+"""Tools to run models: prompts, metrics, sites, recordings, gradients, partial forward passes."""

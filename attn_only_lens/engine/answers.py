@@ -1,4 +1,4 @@
-"""The answers that a metric compares, given as tokens or as texts of a single token each.
+"""The answers that a metric compares; each answer is a token, or a text that is one token.
 
 A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
 or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
@@ -40,7 +40,7 @@ _FAR_MORE_PROBABLE = 10.0
 
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
-_SHOWN = 4  # the number of answers that a metric's name lists
+_SHOWN = 4  # the largest number of answers in a metric's name
 _SPACES = (" ", "Ġ", "▁")  # a space in word-level, byte-level and SentencePiece vocabularies
 
 
@@ -108,7 +108,7 @@ def answer_tokens(
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return the tokens of each prompt's answers; add invalid answers to `reasons`."""
+    """Return the tokens of each prompt's answers; describe invalid answers in `reasons`."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"
@@ -173,7 +173,7 @@ def _why_not_one(model: Any, text: str) -> str:
 def _warn_of_spaces(
     model: Any, pair: PromptPair, answers: Mapping[str, _Tokens], logits: Logits
 ) -> None:
-    """Warn if another spelling of an answer is far more probable (geometric mean over prompts)."""
+    """Warn if an answer is far more probable with its leading space added or removed."""
     rows = torch.arange(len(logits), device=logits.device)
     last = float32_if_half(logits.detach()[rows, pair.last.to(logits.device)])
     cases = dict[Any, str]()
@@ -193,8 +193,8 @@ def _warn_of_spaces(
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     """Return the token for the same word with its leading space added or removed, or None.
 
-    The token is looked up in the vocabulary, because SentencePiece adds a space to every text, so
-    no text is tokenized to the token without a space.
+    The token is looked up in the vocabulary. Tokenizing the text would not work, because
+    SentencePiece adds a space to every text.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:

@@ -1,22 +1,22 @@
 """The difference between two runs as one exact linear map.
 
-The model runs on the clean and the corrupted prompts. Then a forward pass with gradients runs the
-model at the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs,
-and its gradient follows a rule in `secants.py`, which uses slopes between the runs. A product of
-two activations, such as pattern times value, needs no rule: its gradient at the mean is already
-exact. So a backward pass from the metric returns multipliers M that add up to the metric's change:
+The model runs on the clean and the corrupted prompts. A third forward pass, with gradients, runs at
+the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs. In the
+backward pass, a rule in `secants.py` replaces the step's derivative by its slope between the runs.
+A product of two activations, such as pattern times value, needs no rule: its gradient at the mean
+is exact. So a backward pass returns multipliers M, and Σ M · Δ is the change of the metric:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
 This holds for every set of activations y that all paths from the tokens to the metric pass through.
 Such activations are, for example, the normalised stream, queries, keys, values, scores, patterns,
-gates or z. If all three factors of a product change, the factors' shares depend on which factors
-are multiplied first; the multipliers follow the model's order of multiplication.
+gates or z. If a product has three factors that change, their shares depend on which two are
+multiplied first; multipliers follow the model's order.
 
-The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), the patterns and
-products of neuron-heads, and the soft cap of the logits. Calls of torch's softmax are intercepted,
-because hooks on some bridges see only a copy of the pattern. If a model has another nonlinear step,
-the sum Σ M · Δ over the first block's input is wrong; every call checks this sum.
+The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads and the
+soft cap of the logits. Calls of torch's softmax are intercepted, because hooks on some bridges see
+only a copy of the pattern. If a model has another nonlinear step, the sum Σ M · Δ over the first
+block's input differs from the metric's change; every call checks this.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
-_EXACT = 1e-9  # the tolerance in float64, after many layers
+_EXACT = 1e-9  # a tolerance for float64, because rounding errors grow over layers
 _SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
@@ -103,7 +103,7 @@ class BothRuns:
         return side(0, self.pair.clean), side(1, self.pair.corrupted)
 
     def change(self, name: str) -> Tensor:
-        """Return the clean activation at a hook minus the corrupted activation."""
+        """Return the clean activation at a hook point minus the corrupted activation."""
         clean, corrupted = self.heads[name].chunk(2)
         return clean - corrupted
 
@@ -153,7 +153,7 @@ class Contrast:
 @torch.no_grad()
 @full_precision()
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on clean and corrupted prompts; record the activations that rules need."""
+    """Run a model on clean and corrupted prompts; record what the rules in `secants.py` need."""
     host = host_of(model)
     points: dict[HeadKind, tuple[str, ...]] = {
         "attention": ("z",),
@@ -179,7 +179,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
 def run_softmax(
     model: Any, pair: PromptPair, tape: Tape
 ) -> list[Float[Tensor, "batch head_index query_pos key"]]:
-    """Return each layer's patterns in the clean run, differentiable with respect to the tape."""
+    """Return each layer's patterns in the clean run, with their autograd graph."""
     steps = _Steps(model)
     with steps.recorded(), start_graph(model):
         run(model, pair.clean, pair.mask, tape.hooks)
@@ -191,9 +191,9 @@ def run_softmax(
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
-    """Return the multipliers of a metric at the nodes of a tape.
+    """Return the multipliers of a metric at the activations that a tape keeps.
 
-    With `keep_graph`, the softmax outputs can be differentiated with respect to the nodes.
+    With `keep_graph`, the softmax outputs can be differentiated with respect to these activations.
 
     Raises:
         UnsupportedModelError: the sum over the first block's input is not the change of the metric,
@@ -234,7 +234,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the logits' multipliers, which are exact if all the metric's functions have rules."""
+    """Return the logits' multipliers; they are exact if every function in the metric has a rule."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -251,7 +251,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the change of the metric minus Σ M Δ, or 0 if the difference is only rounding."""
+    """Return the part of the metric's change that multipliers miss, or 0 if it is only rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -262,7 +262,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32; warn how much the metric changes in each precision."""
+    """Run a half-precision model in float32, and warn how the metric's change differs."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -286,7 +286,7 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
 
 
 def _require_complete(result: Contrast) -> None:
-    """Refuse multipliers whose sum over the first block's input is not the metric's change."""
+    """Refuse multipliers if the tokens' contributions do not add up to the metric's change."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
@@ -318,7 +318,7 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 
 def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield each layer with its gates' slopes; compute small layers with equal gates together."""
+    """Yield each layer and its gates' slopes; compute small layers with equal gates together."""
     sides, groups = dict[int, Both](), dict[Any, list[int]]()
     for layer, heads in enumerate(host.neurons):
         q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
@@ -333,7 +333,7 @@ def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that replace the gradients of neuron-heads' patterns by slopes."""
+    """Return hooks that replace derivatives of neuron-heads' patterns by slopes between runs."""
     queries = list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 
@@ -369,10 +369,10 @@ class _Steps:
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Replace norms and nonlinear functions by their rules; yield hooks for a forward pass.
+        """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. Because the
-        norm's output is replaced, such a hook starts a new graph, which is joined to the output.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, a new
+        graph starts, which is joined to the output of the rule.
         """
         points = {
             point: module
@@ -381,7 +381,7 @@ class _Steps:
             if isinstance(point, HookPoint)
         }
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
-        # One prompt shows a norm's structure, so only this prompt is moved to the CPU.
+        # One prompt is enough to recognise a norm, so only one prompt is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
         norm_hooks = {
             module: self._norm(norms[module], *both, continues=module in inside.values())
@@ -428,9 +428,9 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that replaces a norm's output by the mean of two runs, with its rule.
+        """Return a hook that replaces a norm's output by its mean over both runs, with its rule.
 
-        If the norm's own graph `continues`, nodes inside the norm receive this gradient too.
+        If `continues` is true, hook points inside the norm receive the output's gradient too.
         """
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)

@@ -1,10 +1,10 @@
-"""Test that a sweep's edits have the same effect as hooks in a whole run.
+"""Test that a sweep's edits have the same effect as hooks in a full forward pass.
 
 A sweep runs only some blocks on some positions, and adds the change of a neuron's output to the
-stream. A hook in a whole run might have a different effect: a layer may not run the edited module,
-or a hook point may show only a copy of an activation. So before the first patch, noise is added to
-all heads of a sweep in two ways: by hooks in a whole run that restores each block's input, and by
-the sweep's own computation. Both ways must give the same block outputs.
+stream. A hook in a full forward pass might have a different effect: a layer may not run the edited
+module, or a hook point may show only a copy of an activation. So before the first patch, noise is
+added to all heads of a sweep in two ways: by hooks in a full forward pass, where each block still
+gets its recorded input, and by the sweep's own computation. The block outputs must be equal.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +36,8 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, relative to the activation
-_CLEAR_EFFECT = 8.0  # the smallest clear effect of the noise, in units of a stream's rounding
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, as multiples of the median size
+_CLEAR_EFFECT = 8.0  # in units of the allowed rounding; smaller effects are unclear
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -46,7 +46,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay whose edits have a different effect than hooks in a whole run."""
+    """Refuse a replay if its edits would not have the same effect as hooks in a full pass."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
     tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
@@ -80,8 +80,8 @@ def require_same_edit(
             if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
-                    f"the output of block {block} by {_largest(expected, before):.2g} in a whole "
-                    f"run; a sweep would be off by {_largest(edited[layer], expected):.2g}. "
+                    f"the output of block {block} by {_largest(expected, before):.2g} in a full "
+                    f"run; a sweep would differ by {_largest(edited[layer], expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"
                 )
@@ -108,7 +108,7 @@ def require_edits_read(
     part: Part,
     tested: PassedTests,
 ) -> None:
-    """Refuse hook points that ignore edits, such as `hook_pattern` on some bridges."""
+    """Refuse hook points where edits have no effect, such as `hook_pattern` on some bridges."""
     tests = {layer: ("reads edits", kind, part, layer) for layer in layers}
     layers = [layer for layer in layers if not tested.covers(tests[layer], recording)]
     if not layers:
@@ -163,18 +163,18 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
                 f"layer {layer}: heads {reading} read the last shared value; expected heads "
                 f"{expected}; patch z instead"
             )
-    UnsupportedModelError.raise_if(reasons, "its shared keys and values cannot be patched")
+    UnsupportedModelError.raise_if(reasons, "the shared keys and values cannot be patched")
     for layer in layers:
         replay.tested.add(("groups", layer), replay.recording)
 
 
 def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that adds noise from position `first` on; positions are on axis `axis`."""
+    """Return a hook that adds noise from position `first` on; `axis` is the axis of positions."""
 
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        # A mean would overflow: heads that attend only to themselves have the largest finite query.
+        # Not the mean: it overflows, since heads that attend only to themselves have huge queries.
         size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
         return value + noise * (level * size.where(size > 0.0, 1.0))
 
@@ -246,7 +246,7 @@ def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: T
 def _relative_errors(
     pairs: Sequence[tuple[Residual, Residual]], recording: Recording
 ) -> list[float]:
-    """Return the largest difference in each pair of streams, in units of the allowed rounding."""
+    """Return each pair's largest difference, divided by the difference that rounding allows."""
     errors = [_relative_error(a, b, recording) for a, b in pairs]
     return stacked(errors).tolist()
 

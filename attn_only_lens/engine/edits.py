@@ -1,7 +1,7 @@
 """Turn patches of heads into changes of the stream, or into hooks.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks quantities of the source run, which is patched in. Later blocks see only the new z:
+marks the source run, from which activations are patched in. Later blocks depend only on the new z:
 
     part          new z
     "z"           z' = w' v'
@@ -40,7 +40,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part
 ) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z when a head's part is patched from the source into the target run."""
+    """Return the change of z when one part of the heads is patched from source into target."""
     if part == "z":
         return source.z - target.z
     if part == "value":
@@ -49,7 +49,7 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return Δz minus the change from the pattern alone and the change from the value alone."""
+    """Return the change of z minus its changes from the pattern alone and the value alone."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
@@ -130,7 +130,7 @@ def attention_edit(
 ) -> Callable[[Tensor, Any], Tensor]:
     """Return a hook that patches each variant's heads at that variant's positions."""
     n_variants = len(heads)
-    # The axes of other activations than patterns are [batch, pos, head_index, …].
+    # Activations other than patterns have the axes [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1
     kept = source.narrow(position_axis, first, source.shape[position_axis] - first)
     rows = kept.repeat(n_variants, 1, 1, 1)
@@ -140,7 +140,7 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # torch would broadcast a single position
+        if value.shape != rows.shape:  # `where` would broadcast a single position
             reason = (
                 f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"

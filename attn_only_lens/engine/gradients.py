@@ -1,8 +1,8 @@
 """Gradients of a metric with respect to all heads, from one backward pass.
 
-Gradients are taken at nodes, which are activations that hooks keep. The graph starts at the stream
-that enters the first block, so parameters need no gradients. The table shows, for each patched
-part, the node and its change Δ from the patched run to the other run:
+Gradients are taken at nodes, which are activations that hooks keep. The autograd graph starts at
+the stream that enters the first block, so parameters need no gradients. The table shows, for each
+patched part, the node and its change Δ from the patched run to the other run:
 
     heads      part                   method      node        Δ
     neuron     "z" "pattern" "value"  any         z           change of z from this part
@@ -11,7 +11,7 @@ part, the node and its change Δ from the patched run to the other run:
     attention  "q"                    exact_gate  z           softmax(q' · K) V - z
     attention  otherwise                          hook point  change of the activation
 
-At shared keys and values, each head has its own gradient (`gradient_by_head`).
+Shared keys and values have one gradient for each head that reads them (`gradient_by_head`).
 """
 
 import warnings
@@ -33,7 +33,7 @@ from attn_only_lens.heads import host_of
 
 
 class Tape:
-    """Hooks that keep the activations of one forward pass at which gradients are taken."""
+    """Hooks that keep activations of a forward pass, so that gradients can be taken at them."""
 
     def __init__(
         self, names: Iterable[str], readers: Mapping[str, str] = MappingProxyType({})
@@ -115,7 +115,7 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return, for each head, the gradient at shared keys or values through this head's z alone.
+    """For each head, return the gradient at shared keys or values that passes through its z.
 
     One backward pass handles one head of every group, or a single head if a norm mixes all keys.
     """
@@ -162,7 +162,7 @@ def start_graph(model: Any) -> Iterator[list[Residual]]:
 
 
 def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
-    """Return the hook point at which the gradient is taken."""
+    """Return the hook point at which the gradient for these sites is taken."""
     if sites.kind == "attention":
         return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
     activation = "q" if part == "q" and not closed else "z"

@@ -1,4 +1,4 @@
-"""Issue warnings about prompts and answers, once per call and at the user's line of code."""
+"""Issue warnings about prompts and answers, once per call; they point to the user's code."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_only_lens.errors import InputWarning
 
-_SHOWN = 3  # the number of cases that a warning lists
+_SHOWN = 3  # the largest number of cases in one warning
 _INTERNAL = ("attn_only_lens", "contextlib", "torch")
 _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
 _REPR = Repr()
@@ -19,7 +19,7 @@ _REPR.maxstring = 60
 
 @contextmanager
 def warned_once() -> Iterator[None]:
-    """Warn about each case only once until the outermost of several nested contexts ends.
+    """Warn about each case only once inside a `with`; nested contexts count as one.
 
     Example:
         >>> import warnings

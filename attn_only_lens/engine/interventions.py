@@ -233,7 +233,7 @@ def steered(
 def _numbers(
     name: str, value: Any, z: Float[Tensor, "head_index d"], kind: HeadKind
 ) -> list[float] | str:
-    """Return the numbers to add to a head's z, or the reason why they are invalid."""
+    """Return the numbers to add to a head's z, or an error text if they are invalid."""
     n_heads, d_head = z.shape
     plain = as_plain(value)
     is_list = isinstance(plain, list | tuple)
@@ -333,7 +333,7 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # blocks may have been called without the model
+        values.pop(key, None)  # in case blocks were called without the model
 
 
 @contextmanager

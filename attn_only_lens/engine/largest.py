@@ -1,4 +1,4 @@
-"""Find the largest entries of a matrix block by block, without holding the whole matrix."""
+"""Find the largest entries of a matrix in chunks, without storing the whole matrix."""
 
 from typing import TypeAlias
 
@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _Numbers: TypeAlias = int | Int[Tensor, "number"]
-_ROUNDED = 1.001  # a factor larger than the rounding of products and norms in any dtype
+_ROUNDED = 1.001  # a factor that covers the rounding of products and norms in any dtype
 
 
 class LargestScores:
@@ -27,7 +27,7 @@ class LargestScores:
         self.seen = 0
 
     def add(self, block: Float[Tensor, "writer reader"], first: tuple[_Numbers, _Numbers]) -> None:
-        """Add a block of scores."""
+        """Add a chunk of scores."""
         self.seen += block.numel()
         sizes = self._sizes(block)
         rows = (sizes.amax(dim=1) > self._least).nonzero().squeeze(1)
@@ -63,9 +63,9 @@ class LargestScores:
         *,
         block: int,
     ) -> None:
-        """Add the products a · b of all pairs of rows; skip pairs whose bound ‖a‖ ‖b‖ is too small.
+        """Add the scores a · b of all rows a and b; skip chunks whose bound ‖a‖ ‖b‖ is too small.
 
-        The computation needs memory for 2 block d + 2 block² + 16 block min(k, block) numbers.
+        `block` rows at once need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

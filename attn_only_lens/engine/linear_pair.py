@@ -4,8 +4,8 @@ The change of a head's output is a linear function of the changes of all earlier
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
-Each W_ts has a path through values, with the mean pattern of the two runs, and a path through
-patterns, with the slope of the softmax or the gate between the runs. Biases cancel.
+Here s is an earlier head and x_0 the embedding. One term of W_ts goes through values and uses the
+mean pattern; the other goes through patterns and uses the slope of the softmax or the gate.
 """
 
 from dataclasses import dataclass, replace
@@ -50,13 +50,13 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between two runs, given a batch whose halves are the runs."""
+        """Return the norm between two runs, given the norm in one batch that holds both runs."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
 
     def at(self, positions: Positions) -> "SecantNorm":
-        """Return the norm at some positions."""
+        """Return this norm for the given positions only."""
         clean, corrupted = (scale[:, positions] for scale in self.scales)
         stream, scale = self.stream[:, positions], self.scale[:, positions]
         return SecantNorm(self.norm, stream, scale, (clean, corrupted))
@@ -110,7 +110,7 @@ def _between(writes: SublayerWrites) -> SublayerWrites:
 
 
 def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
-    """Return the neuron-heads, with the means of q and u over both runs as graph leaves."""
+    """Return the neuron-heads, and the means of q and u over both runs as leaves of a graph."""
     heads: Any = writes.neurons
     q, up = (None if x is None else mean(x) for x in heads.projections(writes.entered))
     assert q is not None
@@ -120,7 +120,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the projections to q and u, each with its effect on neurons' outputs via values."""
+    """Return the matrices for q and u, each with the effect on neurons' outputs via values."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -137,7 +137,7 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return the projection to q, with the effect of q on neurons' outputs via patterns.
+    """Return the matrix for q, and the effect of q on the neurons' outputs via patterns.
 
     Args:
         writes: the neurons' writes in one run on clean and corrupted prompts.

@@ -5,9 +5,9 @@ and the logits. The output of a head t is then an affine function of all earlier
 
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
-The sum is over attention heads and neuron-heads s before t; x_0 is the embedding, b_t the biases'
-contribution. Each term passes through norms and projections, but through no other head. So the
-gradient c of a metric at z attributes the metric to every head and bias; the attributions add up:
+The sum is over all earlier attention heads and neuron-heads s; x_0 is the embedding, and b_t the
+contribution of biases. Each term passes through norms and projections, but through no other head.
+So the gradient c_t of a metric at z_t splits c_t · z_t into contributions of heads and biases:
 
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
@@ -80,7 +80,7 @@ class LinearSublayer:
         raise NotImplementedError
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream that is read, given the nodes' output gradients."""
+        """Return the gradient at the stream that is read, given gradients at the nodes' outputs."""
         raise NotImplementedError
 
     def covectors(
@@ -90,7 +90,7 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the stream's gradient at position `key`, given some nodes' output gradients."""
+        """Return the gradient at position `key` of the stream, given gradients at some outputs."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
@@ -105,7 +105,7 @@ class LinearSublayer:
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the nodes' output gradients, given the gradient at the stream after the nodes."""
+        """Return the gradients at the nodes' outputs, given the gradient at the updated stream."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -118,7 +118,7 @@ class LinearAttention(LinearSublayer):
     W_V: Float[Tensor, "head_index d_model d_head"]
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return the heads' outputs A V."""
+        """Return the heads' outputs: pattern times values."""
         values = torch.einsum("abkm,hmd->abhkd", entering, self.W_V)
         return torch.einsum("bhqk,abhkd->abqhd", self.pattern, values)
 
@@ -128,7 +128,7 @@ class LinearAttention(LinearSublayer):
         return self.writes.reads.back(torch.einsum("bkhd,hmd->bkm", values, self.W_V))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the stream's gradient at position `key`."""
+        """Return the gradient at position `key` of the stream."""
         values = gradient * self.pattern[:, nodes, position, key].unsqueeze(-1)
         entering = torch.einsum("btd,tmd->btm", values, self.W_V[nodes])
         return self.writes.reads.back(entering, places(key))
@@ -136,12 +136,12 @@ class LinearAttention(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearNeurons(LinearSublayer):
-    """Neurons with fixed gates, as sums of projections W, each times a factor from the run."""
+    """Neurons with fixed gates; each output is a sum of projections times factors from the run."""
 
     terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return the neurons' outputs Σ (x W) · factor."""
+        """Return the neurons' outputs, Σ (x W) · factor over `terms`."""
         terms = [(entering @ W) * factor for W, factor in self.terms]
         return sum(terms[1:], terms[0]).unsqueeze(-1)
 
@@ -151,7 +151,7 @@ class LinearNeurons(LinearSublayer):
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the stream's gradient at `position`, the only position that neurons read."""
+        """Return the gradient at `position` of the stream, the only position that neurons read."""
         terms = [
             (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
@@ -186,7 +186,7 @@ class LinearRun:
         return len(self.run.before(writes.layer, writes.kind))
 
     def metric_gradient(self, metric: BoundMetric) -> tuple[Tensor, float]:
-        """Return the gradient of a metric at the logits before any soft cap, and its value."""
+        """Return a metric's gradient at the logits before any soft cap, and the metric's value."""
         recording = self.run.recording
         if torch.equal(recording.logits.to(self.logits), self.logits):  # no soft cap
             with torch.enable_grad():
@@ -210,7 +210,7 @@ class LinearRun:
 
     @torch.no_grad()
     def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the logits of parts of the final stream; biases are added to the first part."""
+        """Return the logits of parts of the final stream; the first part also gets all biases."""
         final = self.run.final
         zero = torch.zeros_like(final.stream[:1, :1])
         base = self.model.unembed(zero)
@@ -227,7 +227,7 @@ class LinearRun:
             final: the gradient at the final stream.
         """
         n = len(self.sublayers)
-        readers: list[list[Residual]] = [[] for _ in range(n)]  # index: number of earlier writers
+        readers: list[list[Residual]] = [[] for _ in range(n)]  # by number of earlier sublayers
         outputs: list[Outputs] = []
         streams = [final]
         for index in reversed(range(n)):
@@ -324,7 +324,7 @@ def _norm_bias(sublayer: LinearSublayer) -> Tensor | float:
 
 
 def _require_linear(linear: LinearRun) -> None:
-    """Refuse a linear run whose outputs differ from the recorded outputs."""
+    """Refuse a run if the outputs of its linear maps differ from the recorded outputs."""
     reasons, largest = list[str](), list[Tensor]()
     mask = linear.run.recording.mask
     for sublayer in linear.sublayers:

@@ -11,7 +11,7 @@ P = softmax ℓ, and C the clean run's softmax:
     loss               -log P_t[x_{t+1}], the mean over all real tokens of the clean prompts
     custom             any function of the logits [batch, pos, d_vocab]
 
-A metric that is bound to a model and prompts says which positions and columns of the logits it
+A metric that is bound to a model and prompts lists the positions and columns of the logits that it
 reads, so that a sweep computes only these logits. Half-precision logits are converted to float32,
 except for `custom`.
 """
@@ -46,8 +46,8 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # each input, the difference and the mean in a metric are rounded
-_NO_SLOPE = 64  # in units of rounding; a smaller sum of gradients is only a rounding error
+_ROUNDINGS = 8  # in units of eps; inputs, differences and means are rounded
+_NO_SLOPE = 64  # in units of eps; a smaller sum of gradients is only a rounding error
 _VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
 
 
@@ -59,7 +59,7 @@ class BoundMetric:
         name: the name of the metric, with its answers.
         positions: the position that it reads in each prompt; None if it reads all positions.
         columns: the tokens of the vocabulary that it reads; None if it reads all.
-        shape: the shape [batch, pos, d_vocab] of a whole run's logits.
+        shape: the shape [batch, pos, d_vocab] of a full run's logits.
         compute: the formula, which maps the selected logits to one number per prompt, or to one
             number for all prompts, [site, 1].
         weights: the weight of each prompt in the mean over prompts; the weights sum to 1. None if
@@ -84,12 +84,12 @@ class BoundMetric:
         if bad:
             advice = "; some models compute nan for padding on the left: pad on the right"
             self._refuse(
-                f"it is not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
+                f"not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
             )
         return values
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the weights for the mean of n numbers: one number per prompt, or a single one."""
+        """Return the weights of n numbers in their mean; n is 1 or the number of prompts."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
@@ -100,7 +100,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """Select the logits that this metric reads from the logits of whole runs."""
+        """From the logits of full runs, select the logits that this metric reads."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits {list(logits.shape)}; expected [..., batch, pos, d_vocab] ending in "
@@ -112,17 +112,17 @@ class BoundMetric:
         return logits if self.columns is None else logits[..., self.columns.to(logits.device)]
 
     def of(self, logits: Logits) -> float:
-        """Return the metric's mean over prompts in one whole run; see `of_run`."""
+        """Return the metric's mean over prompts in one full run; see `of_run`."""
         return self.mean(self.of_run(logits)).item()
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return each prompt's metric in one whole run, in float64; check that it is repeatable."""
+        """Return each prompt's metric in one full run, in float64; test that it is repeatable."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         once, again = (self.of_prompts(selected)[0].cpu().double() for _ in range(2))
         if not torch.equal(selected, copy):
-            self._refuse("it changes the logits in place; let it work on a copy")
+            self._refuse("the function changes the logits in place; let it work on a copy")
         if not torch.equal(once, again):
             self._refuse(
                 f"got {self.mean(once):.6g} and then {self.mean(again):.6g} for the same logits; "
@@ -132,7 +132,7 @@ class BoundMetric:
 
     @torch.enable_grad()
     def of_logits(self, logits: Logits) -> Float[Tensor, ""]:
-        """Return the metric of one whole run, differentiable with respect to the logits."""
+        """Return the metric of one full run, differentiable with respect to the logits."""
         return self.value(self.select(logits)[None])[0]
 
     @torch.enable_grad()
@@ -296,7 +296,7 @@ def _of_answers(
 ) -> Metric:
     """Return a metric that is Σ scale(ℓ) over correct answers minus Σ scale(ℓ) over wrong answers.
 
-    ℓ is the logits at the last real token. Without a scale, only the answers' logits are read.
+    ℓ is the logits at the last real token. If `scale` is None, only the answers' logits are read.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
@@ -359,7 +359,7 @@ def kl() -> Metric:
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
-            # The term of a token with clean probability 0 is 0, and not 0 · ∞.
+            # A token with clean probability 0 contributes 0; without `where`, it would be 0 · ∞.
             terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
             return terms.sum(dim=-1)
 
@@ -417,7 +417,7 @@ def loss() -> Metric:
 def custom(
     fn: Callable[[Logits], Tensor | float], name: str | None = None, version: str | None = None
 ) -> Metric:
-    """Return a metric that is any function of a whole run's logits.
+    """Return a metric that is any function of a full run's logits.
 
     The function is called once per site and reads all logits, so this metric is slower than the
     others. For attribution, the function must return a differentiable tensor. Results have standard
@@ -473,7 +473,7 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
 
 
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
-    """Return the shape [batch, pos, d_vocab] of a whole run's logits."""
+    """Return the shape [batch, pos, d_vocab] of a full run's logits."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
 
@@ -482,7 +482,7 @@ def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
-    """Refuse a metric that is equal on the clean and the corrupted run, up to rounding."""
+    """Refuse a metric whose values on the clean and the corrupted run are equal up to rounding."""
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
     if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
@@ -495,7 +495,7 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
-    """Return a list with the reason why a metric needs a second run, or an empty list."""
+    """Return a list with an error text if a metric needs a second run, or an empty list."""
     if not as_metric(metric).needs_reference:
         return []
     return [
@@ -505,7 +505,7 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return a list with the reason why gradients cannot be taken here, or an empty list."""
+    """Return a list with an error text if no gradients can be taken here, or an empty list."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]
@@ -517,19 +517,19 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
     reasons = []
     if gradient is None:
         reasons.append(
-            f"{metric.name}: its value is detached from the logits (a Python number, argmax, "
+            f"{metric.name}: the value is detached from the logits (a Python number, argmax, "
             "or torch.no_grad?); expected a differentiable function of the logits"
         )
     elif not gradient.isfinite().all():
-        reasons.append(f"{metric.name}: its gradient is not finite")
+        reasons.append(f"{metric.name}: the gradient is not finite")
     InputError.raise_if(reasons, _NO_GRADIENT)
 
 
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
     """Refuse a metric with zero gradient on the patched run, such as `kl` at its minimum.
 
-    If Σ |∂metric/∂logits · (reference - logits)| is tiny relative to the metric's range (clean
-    minus corrupted), every estimate from gradients is zero or only rounding.
+    If Σ |∂metric/∂logits · (reference - logits)| is tiny compared with `span`, the metric's change
+    between the runs, every estimate from gradients is zero or only rounding.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None
@@ -537,7 +537,7 @@ def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: 
     eps = min(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32))
     if float(to_float64_device(terms).double().abs().sum()) <= _NO_SLOPE * eps * abs(span):
         reason = (
-            f"{metric.name}: its gradient is zero on the run that is patched, so every "
+            f"{metric.name}: the gradient is zero on the run that is patched, so every "
             "estimate would be zero; expected a nonzero gradient on this run: use the other "
             "direction, another metric, or method='integrated'"
         )

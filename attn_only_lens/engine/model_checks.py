@@ -1,6 +1,6 @@
 """Check a model for user-added hooks and active dropout before the model runs.
 
-Libraries attach hooks, too. Hooks of transformers collect outputs. Hooks of TransformerBridge get
+Libraries attach hooks, too. Hooks of transformers collect outputs. Hooks of TransformerBridge read
 inputs and, in version 4, show activations of components that are not modules, such as BERT's MLPs.
 Library hooks do not change what a model computes, but any other hook may. A library hook is
 recognised by the package that defines the hook.
@@ -50,7 +50,7 @@ def find_hooks(model: Any) -> AttachedHooks:
     """Find the hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
     captures = _captures(model)
     users, placeholders, on_model, on_weights = (dict[str, None]() for _ in range(4))
-    added: set[str] = set()  # the methods with which users added hooks
+    added: set[str] = set()  # how users added hooks
     for name, module in modules_of(model):
         if not any(map(module.__dict__.__getitem__, _KINDS)):
             continue
@@ -95,7 +95,7 @@ def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _captures(model: Any) -> set[tuple[int, int]]:
-    """Return the dictionaries and keys of hooks that a bridge's blocks attach during a run."""
+    """Return the dictionary and key of each hook that a bridge's blocks attach during a run."""
     return {
         (id(handle.hooks_dict_ref()), handle.id)
         for block in getattr(model, "blocks", ())
@@ -104,7 +104,7 @@ def _captures(model: Any) -> set[tuple[int, int]]:
 
 
 def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
-    """Yield torch's hooks on a module, with their dictionaries and keys."""
+    """Yield torch's hooks on a module, each with the id of its dictionary and its key."""
     for kind in _KINDS:
         hooks = vars(module)[kind]
         for key, hook in hooks.items():
@@ -112,13 +112,13 @@ def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
 
 
 def hook_reasons(model: Any, so: str = "would be lost") -> list[str]:
-    """Return a list with the reason to refuse a model with user-added hooks, or an empty list."""
+    """Return a list with an error text if users added hooks to a model, or an empty list."""
     hooks = find_hooks(model)
     return _hook_reasons(hooks.users, so, hooks.removal)
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
-    """Return a list with the reason to refuse hooks that may change what weights compute, or []."""
+    """Return a list with an error text if hooks may change what weights compute, or []."""
     so = "may change what its weights compute"
     return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
 
@@ -134,7 +134,7 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
 
 
 def reasons_not_to_run(model: Any) -> list[str]:
-    """Return the reasons why two runs of a model with neuron-heads could not be compared."""
+    """Return the reasons why runs of a model with neuron-heads cannot be compared, if any."""
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")
@@ -142,7 +142,7 @@ def reasons_not_to_run(model: Any) -> list[str]:
 
 
 def dropout_reasons(model: Any) -> list[str]:
-    """Return a list with the reason to refuse a model with active dropout, or an empty list."""
+    """Return a list with an error text if dropout is active, or an empty list."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
         return ["dropout is active; call model.eval() first"]
     return []

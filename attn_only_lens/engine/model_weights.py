@@ -2,8 +2,8 @@
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
 precision, the rounding is as large as the output of a single head, so analyses that split the
-stream compute in float32. A bridge with hooks cannot be copied. So each half-precision tensor gets
-float32 data during the analysis, and its original data afterwards; views and tied weights are kept.
+stream compute in float32. A bridge with hooks cannot be copied. So during the analysis, each
+half-precision tensor of the model itself holds float32 data. Views and tied weights stay intact.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,13 +40,13 @@ _INCIDENTAL = frozenset(
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
-_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of analyses
+_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of running analyses
 
 
 def fingerprint(model: Any) -> str:
-    """Return the SHA-256 of a model's parameters (names, shapes, types, bytes), cfg and gates.
+    """Return a SHA-256 digest of a model's parameters, configuration and gates.
 
-    Buffers are left out, because masks and position tables follow from the configuration.
+    Buffers are left out, because the configuration determines masks and position tables.
     """
     return tensor_digest(model.named_parameters(), _description(model))
 
@@ -76,7 +76,7 @@ def _description(model: Any) -> dict[str, Any]:
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make an analysis run in float32 if its first argument, `model`, has half precision."""
+    """Make an analysis run in float32 if its first argument, `model`, is in half precision."""
 
     @wraps(analysis)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:

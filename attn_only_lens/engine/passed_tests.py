@@ -1,17 +1,17 @@
 """Remember which tests a model has passed, until the model changes.
 
-Each test compares two computations of the same values, such as a replay and a whole run. The result
-depends on the model, not on the prompts: a passed test also holds for other prompts without padding
-that are not longer than the tested prompts. A model is tested again in these cases:
+Each test compares two computations of the same values, such as a replay and a full run. The result
+depends on the model, not on the prompts: a passed test is valid for all prompts that have no
+padding and are not longer than the tested prompts. A model is tested again in these cases:
 
     a parameter or buffer was replaced or written to
     a hook or module was added or removed
     a forward pass was replaced
     a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
 
-torch does not count writes through `.data`, so the contents of vectors are compared, too. New
-values in a matrix are not noticed if they are written through `.data`, but such values do not
-change how a model combines its components.
+torch does not count writes through `.data`, so the contents of vectors are compared, too. If a
+matrix is written through `.data`, this is not noticed, but the values in a matrix do not change how
+a model combines its components.
 """
 
 import weakref
@@ -33,7 +33,7 @@ class PassedTests:
     """The tests that a model has passed in its current state."""
 
     def __init__(self) -> None:
-        self._lengths: dict[Hashable, int] = {}  # the longest tested prompts, by test
+        self._lengths: dict[Hashable, int] = {}  # the length of the longest tested prompts, by test
 
     def covers(self, test: Hashable, recording: Recording) -> bool:
         """Return whether a test can be skipped for these prompts."""
@@ -103,7 +103,7 @@ class _Reference:
         value = self.reference()
         return value is not None and value is other.reference()
 
-    __hash__ = None  # type: ignore[assignment]  # states are only compared
+    __hash__ = None  # type: ignore[assignment]  # states are never hashed
 
 
 def _reference(value: Any) -> Any:

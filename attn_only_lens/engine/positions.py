@@ -1,8 +1,8 @@
 """Sets of positions to patch; all positions in a set are patched together.
 
-A number that is not negative is a column of the token tensor, which includes padding; -1 is the
-last real token of each prompt. `"each"` and `"all"` leave out padding. Roles, such as
-`{"subject": [2, 4], "end": -1}`, name a position in each prompt. Positions of roles count the
+A number from 0 is a column of the token tensor, including padding. Negative numbers count from the
+end: -1 is the last real token of each prompt. `"each"` and `"all"` leave out padding. Roles, such
+as `{"subject": [2, 4], "end": -1}`, name a position in each prompt. Positions of roles count the
 prompt's real tokens, from the start or the end.
 """
 

@@ -1,6 +1,6 @@
-"""Compute the outputs of heads when only the stream that they read changes, by δ.
+"""Compute the outputs of heads when only the stream that they read changes; δ is the change.
 
-The change reaches a head's z through some of its inputs (q is a neuron-head's pre-activation):
+`part` says which inputs of a head change (q is a neuron-head's pre-activation):
 
     part          attention heads      neuron-heads
     "q"           queries              w(q') v
@@ -9,9 +9,9 @@ The change reaches a head's z through some of its inputs (q is a neuron-head's p
     "value"       values               w v', v' = q', or q' u' in a gated MLP
     "z"           all                  w(q') v'
 
-For neuron-heads, z follows in closed form from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and
-Δu = δ W_in. For attention heads, the block runs with δ added to its attention's input; queries,
-keys or values that should not change are restored. Both methods are tested before the first use.
+For neuron-heads, z follows from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and, for the up
+projection u, Δu = δ W_in. For attention heads, the block runs with δ added to its attention's
+input; queries, keys or values that should not change are restored. Both are tested before use.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def input_hooks(host: Any, layer: int) -> tuple[str, ...]:
 
 
 class _Stop(Exception):
-    """Stop a forward pass. `Replay.block_output` would catch a `StopForward`."""
+    """Stop a forward pass. A `StopForward` would be caught by `Replay.block_output`."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Readers:
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the run's q and u; first test that q and u are products with W_in and W_gate."""
+        """Return the run's q and u; before first use, test that W_in and W_gate compute them."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered
@@ -180,7 +180,7 @@ class Readers:
     def _is_joint(self, layer: int) -> bool:
         """Return whether one head's inputs affect other heads, for example through a joint norm.
 
-        First test that noise reaches z only through queries, keys and values.
+        This also tests that noise in the input reaches z only through queries, keys and values.
         """
         test, recording = ("heads read alone", layer), self.decomposition.recording
         if layer not in self._joint and self.replay.tested.covers(test, recording):

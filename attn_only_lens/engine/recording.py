@@ -256,7 +256,7 @@ def run_pair(
     *,
     distinct: bool = True,
 ) -> RunPair:
-    """Return two runs, with the metric of each run."""
+    """Return the two recorded runs, with the metric of each run."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     values = bound.of_run(clean.logits)
     zeros = torch.zeros_like(values)

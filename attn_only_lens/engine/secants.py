@@ -72,7 +72,7 @@ def softmax_slopes(
 
 
 def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
-    """Return the change of the softmax's output for a change of its scores."""
+    """Return the change of the softmax's output, given the change of its scores."""
     change = torch.where(L > 0, change, torch.zeros_like(change))  # masked scores are -∞
     return L * (change - (w * change).sum(-1, keepdim=True))
 
@@ -88,14 +88,14 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
-    """Return the change of x r for a change of x; `x` is the mean of both runs, maybe centred."""
+    """Return the change of the norm's output x r, given `change`; `x` is the mean of both runs."""
     r = (r_1 + r_0) / 2
     along = (x * change).mean(-1, keepdim=True)
     return r * change - (r_1 * r_0).square() / r * along * x
 
 
 def mean(both: Tensor) -> Tensor:
-    """Return the mean of the two runs."""
+    """Return the mean of the two runs, whose rows are in one batch."""
     return both.unflatten(0, (2, -1)).mean(0)
 
 
@@ -111,7 +111,7 @@ class _Replaced(torch.autograd.Function):
 
 
 def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
-    """Return a new value for a function of x; `back` maps the value's gradient to x's gradient.
+    """Return `value()` with a new derivative: `back` maps its gradient to the gradient at x.
 
     All rules except `log_softmax` are symmetric linear maps, so `back` can be the rule itself.
     """

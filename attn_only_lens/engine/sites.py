@@ -133,7 +133,7 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
     expected = "expected source layers, counted from 0"
     reasons = [f"got layer {layer!r}; {expected}" for layer in wanted if not is_count(layer)]
     repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
-    reasons += [f"got layer {layer} more than once; expected each once" for layer in repeated]
+    reasons += [f"got layer {layer} more than once; expected each layer once" for layer in repeated]
     reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
     InputError.raise_if(reasons, "these layers cannot be selected")
     return Selection(kinds, tuple(wanted))

@@ -68,7 +68,7 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
 
 
 def array_as_tensor(value: Any) -> Any:
-    """Convert a numeric array to a tensor, integers to int64; return other values unchanged."""
+    """Convert a numeric array to a tensor (integers to int64); return other values unchanged."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
         return value
     return torch.tensor(value.astype(np.int64) if value.dtype.kind in "iu" else value, device="cpu")

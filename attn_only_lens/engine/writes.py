@@ -10,7 +10,7 @@ output o writes o N / s. N is the norm's linear part (`models/norms.py`). The sc
 norm divided in this run, depends on the whole sublayer. The writes still add up to the stream. The
 norm's bias is part of the sublayer's bias.
 
-If the stream x changes by δ, the change of a head's input x N / s + b depends on the scale:
+If the stream x changes by δ, the change of a head's input x N / s + b depends on `scale`:
 
     scale="held"    δ N / s                          linear in δ: effects of several δ add up
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
@@ -75,7 +75,7 @@ class FrozenNorm:
     scale: Float[Tensor, "batch pos 1"]
 
     def at(self, positions: Positions) -> "FrozenNorm":
-        """Return the norm at some positions."""
+        """Return this norm for the given positions only."""
         return replace(self, stream=self.stream[:, positions], scale=self.scale[:, positions])
 
     def change(
@@ -95,7 +95,7 @@ class FrozenNorm:
     def back(
         self, gradient: Float[Tensor, "batch pos d_model"], positions: Positions = slice(None)
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the gradient at the norm's input for constant s, given the output's gradient."""
+        """Return the gradient at a norm's input for a fixed scale, given the output's gradient."""
         gradient = gradient.to(self.scale.device)
         linear: Tensor = self.norm.before(gradient.flatten(0, -2).T).T
         return linear.view_as(gradient) / self.scale[:, positions]
@@ -254,7 +254,7 @@ class _Traffic:
         self._norms: list[tuple[str, Tensor]] = []  # class names, and whether each is a norm
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm with its scale in this run; if there is no norm, `outside` is the stream.
+        """Return a norm with its scale in this run; without a norm, `outside` is the stream.
 
         The scale is computed from the norm's input and output.
         """

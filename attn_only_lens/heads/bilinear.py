@@ -50,12 +50,12 @@ class BilinearHeads(NeuronHeads):
         return False
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return each neuron's output, the sum Σ_j w_j z_j over the neuron's heads."""
+        """Return each neuron's output: the sum over its heads of z times the head's weight w_j."""
         by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head @ by_head.new_tensor(self.bilinear_gate.w)).to(z.dtype)
 
     def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """Return each head's contribution to its neuron, w_j z_j."""
+        """Return each head's contribution to its neuron: z times the head's weight w_j."""
         by_head = float32_if_half(z.unflatten(-1, (-1, self.heads_per_neuron)))
         return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 

@@ -144,7 +144,7 @@ class NeuronHeads(ABC):
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Make copies, because patch setters edit in place: editing q must not change v.
+        # Make copies, because some hooks edit in place: an edit of q must not change v.
         value = cast(Gate, self.gate).values(q)
         if up is None:
             hooked = value is q and (is_live(self.hook_q) or is_live(self.hook_v))
@@ -184,9 +184,9 @@ class NeuronHeads(ABC):
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
     """Return the largest allowed max |Δ logit| / max |logit| between two computations of a model.
 
-    In a gated MLP with bilinear gates, the outputs of single heads are many times larger than their
-    sum, so their rounding errors are too, and the tolerance is multiplied by the amplification. In
-    small gated models in float32, `verify` found differences of up to 2.3 times the plain
+    In a gated MLP with bilinear gates, the outputs of single heads, and so their rounding errors,
+    are many times larger than their sum. There, the tolerance is multiplied by the amplification.
+    In small gated models in float32, `verify` found differences of up to 2.3 times the plain
     tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are summed in
     float32.
     """

@@ -40,8 +40,8 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
-    The values are not module attributes, because several threads may run one model, and a hook may
-    run the model again during a forward pass. Each thread has separate values, and a copy is empty.
+    The values are not module attributes, because several threads, or hooks during a forward pass,
+    may run the same model. Each thread has its own values, and a copy of this object is empty.
     """
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ class HeadName:
         self.require_among([(model.cfg.n_heads, 0, 1)] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
-        """Raise UnknownHeadError if this head is not in layers with these head counts."""
+        """Raise UnknownHeadError if a model with these head counts has no such head."""
         if not 0 <= self.layer < len(layers):
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"

@@ -72,7 +72,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                         with entry.open("rb") as file:
                             os.fsync(file.fileno())
                 if new.is_dir() and path.is_dir():  # `os.replace` needs an empty folder
-                    os.replace(path, scratch / "old")  # moved back if the process ends here
+                    os.replace(path, scratch / "old")  # `_discard` undoes this after an error
                 os.replace(new, path)
             finally:
                 _discard(scratch, path)
@@ -89,7 +89,7 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `folder` at the end of the `with`.
 
-    Refuse a `folder` with entries that are not in `ours`, or with nested files that are not listed.
+    Refuse a `folder` that also contains entries not in `ours`, or nested files not in `listed`.
     """
     folder = open_folder(folder)
     if folder == Path.cwd():

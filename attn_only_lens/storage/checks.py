@@ -38,7 +38,7 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (r"attn_scale", "more than 0, or -1 for √d_head", lambda x: x > 0 or x == -1),
     (r"(\w*_)?(p?drop|dropout(_prob)?)", "from 0 to 1", lambda value: 0 <= value <= 1),
 )
-_MODULES = 50  # modules allowed per tensor, since blocks have hook points and containers
+_MODULES = 50  # modules allowed per tensor: blocks also have hook points and containers
 _FEW = 300
 _FEW_LAYERS = 1000
 
@@ -112,7 +112,7 @@ def out_of_range(config: Any, name: str) -> Iterator[str]:
 
 @contextmanager
 def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise CheckpointError as soon as a model under construction is too large for these tensors.
+    """Raise CheckpointError as soon as a new model is larger than the saved tensors can fill.
 
     Without this limit, a configuration with a million layers, or with a width of a million, would
     take hours or all memory before the tensors could be compared.

@@ -1,7 +1,7 @@
-"""Store data frames, with a document in a parquet file's metadata, or next to a CSV file.
+"""Store data frames, each with a document in a parquet file's metadata or next to a CSV file.
 
-The document holds a digest of a CSV file's bytes or of a parquet file's columns, since the bytes of
-a parquet file include the document.
+The document holds a digest of a CSV file's bytes, or of a parquet file's columns, because the bytes
+of a parquet file include the document itself.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class TableFields(TypedDict):
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a frame and its document, in the format of the suffix: .parquet or .csv."""
+    """Write a frame and its document; the suffix, .parquet or .csv, selects the format."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -43,7 +43,7 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
         with atomic_write(path) as new:
             table = table.replace_schema_metadata({_KEY: text})
             # `_digest` needs dictionaries that are complete and in order. Float columns rarely
-            # repeat numbers and have no dictionaries, which halves the reading time.
+            # repeat numbers, so they get no dictionaries, which halves the reading time.
             repeat = [name for name, kind in frame.dtypes.items() if kind != "float64"]
             pq.write_table(
                 table,
@@ -72,12 +72,12 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
                 path, page_checksum_verification=True, memory_map=True, pre_buffer=False
             )
             if _digest(table) != fields["content"]:
-                raise ValueError("it was changed after it was written")
+                raise ValueError("the table was changed after it was written")
             return table.to_pandas(), fields
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != fields["content"]:
-            raise ValueError(f"it is not the file that {_sidecar(path).name} describes")
-        # Read texts first: pandas' number parser may round wrongly, and treats "NA" as missing.
+            raise ValueError(f"{_sidecar(path).name} describes another file")
+        # Read cells as text: pandas' number parser may round wrongly and treats "NA" as missing.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
         kinds = fields["numbers"]
         missing = {name: {"": "nan"} for name, kind in kinds.items() if kind == "float64"}
@@ -112,7 +112,7 @@ def _digest(table: Any) -> str:
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""
-        if hasattr(whole, "dictionary"):  # the texts; `indices` has a code for each row
+        if hasattr(whole, "dictionary"):  # categories; `indices` has a code for each row
             texts = json.dumps(whole.dictionary.to_pylist(), default=str)
             whole = whole.indices.cast("int32")
         kind = str(whole.type).removeprefix("large_")

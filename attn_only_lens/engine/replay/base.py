@@ -1,11 +1,11 @@
 """Run only the last blocks of a forward pass, for many variants of the run at once.
 
-Rows are variants × prompts: row r is prompt r mod batch of variant r // batch. Variants that enter
-at different blocks run together (`Joined`). A replay computes only what its variants can change and
-the metric reads. Replays skip earlier blocks, logits that the metric does not read and, in causal
-models, positions before `first`; later positions attend to recorded keys and values. The logits of
-every replay are first compared with the recorded logits, and its edits are compared with hooks
-(`edit_checks.py`).
+Rows are variants × prompts: row r holds prompt r mod batch of variant r // batch. Variants that
+enter at different blocks run together (`Joined`). A replay computes only what its variants can
+change and the metric needs. Replays skip earlier blocks, logits that the metric does not read and,
+in causal models, positions before `first`; later positions attend to recorded keys and values.
+Before its first use, a replay must reproduce the recorded logits, and its edits must have the same
+effects as hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's
 # The number of copies of the widest activation, of attention scores, and of the logits for a loss
 # that are in memory at once, according to torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
-_LOGITS_AT_ONCE = 2**26  # floats, copies included: 170 tokens with a vocabulary of 49,152
+_LOGITS_AT_ONCE = 2**26  # floats, with copies: enough for 170 tokens with 49,152 logits each
 _CALL_FLOPS = 3e10  # an estimate for GPUs, with 90 kernels of 10 µs per block and 30 Tflop/s
 
 
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors of a model that cannot run in this way; raise memory and package errors."""
+    """Suppress errors of a model that cannot run like this, but not memory or package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -150,7 +150,7 @@ def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, 
 
 @dataclass(eq=False)
 class Replay(ABC):
-    """A replay of one recorded forward pass of a model, for the logits that a metric reads.
+    """A replay of a recorded forward pass, which computes only the logits that a metric reads.
 
     Attributes:
         other: if float32 products are rounded to TF32, the precise replay that is tested instead of
@@ -202,7 +202,7 @@ class Replay(ABC):
             return run(joined)
 
     def _edits_trimmed(self, variants: Variants) -> bool:
-        """Return whether an edit needs all tokens in a module that would run on one token."""
+        """Return whether an edit needs all tokens in a module that would run on only one."""
         last, layer = f"blocks.{self.n_blocks - 1}.", self.host.n_layers - 1
         before = {self.host.hook_name(layer, "attention", point) for point in _BEFORE_OUTPUT}
         names = {name for name, _ in variants.hooks if name.startswith(last)}
@@ -215,7 +215,7 @@ class Replay(ABC):
 
     @abstractmethod
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the logits of joined variants that the metric reads."""
+        """Return the logits that the metric reads, for joined variants."""
 
     @abstractmethod
     def last_stream(self, joined: Joined) -> Float[Tensor, "row pos d_model"]:
@@ -227,17 +227,17 @@ class Replay(ABC):
 
     @property
     def precise(self) -> "Replay":
-        """The replay on which tests run: `other` if there is one, or this replay."""
+        """The replay that is tested: `other` if there is one, otherwise this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether a block and later blocks can run without positions before `position`."""
+        """Return whether blocks from `block` on can run without positions before `position`."""
 
     @property
     @abstractmethod
     def cached_numbers_per_token(self) -> int:
-        """The number of floats that a block holds at once for a token's keys and values."""
+        """The number of floats in memory while a block runs, for one token's keys and values."""
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
@@ -266,18 +266,18 @@ class Replay(ABC):
         return first if self.can_start_at(block, first) else 0
 
     def flops_per_token(self, block: int) -> int:
-        """Return the flops per token of the matrix products in a block and later blocks."""
+        """Return the flops per token of the matrix products in all blocks from `block` on."""
         return 2 * sum(self._parameters[block:])
 
     @property
     def flops_of_forward(self) -> int:
-        """The flops of the matrix products in a whole run."""
+        """The flops of the matrix products in a full run."""
         cfg = self.model.cfg
         per_token = self.flops_per_token(0) + 2 * cfg.d_model * cfg.d_vocab
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the cost of variants that start at a block and position, as a share of a run."""
+        """Return the share of a full run's cost for variants that start at a block and position."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
@@ -340,7 +340,7 @@ class Replay(ABC):
         return self._adds[block]
 
     def check(self) -> None:
-        """Refuse a model if unedited replays, from several blocks, change the logits."""
+        """Refuse a model if replays without edits do not reproduce the recorded logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
         blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads
@@ -371,12 +371,12 @@ class Replay(ABC):
         if not difference <= allowed:
             reason = (
                 f"in a run from block {block} and position {first} on, the logits differ by "
-                f"{difference:.2g} from the logits of a whole run (largest logit: {size:.2g})"
+                f"{difference:.2g} from the logits of a full run (largest logit: {size:.2g})"
             )
             raise UnsupportedModelError([reason], PROBLEM)
 
     def _difference(self, first: int, blocks: Sequence[int]) -> tuple[float, float, float]:
-        """Return the largest difference, the allowed difference, and the largest logit."""
+        """Return the largest difference of the logits, its allowed size, and the largest logit."""
         unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
         whole, largest = (
             self.metric.select(self.recording.logits),
@@ -387,7 +387,7 @@ class Replay(ABC):
         return error, logit_tolerance(self.host.neurons, whole.dtype) * size, size
 
     def starts_to_check(self) -> set[int]:
-        """Return the start positions that a test covers: the first and the last."""
+        """Return the start positions that `check` tests: the first and the last."""
         return {0, self.start(0, self.n_pos)}
 
     def with_earlier_logits(

@@ -1,11 +1,11 @@
 """The replay for TransformerBridges: the bridged model's forward pass without some of its blocks.
 
-If a transformers model takes a cache, it runs only on tokens from a patch on, and recorded keys and
-values replace earlier tokens (`key_values.py`). Each start position is tested before its first use:
-noise is added to the stream from this position on, and a run on all positions must agree with a run
-from this position on, in every block and in the logits. Every patch runs all positions if this test
-fails, if the model is not causal or has no such cache, or in half precision, whose rounding could
-hide a difference. Another test shows whether the model can unembed only some vocabulary columns.
+If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
+keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
+first use: noise is added to the stream from this position on, and a run on all positions must agree
+with a run from this position on, in every block and in the logits. All positions run if this test
+fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
+difference. Another test shows whether the model can compute the logits of only some tokens.
 """
 
 from collections.abc import Iterator
@@ -62,9 +62,9 @@ class BridgeReplay(Replay):
         )
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Test whether a block and later blocks can run without positions before `position`.
+        """Test whether blocks from `block` on can run without positions before `position`.
 
-        After one failure, a model is not tested again.
+        After one failed test, all variants start at position 0.
         """
         if not position:
             return True
@@ -117,7 +117,7 @@ class BridgeReplay(Replay):
         agree = [self._agree(again, logits, self.recording.logits.abs().max())]
         for got, expected in zip(later, whole, strict=True):
             expected = expected[:, first - earlier :]
-            # Use a scale for each token, because one large token would hide errors in others.
+            # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
             if mask is not None:  # no token attends to padding, and no patch changes it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
@@ -141,7 +141,7 @@ class BridgeReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats that a block holds at once for a token's keys and values."""
+        """The number of floats in memory while a block runs, for one token's keys and values."""
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
@@ -159,7 +159,7 @@ class BridgeReplay(Replay):
         return stream if extra is None else (stream, *(None,) * extra)
 
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the logits of joined variants that the metric reads."""
+        """Return the logits that the metric reads, for joined variants."""
         with self._unembed_read(joined.first):
             logits = self._run(joined)
         if self.metric.columns is not None and not self._few_columns:
@@ -168,7 +168,7 @@ class BridgeReplay(Replay):
 
     @torch.no_grad()
     def _can_unembed_columns(self) -> bool:
-        """Test whether the unembedding can leave out columns of the vocabulary."""
+        """Test whether the model can compute the logits of only some tokens of the vocabulary."""
         if self.metric.columns is None:
             return False
         linear = self.model.unembed.original_component
@@ -225,7 +225,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Skip blocks before the first variants' block; run later blocks on rows that entered.
+        """Skip the blocks before any variant starts; run each later block on the started variants.
 
         The model makes masks and rotations for all rows; a block gets only the part for its rows.
         """
@@ -261,7 +261,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_columns(self) -> Iterator[None]:
-        """Unembed only the columns that the metric reads."""
+        """Compute only the logits of tokens that the metric reads, inside a `with`."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
         assert columns is not None
         columns = columns.to(linear.weight.device)
@@ -276,7 +276,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_read(self, first: int) -> Iterator[None]:
-        """Unembed only the positions, and if possible the columns, that the metric reads."""
+        """Compute logits only at positions and, if possible, of tokens that the metric reads."""
         positions = self.metric.positions
 
         def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,10 +1,10 @@
-"""Faster steps for a replay: one kernel per activation function, and less of the last block.
+"""Speed up replays: use one kernel per activation function, and skip parts of the last block.
 
-Libraries compute some activation functions with eight kernels where torch has one kernel. Metrics
-read the last block's output at one token per prompt, so this block's output projections and MLP run
-only on that token: a sublayer's output [row, 1, d_model] is added to a stream [row, pos, d_model],
-which is then correct at that token and wrong at other tokens. An activation function is compared
-with torch's before it is replaced. `Replay.check` compares the logits with a whole run's logits.
+Libraries compute some activation functions with eight kernels where torch has one kernel. Most
+metrics read the last block's output at one token per prompt. Then this block's output projections
+and MLP run only on that token: their output [row, 1, d_model] is added to a stream [row, pos,
+d_model], which is then correct at that token and wrong at other tokens. An activation function is
+compared with torch's before it is replaced. `Replay.check` tests the resulting logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence

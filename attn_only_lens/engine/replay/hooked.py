@@ -51,7 +51,7 @@ class HookedReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats that a block holds at once for a token's keys and values."""
+        """The number of floats in memory while a block runs, for one token's keys and values."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # each run rotates keys
         tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in tensors), default=0)
@@ -75,14 +75,14 @@ class HookedReplay(Replay):
         return joined.stream(end, x)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """Set further inputs for the rows that enter a block; by default, do nothing."""
+        """Set other inputs of a block for the rows that enter it; by default, do nothing."""
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None
         return self._call(index, x, first, past)
 
     def joined_logits(self, joined: Joined) -> Float[Tensor, "row position column"]:
-        """Return the logits of joined variants that the metric reads."""
+        """Return the logits that the metric reads, for joined variants."""
         return self._read_logits(self.last_stream(joined), joined.first)
 
     def last_stream(self, joined: Joined) -> Residual:
