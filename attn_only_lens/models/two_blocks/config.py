@@ -40,7 +40,7 @@ def block_kind(block: int) -> HeadKind:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer; all names except d_value are those of TransformerLens."""
+    """The sizes of one source layer; all names except d_value come from TransformerLens."""
 
     n_heads: int
     n_key_value_heads: int | None  # None without grouped-query attention
@@ -193,7 +193,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 def attention_only_config(
     source: HookedTransformerConfig, gating: Gating, sizes: Sequence[LayerSizes] | None = None
 ) -> AttentionOnlyConfig:
-    """Return the configuration of a converted model; pass `sizes` if they differ from `source`."""
+    """Return the configuration of a converted model; by default, with the sizes of `source`."""
     sizes = (sizes_of(source),) * source.n_layers if sizes is None else tuple(sizes)
     first = sizes[0]
     cfg = object.__new__(AttentionOnlyConfig)
