@@ -166,7 +166,7 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return why a model cannot be exposed or copied, before examining its MLPs."""
+    """Return error texts if a model cannot be exposed or copied; `known_mlps` checks its MLPs."""
     if copy_weights and not copy:
         return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
@@ -262,7 +262,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return why an MLP cannot be exposed, given the output of `_differences`."""
+    """Return error texts if the output of `_differences` shows that an MLP cannot be exposed."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:

@@ -90,7 +90,7 @@ def calibrate(
             stack.enter_context(mlp.points.pre.register_forward_hook(hook))
         model(tokens)
     if infinite := [layer for layer, value in enumerate(largest) if not value < float("inf")]:
-        reason = f"x · W_gate is not finite on these tokens in layers {infinite}"
+        reason = f"x · W_gate is not finite in layers {infinite}"
         raise UnsupportedModelError([reason], _PROBLEM)
     ranges = tuple(max(margin * value, 1e-6) for value in largest)
     return Calibration(ranges, margin, tokens.numel())
@@ -181,7 +181,7 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
     slope, room = max(gate.b), torch.finfo(dtype).max / 64
     if slope > room:
         raise ValueError(
-            f"the slope of the gate, {slope:.3g}, is too steep for attention scores in {dtype}: "
+            f"the gate's slope, {slope:.3g}, would be too steep for attention scores in {dtype}: "
             f"pass a tolerance of {gate.bound * slope / room:.1g} or more, or convert in float32"
         )
     chosen = act_fn == "relu" or option.slope is not None

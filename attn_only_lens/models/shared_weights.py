@@ -7,9 +7,9 @@ weights, but removes the gains from the norms of only one model. In the other mo
 act twice. (Bridges are not affected, because their weights are not processed in place.)
 
 A model is therefore refused under two conditions: another model with the same weights has new norm
-modules, and the refused model's weights differ from a sample taken when sharing began. (Weights
-that were moved or cast are no longer shared, so they do not change.) The weights are compared only
-if norm modules are new, so a forward pass usually costs one comparison per norm.
+modules, and the refused model's weights differ from a sample taken when sharing began. (If a
+model's weights were moved or cast, they are no longer shared and do not change.) The weights are
+compared only if norm modules are new, so a forward pass usually costs one comparison per norm.
 """
 
 import weakref

@@ -2,8 +2,7 @@
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`. `model.safetensors` holds the
 state dict; masks and rotary tables, which TransformerLens computes, may be missing. `tokenizer/` is
-optional. If the command `grow` wrote the folder, `provenance.json` holds digests of the other
-files.
+optional. If the command `grow` wrote the folder, `provenance.json` holds file digests.
 """
 
 import os

@@ -295,7 +295,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Return why `to_stock` refuses this model, without allocating weights."""
+    """Return error texts if `to_stock` cannot convert a model, without allocating weights."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "

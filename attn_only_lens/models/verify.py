@@ -267,7 +267,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return why two models cannot be compared."""
+    """Return error texts if two models cannot be compared."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [

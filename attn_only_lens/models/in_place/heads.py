@@ -11,7 +11,7 @@ An edit at one hook point affects all later hook points, in this order: hook_pre
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` holds the names of
 the heads' hook points in the MLP.) An edit of a neuron at hook_post is split equally among the
 neuron's heads, so that their results sum to the MLP's output minus the output bias. Exact heads
-replace the activations only if they have hooks. Bilinear heads always replace the activations.
+replace values only if they have hooks. Bilinear heads always replace the activations.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Build converted models from a source model, or from a configuration and tensors.
 
 Without a source model, a skeleton is built on the meta device, so that nothing is computed and no
-random numbers are drawn. A layer whose sizes differ from those of layer 0 is built from its own
-configuration.
+random numbers are drawn. Layers with other sizes than layer 0 are built from their own
+configurations.
 """
 
 import copy
@@ -160,7 +160,7 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return error texts for misfitting tensors; names in `tied` need no tensors."""
+    """Return error texts for tensors that do not fit; names in `tied` need none."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
@@ -171,7 +171,7 @@ def skeleton_misfits(
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return error texts for misfitting tensors; axis 0 of `growing` ones may have any length."""
+    """Return error texts for tensors that do not fit; `growing` ones may differ along axis 0."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
     for name in filter(tensors.__contains__, expected):

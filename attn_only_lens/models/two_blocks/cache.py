@@ -398,8 +398,8 @@ class _OutputNorm:
 class _Stack:
     """Components of the stream before a block, at given positions.
 
-    They may be normalised and projected. For a projection P and a fixed scale s, LN(x) @ P = x @ (P
-    - mean of P over d_model) / s, so components are projected first and then divided by s.
+    LN(x) @ P = x @ (P - mean of P over d_model) / s for a projection P and a fixed scale s, so the
+    components are projected first and then divided by s.
     """
 
     def __init__(

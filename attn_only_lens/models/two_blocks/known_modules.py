@@ -24,7 +24,7 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """Return why this model cannot be converted exactly. (`hook_reasons` checks hooks.)
+    """Return error texts if this model cannot be converted exactly. (`hook_reasons` checks hooks.)
 
     `needs_mlp=False` allows models without MLPs. If `silu` is given, `silu` must be the activation.
     """

@@ -10,8 +10,8 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.base import HookChecks
 
 NO_MLP = (
-    "no block of a converted model has an MLP, so hook_mlp_out is always zero. The MLP's output "
-    'in source layer l is blocks.{2l+1}.hook_attn_out: cache["attn_out", 2 * l + 1]; to patch, '
+    "no block of a converted model has an MLP, so hook_mlp_out is zero. The output of the MLP "
+    'of source layer l is blocks.{2l+1}.hook_attn_out: cache["attn_out", 2 * l + 1]; to patch, '
     'activation name "attn_out", layer 2 * l + 1'
 )
 
