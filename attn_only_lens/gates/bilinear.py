@@ -24,11 +24,11 @@ publication that covers gated MLPs. A sum of sigmoids is bounded and α is not, 
 of heads can approximate α for every q. Wide sigmoids that nearly cancel produce the linear part of
 α. In float32, this causes rounding errors of about 2^-22 Σ_j |w_j|. For relu, a single fit on [-1,
 1] serves all limits, because its error and its weights scale with the limit. `bound` is an absolute
-error. Half precision is too coarse for single heads.
+error. Half precision is too coarse for single heads' outputs.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
 `fit_gated_gates.py`). Each w_j is a multiple of 2^-23, so float32 represents every partial sum
-exactly. `analyses/tools/certificates.py` proves the bounds, without rounding errors.
+exactly. `analyses/tools/certificates.py` proves the bounds, which exclude rounding errors.
 """
 
 import json
@@ -108,7 +108,7 @@ class BilinearGate:
 
     @property
     def sum_abs_w(self) -> float:
-        """The sum Σ_j |w_j|. The rounding error of the mixture is proportional to this sum."""
+        """The sum Σ_j |w_j|, which is proportional to the rounding error of the mixture."""
         return math.fsum(map(abs, self.w))
 
     @property
@@ -223,7 +223,7 @@ def bilinear_gate(
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the gate for plain MLPs with the fewest heads, or with `heads`, within a tolerance."""
+    """Return the gate for plain MLPs with the fewest heads (or `heads`) within a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -289,10 +289,10 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     gates = _with_heads(_fitted("gated", act_fn), heads)
     if not 0.0 < limit <= _LARGEST_LIMIT:
         raise ValueError(
-            f"got limit={limit}; expected the largest |q| to cover, a positive number up to "
-            f"{_LARGEST_LIMIT:g}"
+            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}: the largest "
+            "|q| to cover"
         )
-    if act_fn == "relu":  # rescale the only fit by a power of two, without rounding
+    if act_fn == "relu":  # rescale the only fit exactly, by a power of two
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
         gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
         w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)

@@ -14,7 +14,7 @@ in q, exactly as in Theorem 3 of "Attention-Only Transformers and Implementing M
 Heads". For the other activations, the score is a monotone function of a bilinear form.
 
 Attention weights are computed in the model's dtype, or in float32 for half-precision models. In
-float16, the cubic term of gelu_new would overflow near |q| = 100, long before gelu_new.
+float16, the cubic term of gelu_new would overflow near |q| = 100, long before gelu_new does.
 """
 
 import math

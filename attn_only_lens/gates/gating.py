@@ -30,8 +30,8 @@ _SIZE = "with an absolute value from 2^-126 to 2^127"
 class GeneralizedSiLU:
     """The activation a_1 SiLU(a_2 x), for `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
-    `convert` checks the coefficients against the activation that the model computes. Each neuron is
-    represented exactly by one head, with attention weight σ(a_2 q) on its own token, the value a_1
+    `convert` checks the coefficients against the activation that the model computes. One head
+    represents each neuron exactly, with attention weight σ(a_2 q) on its own token, the value a_1
     a_2 q (times u in a gated MLP), and the output vector W_out[i]. The coefficients are a_1 = a_2 =
     1 for SiLU, a_1 = 1/β and a_2 = β for Swish with β, and a_1 = 1/1.702 and a_2 = 1.702 for
     quick_gelu, which needs no `gate`.

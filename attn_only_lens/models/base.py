@@ -21,7 +21,7 @@ class ModelHost(Host):
     """A host that checks modules and torch hooks before an analysis reads the weights."""
 
     def require_weights(self) -> None:
-        """Raise an error for replaced modules, and for torch hooks that may change an output."""
+        """Raise an error if modules were replaced, or if torch hooks may change their outputs."""
         InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
 
     def norm_modules(self) -> list[nn.Module]:
@@ -100,7 +100,7 @@ class HookChecks(HookedTransformer):
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Return why a hook point does not fire under the current settings; None if it fires."""
+        """Return an error text if a hook point does not fire under the current settings."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:

@@ -69,7 +69,7 @@ def read_hf_folder(
 ) -> TransformerBridge:
     """Load the bridge from a Hugging Face folder; `name` becomes the bridge's `cfg.model_name`.
 
-    `attention` names the attention implementation; None means the one of `boot_transformers`.
+    `attention` names an attention implementation, by default that of `boot_transformers`.
     """
     try:
         return _bridge(folder, name, dtype, device, attention)
@@ -77,7 +77,7 @@ def read_hf_folder(
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # whose text is only the key
+            kind = "KeyError: " * isinstance(error, KeyError)  # the text of a KeyError is a key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -202,7 +202,7 @@ def _build(
         output_loading_info=True,
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # some classes load float32 parameters
+        parameter.data = parameter.data.to(dtype)  # some stay in float32
     return model.eval(), architecture, info
 
 
@@ -222,7 +222,7 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return whether an unexpected weight is part of an existing module or of any layer.
+    """Return whether an unexpected weight belongs to an existing module or to any layer.
 
     All other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
     """

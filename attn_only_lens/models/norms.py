@@ -12,10 +12,10 @@ weights are W_Q N and W_K N. If the scales are held fixed, folding is exact for 
 in which positive factors cancel.
 
 In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
-norms differ between versions, so the bridge is run once on two tokens (attached hooks fire). A norm
-precedes a sublayer if the norm's output equals the sublayer's input, and follows a sublayer if the
-norm's input equals the sublayer's output. `require_bridge_weights` compares a bridge's W_Q, W_in
-and so on with its modules.
+norms differ between versions, so the bridge is run once on two tokens, with its attached hooks. A
+norm precedes a sublayer if the norm's output equals the sublayer's input, and follows a sublayer if
+the norm's input equals the sublayer's output. `require_bridge_weights` compares a bridge's W_Q,
+W_in and so on with its modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -163,7 +163,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, and norm subtracts the mean."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, with norms that centre."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # not BERT, where no single module runs the whole MLP
     blocks = []
@@ -345,7 +345,7 @@ def require_bridge_weights(model: Any) -> None:
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
-    """Return whether a module of a bridge multiplies its input by `weight`, heads concatenated."""
+    """Return whether a module of a bridge multiplies by `weight`, with concatenated heads."""
     linear = getattr(module, "original_component", None)
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)

@@ -191,7 +191,7 @@ def first_words(error: BaseException) -> str:
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return an error text if a tokenizer has more tokens, without added ones, than the model."""
+    """Return an error text if a tokenizer, without added tokens, has more than `d_vocab` tokens."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [

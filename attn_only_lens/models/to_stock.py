@@ -23,8 +23,9 @@ be used: its slopes depend on the number of heads, and its biases are shifted by
 row, which matters if there is a sink. If two coordinates are rotated by θ per position, a query (0,
 m / θ) at position i and a key (1, 0) at position j give the score m sin(θ (j - i)) / θ. Up to
 rounding, this is the ALiBi bias m (j - i) of a head with slope m, because θ is a power of two with
-θ n_ctx <= 2^-28, and sin x rounds to x for such small x. Half precision is refused. θ is set by
-linear RoPE scaling: with rotary_dim = 2, TransformerLens rotates by 1 / rotary_scaling_factor.
+θ n_ctx <= 2^-28, and sin x rounds to x for such small x. Models in half precision are refused. θ is
+set by linear RoPE scaling: with rotary_dim = 2, TransformerLens rotates by 1 /
+rotary_scaling_factor.
 """
 
 import math
@@ -69,12 +70,13 @@ def to_stock(
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of source layer l. With m heads per neuron, head i · m + j is
-    head j of neuron i. In its pattern [batch, head_index, query_pos, key_pos], the diagonal holds
-    the weight of each token on itself; all other entries are 0.
+    Layer 2l + 1 holds the neurons of source layer l. If each neuron has m heads, head i · m + j of
+    the layer is head j of neuron i. In its pattern [batch, head_index, query_pos, key_pos], the
+    diagonal holds the weight of each token on itself; all other entries are 0.
 
-    `max_bytes` limits only the weights. In each layer, the pattern also takes heads · pos · pos
-    numbers per prompt, and a key-value cache 2 · heads · d_head numbers per token.
+    `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
+    numbers per prompt for the pattern. A key-value cache stores 2 · heads · d_head numbers per
+    token.
 
     Padding tokens do not attend to themselves in a stock model, so their logits differ from those
     of the converted model. The logits of all other tokens agree.
@@ -343,7 +345,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return error texts about the kind of neurons, and whether each one applies to the model."""
+    """Return error texts about neurons, and whether each one applies to the model."""
     cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {

@@ -1,4 +1,4 @@
-"""Compare the logits and residual stream of a converted or exposed model with the source's."""
+"""Compare a converted or exposed model with its source: the logits and the residual stream."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -86,8 +86,8 @@ class Verification:
 
         With exact gates, the logits without hooks must be bitwise equal to the source's logits, and
         the logits with hooks on all neuron-heads must be within the tolerance. With bilinear gates,
-        the logits must equal those of the source with approximated activations up to rounding, and
-        the error of each activation must be within the certified bound. The effect of the
+        the logits must equal, up to rounding, those of the source with approximated activations,
+        and the error of each activation must be within the certified bound. The effect of the
         approximation on the logits is reported, but not tested.
         """
         if self.activations.empty:

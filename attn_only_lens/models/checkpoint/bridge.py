@@ -153,7 +153,7 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
             reasons.append(f"the {kind} that it wraps has no transformers configuration")
         elif attention not in get_args(_Attention):
             expected = ", ".join(get_args(_Attention))
-            reasons.append(f"it uses the attention {attention!r}; expected one of {expected}")
+            reasons.append(f"it uses {attention!r} attention; expected one of {expected}")
     refuse(reasons, _LOST)
     heads = exposed_heads(model)[0]
     return {
@@ -299,7 +299,7 @@ def _named(model: Any) -> dict[str, Tensor]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the bridge's modules, followed by those that only the wrapped model has."""
+    """Return the bridge's modules, followed by modules that only the wrapped model has."""
     modules = dict(model.named_modules())
     known = {id(module) for module in modules.values()}
     wrapped = model.original_model.named_modules(prefix="original_model")

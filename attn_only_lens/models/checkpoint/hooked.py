@@ -157,5 +157,5 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     if manifest["layout"] == "two blocks a layer":
         return converted_skeleton(source, gating, sizes)
     if set(sizes) != {source_sizes}:
-        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected only {source_sizes}")
+        raise CheckpointError(f"its layers are {by_layer(sizes)}; expected {source_sizes} in all")
     return source

@@ -1,7 +1,7 @@
 """The neuron-heads of an MLP that stays in place.
 
-A TransformerLens MLP computes  q → hook_pre → act → hook_post → W_out.  A gated MLP also computes
-u → hook_pre_linear. The MLP's own code still runs. Neuron-heads tap the MLP's hook points:
+A TransformerLens MLP computes q → hook_pre → act → hook_post → W_out. A gated MLP also computes u →
+hook_pre_linear. The MLP's own code still runs. Neuron-heads intercept its hook points:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads

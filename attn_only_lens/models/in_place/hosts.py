@@ -88,12 +88,12 @@ class _InPlaceHost(ModelHost):
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the name of the hook point at a point of the residual stream."""
+        """Return the name of a hook point of the residual stream in this layer."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
 class HookedHost(HookedTransformerHost, _InPlaceHost):
-    """The host of an exposed `HookedTransformer`, whose norms follow from the configuration."""
+    """The host of an exposed `HookedTransformer`, whose configuration says where its norms are."""
 
     def reasons(self) -> list[str]:
         """Return error texts for replaced MLPs and for modules of unknown classes."""

@@ -3,8 +3,8 @@
 An MLP with pre-activations q and u is known if the input of hook_post is act(q), act(q) · u or
 act(q) · u + b_in, for an activation act that has a gate. To check this, the MLP is run with random
 u, and with q from -12 to 12 and a few values of |q| up to 10^4, which reveal a clipped activation.
-Since the MLP is in evaluation mode, this check cannot detect dropout, nor can it detect later
-changes. So `InPlace` checks again whenever heads replace the activations.
+The check runs in evaluation mode, so it cannot detect dropout or later changes. `InPlace` therefore
+checks the activations again whenever heads replace them.
 
 BERT has no module for its MLP: the bridge's `mlp` only refers to modules of the layer, and their
 hook points fire when the layer runs.
@@ -109,7 +109,7 @@ def non_finite_weights(model: Any) -> list[str]:
         return []
     counts = {name: int((~parameter.isfinite()).sum()) for name, parameter in named.items()}
     wrong = [
-        f"its {name} has {count} entries that are NaN or infinite"
+        f"its parameter {name} has {count} entries that are NaN or infinite"
         for name, count in counts.items()
         if count
     ]

@@ -209,7 +209,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The query biases b_j b_in[i] + c_j, in which a large number replaces c_j = ∞."""
+        """The query biases b_j b_in[i] + c_j, with a large number in place of c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class NeuronBlock(_WithoutMLP):
         past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Return the stream after this block. Neuron-heads need no mask or cache."""
+        """Return the stream after this block. Neuron-heads do not use the mask or the cache."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
         stream = self._layer_input() if self.cfg.neurons_read_along else resid_pre
@@ -345,9 +345,9 @@ class NeuronBlock(_WithoutMLP):
 class NoMLP(HookPoint):
     """The hook point `hook_mlp_out` of a block without an MLP; its value is zero.
 
-    TransformerLens' `attribution_patch` requires this hook point in every block, and a gradient
-    there. Hooks can be added only by `model.hooks`, and may only read the value, because an edit
-    would silently have no effect.
+    TransformerLens' `attribution_patch` requires this hook point in every block, and a gradient at
+    it. Hooks can be added only by `model.hooks`, and may only read the value, because an edit would
+    silently have no effect.
     """
 
     def add_hook(

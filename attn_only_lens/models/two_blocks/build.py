@@ -1,8 +1,7 @@
 """Build converted models from a source model, or from a configuration and tensors.
 
 Without a source model, a skeleton is built on the meta device, so that nothing is computed and no
-random numbers are drawn. Layers with other sizes than layer 0 are built from their own
-configurations.
+random numbers are drawn. Layers that differ in size from layer 0 have their own configurations.
 """
 
 import copy
@@ -37,7 +36,7 @@ def convert_as(
     copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model that passed `reasons_against`; by default, `sizes` are those of `model`."""
+    """Convert a model for which `reasons_against` returns no reasons, by default with its sizes."""
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)

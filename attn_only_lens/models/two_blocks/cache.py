@@ -2,8 +2,9 @@
 
 As in the rest of TransformerLens' API, `layer` is the index of a block. Labels name source layers
 (`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads and neurons cannot
-be used: they assume that all layers have the same number of heads, end only at whole layers, and
-ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), so components would not sum to the stream.
+be used: they assume that all layers have the same number of heads, they end only at whole layers,
+and they ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), so components would not sum to the
+stream.
 """
 
 import copy
@@ -60,7 +61,7 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Return a stack of heads as `HeadRows` of a model with this number of blocks."""
+        """Return a stack of heads as `HeadRows`, for a model with this number of blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
@@ -124,7 +125,7 @@ class AttentionOnlyCache(ActivationCache):
             self.has_pos_embed = False  # added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return an activation, as in `cache["pattern", 11]`; raise an error for MLPs."""
+        """Return an activation, as in `cache["pattern", 11]`; raise an error for MLP hooks."""
         if key not in self.cache_dict:
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:

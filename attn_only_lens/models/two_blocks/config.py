@@ -2,8 +2,8 @@
 
 Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
 Since the output of a block is a sum over heads, layers may differ in their numbers of heads and
-neurons (`rebuild`), and values may have another width than queries and keys. All layers share
-d_model.
+neurons (`rebuild`), and the width of values may differ from that of queries and keys. All layers
+share d_model.
 """
 
 import copy
@@ -214,7 +214,7 @@ def attention_only_config(
 class BlockConfig:
     """A block's live view of the model's configuration, with fixed overrides.
 
-    A copy would miss later changes such as `model.set_use_attn_result(True)`.
+    A copy of the configuration would miss later changes such as `model.set_use_attn_result(True)`.
     """
 
     _root: AttentionOnlyConfig

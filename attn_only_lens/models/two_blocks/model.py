@@ -205,7 +205,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
     as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
-    Names of heads refer to source layers (`L5H3`, `L5N1234`). Calls without a correct answer raise
+    Names of heads refer to source layers (`L5H3`, `L5N1234`). Calls without a correct result raise
     an `UnsupportedCallError` that names the call to use instead. After growth, layers may differ in
     size: see `cfg.layer_sizes`.
 
@@ -281,7 +281,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return the gate of one neuron: a weighted sum of the attention weights of its heads."""
+        """Return the gate of one neuron: a weighted sum of its heads' self-attention weights."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()

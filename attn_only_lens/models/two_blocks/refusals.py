@@ -1,6 +1,6 @@
-"""Raise an error for calls with no correct result on a converted model, and say what to use.
+"""Raise an error for calls that have no correct result on a converted model.
 
-Hooks that could never fire, which TransformerLens would silently ignore, are refused as well.
+The error says what to use instead. Hooks that could never fire are errors, too.
 """
 
 from collections.abc import Callable
