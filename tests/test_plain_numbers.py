@@ -135,7 +135,7 @@ def test_weights_that_are_not_finite_are_named(value, dtype):
     ):
         with pytest.raises(error) as caught:
             act()
-        assert f"its {plain} has 1 entries that are NaN or infinite" in str(caught.value)
+        assert f"its parameter {plain} has 1 entries that are NaN or infinite" in str(caught.value)
     assert set(bridge.hook_dict) == before
     with torch.no_grad():  # the control: large, and finite
         weight[3, 5] = 1e4

@@ -1,7 +1,7 @@
 """Bilinear gates: approximate an activation with several softmax attention heads per neuron.
 
-A neuron has m heads, which share one value and one output vector (m = 1 suffices for silu). Let q
-be the neuron's pre-activation (in a gated MLP, x · W_gate[:, i]). Then
+A neuron becomes m attention heads, which share one value and one output vector. For silu, m = 1
+suffices. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:, i]). Then
 
     head j   scores  0 for the token itself, -(b_j q + c_j) for the bias token
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
@@ -12,23 +12,23 @@ The head outputs sum to value · p(q) · W_out[i], where p(q) = Σ_j w_j σ(b_j 
 In a plain MLP, the value is q, and q · p(q) approximates the activation α(q) within `bound` for
 every real q, which requires Σ_j w_j = 1. silu (b = 1) and quick_gelu (b = 1.702) are exact with one
 head, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads". gelu
-and its tanh forms take 1, 2, 4, 6 or 8 heads. For gelu, one head has an error of .0203 with the
-paper's slope 1.702 and .0139 with the best slope; four heads have an error of 2.4e-5. relu is
-approximated by one head of slope k, with scores up to k |q| and an error of at most W(1/e)/k =
-.27846…/k, where W is the Lambert function.
+and its tanh approximations take 1, 2, 4, 6 or 8 heads. For gelu, the error is .0203 with one head
+and the paper's slope 1.702, .0139 with one head and the best slope, and 2.4e-5 with four heads.
+relu is approximated by one head of slope k, with scores up to k |q| and an error of at most
+W(1/e)/k = .27846…/k, where W is the Lambert function.
 
 In a gated MLP, a neuron computes α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The
 value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b
-= 0 and c = ∞, so this head is linear, as in Theorem 7. The paper covers only plain MLPs; we know of
-no publication that covers gated MLPs. A sum of sigmoids is bounded and α is not, so no finite
-number of heads can approximate α for every q. The linear part of α comes from wide sigmoids that
-nearly cancel, which costs about 2^-22 Σ|w| of precision in float32. For relu, a single fit on
-[-1, 1] serves all limits, because its error and its weights scale with the limit. `bound` is an
-absolute error. Half precision cannot represent the outputs of single heads.
+= 0 and c = ∞: it attends only to its own token, so it is linear, as in Theorem 7. We know of no
+publication that covers gated MLPs. A sum of sigmoids is bounded and α is not, so no finite number
+of heads can approximate α for every q. Wide sigmoids that nearly cancel produce the linear part of
+α. In float32, this causes rounding errors of about 2^-22 Σ_j |w_j|. For relu, a single fit on [-1,
+1] serves all limits, because its error and its weights scale with the limit. `bound` is an absolute
+error. Half precision is too coarse for single heads' outputs.
 
 `plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
-`fit_gated_gates.py`). Each w is a multiple of 2^-23, so float32 represents every partial sum
-exactly. The bounds, which `analyses/tools/certificates.py` proves, exclude rounding errors.
+`fit_gated_gates.py`). Each w_j is a multiple of 2^-23, so float32 represents every partial sum
+exactly. `analyses/tools/certificates.py` proves the bounds, which exclude rounding errors.
 """
 
 import json
@@ -48,7 +48,7 @@ from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
 _DEFAULT_TOLERANCE = 1e-3  # gelu needs 4 heads for this tolerance
 _DEFAULT_GATED_HEADS = 8
-_LEAST_TOLERANCE = 1e-12  # close to float64 precision; the slope of relu fits in float32
+_LEAST_TOLERANCE = 1e-12  # near float64's rounding error; relu's slope then fits in float32
 _LARGEST_LIMIT = 2.0**64  # well inside the range of float32
 _RELU_CONSTANT = 0.2784645427611  # the maximum of x / (1 + exp x), rounded up
 _EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
@@ -93,7 +93,7 @@ class BilinearGate:
         if not len(self.w) == len(self.b) == len(self.c) > 0:
             raise ValueError(
                 f"got {len(self.w)} values of w, {len(self.b)} of b and {len(self.c)} of c; "
-                "expected the same number of each, one per head"
+                "expected one value of each per head"
             )
 
     @property
@@ -103,17 +103,17 @@ class BilinearGate:
 
     @property
     def gated(self) -> bool:
-        """True for a gated MLP's gate, where the mixture approximates α(q) and the value is u."""
+        """True for a gate of a gated MLP, whose mixture approximates α(q) instead of α(q) / q."""
         return self.limit < math.inf
 
     @property
     def sum_abs_w(self) -> float:
-        """Σ_j |w_j|, to which the rounding error of the mixture is proportional."""
+        """The sum Σ_j |w_j|, which is proportional to the rounding error of the mixture."""
         return math.fsum(map(abs, self.w))
 
     @property
     def amplification(self) -> float:
-        """The mixture's rounding error relative to that of α: max(1, Σ_j |w_j| / limit)."""
+        """The ratio of the mixture's rounding error to that of α: max(1, Σ_j |w_j| / limit)."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
@@ -123,7 +123,7 @@ class BilinearGate:
         return (q * q.new_tensor(self.b) + q.new_tensor(self.c)).clamp(-largest, largest)
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head key=2"]:
-        """Return each head's attention scores of (self, bias): (0, -(b_j q + c_j))."""
+        """Return each head's scores for its own token and the bias token: (0, -(b_j q + c_j))."""
         bias = -self.query(q).to(q.dtype)
         return torch.stack([torch.zeros_like(bias), bias], dim=-1)
 
@@ -133,10 +133,10 @@ class BilinearGate:
         return torch.stack([query.sigmoid(), (-query).sigmoid()], dim=-1).to(q.dtype)
 
     def mixture(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return Σ_j w_j σ(b_j q + c_j) ≈ α(q) / q (in gated MLPs, ≈ α(q)), in at least float32.
+        """Return the mixture Σ_j w_j σ(b_j q + c_j), computed in float32 or float64.
 
-        Heads are added in place, one at a time, which saves time and needs 1/m of the memory.
-        In-place addition is safe, since the backward pass of σ needs only the output of σ.
+        In plain MLPs it approximates α(q) / q, in gated MLPs α(q). Adding one head at a time in
+        place saves memory, and is safe because the backward pass of σ needs only the output of σ.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -147,13 +147,13 @@ class BilinearGate:
         return total
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the approximation of α(q), with an error up to `bound` for |q| <= `limit`."""
+        """Return the approximation of α(q), whose error is at most `bound` for |q| <= `limit`."""
         mixture = self.mixture(q)
         return (mixture if self.gated else mixture * q).to(q.dtype)
 
 
 def largest_query(dtype: torch.dtype) -> float:
-    """Return a quarter of the dtype's largest number, so that edits of the key do not overflow."""
+    """Return a quarter of the dtype's maximum, so that scores stay finite if a key is edited."""
     return torch.finfo(dtype).max / 4
 
 
@@ -167,8 +167,8 @@ def bilinear_gate(
 ) -> BilinearGate:
     """Return the bilinear gate of an activation, with its coefficients and certified bound.
 
-    For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is within
-    `tolerance`. For gated MLPs, this is the gate with the smallest tabulated limit >= `limit`.
+    For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is at most
+    `tolerance`. For gated MLPs, it is the gate with the smallest tabulated limit >= `limit`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
     one-head gates.
@@ -185,7 +185,7 @@ def bilinear_gate(
         limit: in gated MLPs, the largest |q| to cover.
 
     Raises:
-        ValueError: an argument is invalid, or no gate is within the tolerance.
+        ValueError: an argument is invalid, or no gate has a bound within the tolerance.
 
     Example:
         >>> from attn_only_lens.gates import bilinear_gate
@@ -211,19 +211,19 @@ def bilinear_gate(
         if heads not in (None, 1) or tolerance is not None:
             raise ValueError(
                 f"got slope={slope!r} with heads={heads!r} and tolerance={tolerance!r}; expected "
-                "only a slope, because it implies one head and its error"
+                "only a slope, which means one head and determines the error"
             )
         return _of_slope(act_fn, slope)
     if tolerance is not None and not _LEAST_TOLERANCE <= tolerance < math.inf:
         raise ValueError(
-            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. Exact "
-            "gates (GATES) have no error beyond rounding"
+            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. For "
+            "an error of only rounding, use an exact gate (GATES)"
         )
     return _within(act_fn, heads, tolerance)
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the plain-MLP gate with the fewest heads (or exactly `heads`) within a tolerance."""
+    """Return the gate for plain MLPs with the fewest heads (or `heads`) within a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -264,7 +264,7 @@ def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
 
 
 def _slope_bound(act_fn: str, slope: float) -> float:
-    """Bound how far SiLU(slope · q) / slope is from a gelu, for a slope from 1 to 3.2.
+    """Return a bound on |SiLU(slope · q) / slope - gelu(q)| for a gelu and a slope from 1 to 3.2.
 
     The error is even in q, and is computed on a grid with spacing h = 2^-10.
     `analyses/tools/certificates.py` proves that the error between grid points is larger by at most
@@ -289,10 +289,10 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     gates = _with_heads(_fitted("gated", act_fn), heads)
     if not 0.0 < limit <= _LARGEST_LIMIT:
         raise ValueError(
-            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}, the largest "
+            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}: the largest "
             "|q| to cover"
         )
-    if act_fn == "relu":  # rescale the only fit by a power of two, without rounding
+    if act_fn == "relu":  # rescale the only fit exactly, by a power of two
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
         gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
         w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)

@@ -1,11 +1,11 @@
 """Exact gates: an activation function as the attention pattern of a neuron-head.
 
-An activation α with α(q) = q · p(q) and p(q) in [0, 1] is computed by a head that attends to its
-own token with weight p(q) and to a static bias token with weight 1 - p(q). The bias token's value
-is zero and the token's own value is q, so the head's output is p(q) · q = α(q). (For a generalized
-SiLU, the value has one more factor; see `gating.py`.)
+If an activation has the form α(q) = q · p(q) with p(q) in [0, 1], a head can compute it by
+attending to its own token with weight p(q) and to a static bias token with weight 1 - p(q). The
+bias token's value is zero and the token's own value is q, so the head's output is p(q) · q = α(q).
+(For a generalized SiLU, the value has one more factor; see `gating.py`.)
 
-As in the paper, the token's score for itself is 0. So we need
+As in the paper, the token's score for itself is 0. We need
 
     score of the bias token = -logit p(q) = -log_odds(q)
 
@@ -13,8 +13,8 @@ so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu, 
 in q, exactly as in Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
 Heads". For the other activations, the score is a monotone function of a bilinear form.
 
-Attention weights are computed in the model's dtype, but in float32 for half-precision models,
-because the cubic term of gelu_new overflows float16 near |q| = 100, long before gelu_new does.
+Attention weights are computed in the model's dtype, or in float32 for half-precision models. In
+float16, the cubic term of gelu_new would overflow near |q| = 100, long before gelu_new does.
 """
 
 import math
@@ -64,15 +64,15 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of q for which a token attends mostly to itself: -1 for a negative slope."""
+        """The sign of q for which a token attends mostly to itself: -1 if the slope is negative."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
-        """Return the attention scores for (self, bias): (0, -logit p(q)).
+        """Return the attention scores for the token itself and the bias token: (0, -logit p(q)).
 
         Log-odds outside the range of the dtype (for relu, ±∞ everywhere) are clamped to the dtype's
-        largest finite numbers. Clamping does not change the softmax, and ensures that arithmetic on
-        cached scores never computes ∞ - ∞.
+        largest finite numbers. Clamping does not change the softmax, and it prevents ∞ - ∞ in later
+        arithmetic on cached scores.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
@@ -80,7 +80,7 @@ class Gate:
         return torch.stack([torch.zeros_like(bias), bias], dim=-1)
 
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
-        """Return the attention pattern over (self, bias): (p(q), 1 - p(q)).
+        """Return the attention weights on the token itself and the bias token: (p(q), 1 - p(q)).
 
         Since p(-q) = 1 - p(q) (except for relu at zero), the weight 1 - p(q) is computed without a
         subtraction, which would lose digits.
@@ -115,7 +115,7 @@ def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
 
 
 def _clamp(q: Tensor) -> Tensor:
-    """Clamp q to ±1e9, where p is 0 or 1, so that the log-odds have finite gradients."""
+    """Clamp q to [-1e9, 1e9], beyond which p is 0 or 1, so that log-odds have finite gradients."""
     return q.clamp(-1e9, 1e9)
 
 
@@ -148,7 +148,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return a step function of q, which stays in q's autograd graph with a zero gradient."""
+    """Return a step function of q as part of q's autograd graph, with a gradient of zero."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

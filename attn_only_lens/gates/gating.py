@@ -1,8 +1,8 @@
 """The gates chosen for the neurons of a model, and generalized SiLU functions.
 
 A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). Theorem 3 holds exactly,
-because the bias token's score, -a_2 q, is linear in q; the token's value is a_1 a_2 q. The paper
-factors the same product as W_Q = W_V = a_2 V_1 and W_O = a_1 V_2.
+because the bias token's score, -a_2 q, is linear in q. The token's value is a_1 a_2 q. The paper
+instead puts a_2 into W_Q and W_V, and a_1 into W_O.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ AnyGate = Gate | BilinearGate
 _SMALLEST, _LARGEST = (
     2.0**-126,
     2.0**127,
-)  # float32 represents these numbers exactly, and weights are computed in float32
+)  # nearly the range of float32, in which weights are computed
 _SIZE = "with an absolute value from 2^-126 to 2^127"
 
 
@@ -30,13 +30,13 @@ _SIZE = "with an absolute value from 2^-126 to 2^127"
 class GeneralizedSiLU:
     """The activation a_1 SiLU(a_2 x), for `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
-    `convert` checks the coefficients against the activation that the model computes. Each neuron is
-    represented exactly by one head, with attention weight σ(a_2 q) on its own token, the value a_1
+    `convert` checks the coefficients against the activation that the model computes. One head
+    represents each neuron exactly, with attention weight σ(a_2 q) on its own token, the value a_1
     a_2 q (times u in a gated MLP), and the output vector W_out[i]. The coefficients are a_1 = a_2 =
     1 for SiLU, a_1 = 1/β and a_2 = β for Swish with β, and a_1 = 1/1.702 and a_2 = 1.702 for
     quick_gelu, which needs no `gate`.
 
-    A generalized SiLU only approximates gelu or relu; for such models, use `Bilinear(slope=…)`.
+    A generalized SiLU only approximates gelu or relu; for these, use `Bilinear(slope=…)`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2 and
     Theorem 3.
@@ -71,10 +71,10 @@ class GeneralizedSiLU:
             value = as_plain(getattr(self, name))
             object.__setattr__(self, name, value)
             if not _is_coefficient(value):
-                reasons.append(f"got {name}={value!r}; expected a number other than 0, {_SIZE}")
+                reasons.append(f"got {name}={value!r}; expected a number {_SIZE}")
         if not reasons and not _is_coefficient(self.a_1 * self.a_2):
             product = f"a_1 · a_2 = {self.a_1 * self.a_2!r}"
-            reasons = [f"got {product}; expected a number other than 0, {_SIZE}"]
+            reasons = [f"got {product}; expected a number {_SIZE}"]
         InputError.raise_if(reasons, "GeneralizedSiLU cannot use these values")
 
     def __call__(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -83,7 +83,7 @@ class GeneralizedSiLU:
 
     @property
     def gate(self) -> Gate:
-        """The exact gate, which is cached: equal coefficients give the same object."""
+        """The exact gate of this activation; equal coefficients give the same cached object."""
         return _silu_gate(float(self.a_1), float(self.a_2))
 
 

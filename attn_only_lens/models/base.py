@@ -1,6 +1,6 @@
-"""Base classes for converted and exposed models: hosts, and checks of user-added hooks.
+"""Base classes of converted and exposed models and of their hosts, with checks of users' hooks.
 
-TransformerLens silently accepts hooks that can never fire; these models refuse such hooks.
+TransformerLens silently accepts hooks that can never fire; these models raise an error instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ class ModelHost(Host):
     """A host that checks modules and torch hooks before an analysis reads the weights."""
 
     def require_weights(self) -> None:
-        """Refuse replaced modules, and torch hooks that may change what a weight computes."""
+        """Raise an error if modules were replaced, or if torch hooks may change their outputs."""
         InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
 
     def norm_modules(self) -> list[nn.Module]:
@@ -29,7 +29,7 @@ class ModelHost(Host):
         return norm_modules(self.model)
 
     def norms_of(self, seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-        """Identify the norm that each module computes, from an input and the module's output."""
+        """Identify the norm that each module computes, from one of its inputs and the output."""
         return norms_of(seen)
 
 
@@ -41,7 +41,7 @@ class HookedTransformerHost(ModelHost):
         return known_norm(getattr(self.model, "ln_final", None))
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in the key-value cache, counted by the first block's keys."""
+        """Return the number of tokens in the first block's entry of the key-value cache."""
         entry = kwargs.get("past_kv_cache_entry")
         return 0 if entry is None else int(entry.past_keys.shape[1])
 
@@ -84,7 +84,7 @@ class HookChecks(HookedTransformer):
     def add_hook(
         self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Add a hook as TransformerLens does, after the checks that `hooks` makes."""
+        """Add a hook as TransformerLens does, but refuse a hook that could never fire."""
         self._require_all([name])
         wanted = self._wanted(name)
         if callable(wanted):
@@ -95,12 +95,12 @@ class HookChecks(HookedTransformer):
     def check_hooks_to_add(
         self, hook_point: HookPoint, hook_point_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse a hook on a hook point that does not fire under the current settings."""
+        """Raise an error if a hook point does not fire under the current settings."""
         self._require_firing(hook_point_name)
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Return why a hook point does not fire under the current settings; None if it fires."""
+        """Return an error text if a hook point does not fire under the current settings."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:
@@ -108,13 +108,13 @@ class HookChecks(HookedTransformer):
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse hooks that are added in one call if any of the hooks would never fire."""
+        """Raise an error if any of the hooks that are added in one call would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)
 
     def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """Return a name filter for hook points that can fire; refuse names of other hook points."""
+        """Return a name filter for hook points that can fire; raise an error for other names."""
         if isinstance(names_filter, str):
             names_filter = [names_filter]
         if isinstance(names_filter, list | tuple | set | frozenset):

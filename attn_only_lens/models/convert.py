@@ -28,11 +28,11 @@ def convert(
     attention heads, such as `name.endswith("hook_z")`, also select the hook points of neuron-heads.
 
     With `gate=Bilinear(...)`, several heads per neuron approximate the activation. The converted
-    model then computes the approximation, with or without hooks.
+    model then uses the approximation even without hooks.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2 and
-    4, with p in place of σ for activations other than SiLU. The paper does not cover gated MLPs,
-    where the value is the product q · u of two projections.
+    4, with p(q) in place of the sigmoid for activations other than SiLU. The paper does not cover
+    gated MLPs, where the value is the product q · u of two projections.
 
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see

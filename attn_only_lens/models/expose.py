@@ -166,7 +166,7 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return why a model cannot be exposed or copied, before examining its MLPs."""
+    """Return error texts if a model cannot be exposed or copied; `known_mlps` checks its MLPs."""
     if copy_weights and not copy:
         return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
@@ -186,7 +186,7 @@ def _model_reasons(
 
 
 def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose the neuron-heads of recognised MLPs, if the gates fit the MLPs."""
+    """Expose the neuron-heads of recognised MLPs; raise an error if the gates do not fit."""
     try:
         gated = mlps[0].points.pre_linear is not None
         gating.require_fit(mlps[0].act_fn, gated, len(mlps))
@@ -242,8 +242,8 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
 def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "4"]:
     """Return the largest differences between three pairs of MLP outputs, and the largest output.
 
-    The pairs are: with hooks on the heads, the output and the sum of the heads; without hooks, the
-    outputs after and before exposing; and the outputs of the exposed MLP with and without hooks.
+    The pairs are the MLP's output and the sum of its heads, both with hooks on the heads; its
+    output before and after exposing, both without hooks; and its output with and without hooks.
     """
     silent = run_mlp(heads.mlp, heads.mlp_points, x)
     with ExitStack() as stack:
@@ -262,7 +262,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return why an MLP cannot be exposed, given the output of `_differences`."""
+    """Return error texts if the output of `_differences` shows that an MLP cannot be exposed."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:
@@ -271,7 +271,7 @@ def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> li
     for text, difference in others.items():
         if not difference <= logit_tolerance([heads], dtype) * largest:
             reasons.append(
-                f"its MLP's {text} of its neuron-heads; they differ by {difference:.2g}, and the "
-                f"largest entry is {largest:.2g}"
+                f"its MLP's {text} of its neuron-heads; they differ by up to {difference:.2g}, and "
+                f"the largest entry is {largest:.2g}"
             )
     return reasons

@@ -39,7 +39,7 @@ class Calibration:
 def calibrate(
     model: HookedTransformer | TransformerBridge, tokens: Tokens | str, *, margin: float = 1.25
 ) -> Calibration:
-    """Measure the range of the gate pre-activations in each layer.
+    """Measure the largest |x · W_gate| in each layer, where x is the input of the MLP.
 
     Bilinear heads can approximate the activation of a gated MLP only on a bounded range, because a
     sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). `verify` reports the
@@ -90,7 +90,7 @@ def calibrate(
             stack.enter_context(mlp.points.pre.register_forward_hook(hook))
         model(tokens)
     if infinite := [layer for layer, value in enumerate(largest) if not value < float("inf")]:
-        reason = f"the pre-activations of its gates are not finite in layers {infinite}"
+        reason = f"x · W_gate is not finite in layers {infinite}"
         raise UnsupportedModelError([reason], _PROBLEM)
     ranges = tuple(max(margin * value, 1e-6) for value in largest)
     return Calibration(ranges, margin, tokens.numel())
@@ -108,11 +108,11 @@ _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
 class Bilinear:
     """The option for bilinear gates, as in `convert(model, gate=Bilinear(heads=4))`.
 
-    All attention patterns of the model are then softmaxes over bilinear scores.
-    Each neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output
-    direction and approximate the neuron's activation within a certified bound (`bilinear_gate`). In
-    a plain MLP, the bound holds for every real input, and silu is exact with one head. In a gated
-    MLP, the bound holds on the calibrated range.
+    With this option, all attention patterns of the model are softmaxes over bilinear scores. Each
+    neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output direction
+    and approximate the neuron's activation within a certified bound (`bilinear_gate`). In a plain
+    MLP, the bound holds for every real input, and silu is exact with one head. In a gated MLP, the
+    bound holds on the calibrated range.
 
     Attributes:
         heads: m, the number of heads per neuron; by default the smallest number with an error
@@ -154,7 +154,7 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> tuple[Gating, list[str]]:
-    """Return the gates that a `gate` option selects, and reasons if no gates fit the model."""
+    """Return the gates that a `gate` option selects, and error texts if they do not fit."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT, []
     if isinstance(gate, GeneralizedSiLU):
@@ -197,7 +197,7 @@ def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
     ranges = option.calibration.ranges
     if len(ranges) != n_layers:
         raise ValueError(
-            f"the calibration is for {len(ranges)} layers, not {n_layers}: calibrate this model"
+            f"the calibration has {len(ranges)} layers, the model {n_layers}: calibrate this model"
         )
     heads: set[int] = set()
     wrong: dict[str, list[int]] = {}

@@ -69,7 +69,7 @@ def read_hf_folder(
 ) -> TransformerBridge:
     """Load the bridge from a Hugging Face folder; `name` becomes the bridge's `cfg.model_name`.
 
-    `attention` is transformers' attention implementation, by default that of `boot_transformers`.
+    `attention` names an attention implementation, by default that of `boot_transformers`.
     """
     try:
         return _bridge(folder, name, dtype, device, attention)
@@ -77,7 +77,7 @@ def read_hf_folder(
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # str(error) is only the key
+            kind = "KeyError: " * isinstance(error, KeyError)  # the text of a KeyError is a key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -109,7 +109,7 @@ def _bridge(
         device=device,
         model_name=name,
     )
-    if not has_bos:  # TransformerLens now uses EOS as BOS, and would prepend EOS to every text
+    if not has_bos:  # TransformerLens would use EOS as BOS, and prepend it to every text
         bridge.cfg.default_prepend_bos = False
     return bridge
 
@@ -131,7 +131,7 @@ def _other_task(config: dict[str, Any]) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the paths of the model's safetensors files, and reasons why files are unusable."""
+    """Return the paths of the model's safetensors files, and error texts for unusable files."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], []
     if (folder / _INDEX).is_file():
@@ -170,7 +170,7 @@ def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
-    """Return which weights are quantised: stored as integers, or in fewer than 16 bits."""
+    """Return error texts for weights that are stored as integers or in fewer than 16 bits."""
     kinds = {
         str(tensor.dtype).removeprefix("torch."): key
         for key, tensor in tensors.items()
@@ -202,12 +202,12 @@ def _build(
         output_loading_info=True,
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # some model classes keep parameters in float32
+        parameter.data = parameter.data.to(dtype)  # some stay in float32
     return model.eval(), architecture, info
 
 
 def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
-    """Return which weights in a folder do not match the folder's configuration."""
+    """Return error texts for weights that do not match the configuration in their folder."""
     kinds = {
         "missing": sorted(info["missing_keys"]),
         "of another shape": sorted(f"{key[0]} {list(key[1])}" for key in info["mismatched_keys"]),
@@ -222,7 +222,7 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return whether an unexpected weight is part of an existing module or of any layer.
+    """Return whether an unexpected weight belongs to an existing module or to any layer.
 
     All other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
     """

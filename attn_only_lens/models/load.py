@@ -123,7 +123,7 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
 
 
 def is_hooked(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds a HookedTransformer, judging by the files."""
+    """Return whether the model in a folder is a HookedTransformer, without loading it."""
     kind: str = folder_kind(folder)
     if kind == "saved":
         kind = read_manifest(open_folder(folder))["model"]
@@ -131,7 +131,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a text is the path of an existing file, or cannot be a model name."""
+    """Return whether a text is the path of a file or folder, or cannot be a model name."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)

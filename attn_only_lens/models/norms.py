@@ -1,21 +1,21 @@
 """Find the norms of each layer, and whether attention and MLP run in parallel.
 
-A norm before a head with weights W can be folded into W: up to the norm's bias and scale (one
-number per token), the head computes x W' from the stream x (a row vector), with W' = N W and
+A norm before a head can be folded into the head's weights W. Apart from the norm's bias and scale
+(one number per token), the head computes x W' from the stream x (a row vector), with W' = N W and
 
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
 If a norm follows a head with output o, as in OLMo 2, the head adds o N to the stream. (Gemma 2 has
 both kinds of norms.) If queries and keys are normalised (Qwen 3, Gemma 3, OLMo 2), their folded
-weights are W_Q N and W_K N. With frozen scales, this folding is exact for composition scores, in
-which positive factors cancel.
+weights are W_Q N and W_K N. If the scales are held fixed, folding is exact for composition scores,
+in which positive factors cancel.
 
 In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
-norms differ between versions, so the bridge is run once on two tokens (attached hooks fire). A norm
-precedes a sublayer if the norm's output equals the sublayer's input, and follows a sublayer if the
-norm's input equals the sublayer's output. A bridge's W_Q, W_in and so on are checked against its
-modules.
+norms differ between versions, so the bridge is run once on two tokens, with its attached hooks. A
+norm precedes a sublayer if the norm's output equals the sublayer's input, and follows a sublayer if
+the norm's input equals the sublayer's output. `require_bridge_weights` compares a bridge's W_Q,
+W_in and so on with its modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
-_TOLERANCE = 1e-2  # for half precision; a transposed or permuted matrix has an error near 1
+_TOLERANCE = 1e-2  # allows half precision; a transposed or permuted matrix has an error near 1
 STOCK_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
@@ -119,7 +119,7 @@ def bridge_final_norm(model: Any) -> Norm:
 
 
 def known_norm(norm: Any) -> Norm:
-    """Return the `Norm` for a norm module of a known HookedTransformer class."""
+    """Return the `Norm` of a norm module that TransformerLens defines for HookedTransformers."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(norm, (*STOCK_NORMS, nn.Identity))
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
@@ -134,7 +134,7 @@ def norm_modules(model: Any) -> list[nn.Module]:
 
 
 def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-    """Identify each module's norm from an input and an output; raise InputError if no norm fits."""
+    """Identify each module's norm from one input and output; raise InputError if no norm fits."""
     bridges = [module for module in seen if isinstance(module, NormalizationBridge)]
     names = [f"{type(module).__name__} {i}" for i, module in enumerate(bridges)]
     traffic = _Traffic(dict(zip(names, bridges, strict=True)))
@@ -149,7 +149,7 @@ def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module,
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Run a bridge on two tokens, and return each layer's norms; refuse unknown norms."""
+    """Run a bridge on two tokens, and return each layer's norms; raise InputError if unknown."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     _record_two_tokens(model, blocks)
     layers, reasons = [], []
@@ -163,7 +163,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, with centring norms."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, with norms that centre."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # not BERT, where no single module runs the whole MLP
     blocks = []
@@ -224,7 +224,7 @@ class _Traffic:
 
 @torch.no_grad()
 def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
-    """Run a bridge on two tokens, recording the inputs and outputs of modules."""
+    """Run a bridge on two tokens, and record the inputs and outputs of the given modules."""
     first = model.cfg.d_vocab - 1  # a token that is never padding
     with ExitStack() as stack:
         for traffic in blocks:
@@ -283,7 +283,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """Replace a zero output (as of an inserted layer) by noise, to see where the output goes."""
+    """If a module's output is zero, replace it by noise, to see which modules it reaches."""
     first = output[0] if isinstance(output, tuple | list) else output
     if first.any():
         return None
@@ -321,7 +321,7 @@ def _fitted(
 
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
-    """Return whether each row of a is a positive multiple of b's row, within half precision."""
+    """Return whether each row of a is a positive multiple of b's row, up to half precision."""
     cosine = torch.cosine_similarity(a.double(), b.double(), dim=-1)
     return bool((cosine > 1 - 1e-3).all())
 
@@ -345,7 +345,7 @@ def require_bridge_weights(model: Any) -> None:
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
-    """Return whether a bridge's module multiplies by this matrix, with all heads concatenated."""
+    """Return whether a module of a bridge multiplies by `weight`, with concatenated heads."""
     linear = getattr(module, "original_component", None)
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)

@@ -6,10 +6,10 @@ what each model computes, except for one step: fold_ln multiplies the gains of n
 weights, but removes the gains from the norms of only one model. In the other models, the gains then
 act twice. (Bridges are not affected, because their weights are not processed in place.)
 
-A model is therefore refused if another model with the same weights has new norms and the refused
-model's weights differ from a sample taken when sharing began. (Without the second condition, models
-whose weights were moved or cast, and so are no longer shared, would also be refused.) Weights are
-compared only if norms are new, so that a forward pass costs one comparison per norm.
+A model is therefore refused under two conditions: another model with the same weights has new norm
+modules, and the refused model's weights differ from a sample taken when sharing began. (If a
+model's weights were moved or cast, they are no longer shared and do not change.) The weights are
+compared only if norm modules are new, so a forward pass usually costs one comparison per norm.
 """
 
 import weakref
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLED = 64  # entries per parameter
-_CLOSE = 1e-2  # allows casts to half precision and back
+_CLOSE = 1e-2  # allows weights that were cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
@@ -40,7 +40,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return error texts if a model no longer computes the same function as before."""
+    """Return an error text if the norms of another model were folded into this model's weights."""
     if model not in _groups:
         return []
     group, before = _groups[model]
@@ -61,7 +61,7 @@ def parted_reasons(model: nn.Module) -> list[str]:
 
 
 def sharing_reasons(model: nn.Module) -> list[str]:
-    """Return error texts if the norms of a model must not be folded."""
+    """Return an error text if folding a model's norms would change another model."""
     if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [

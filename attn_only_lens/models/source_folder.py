@@ -2,7 +2,7 @@
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`. `model.safetensors` holds the
 state dict; masks and rotary tables, which TransformerLens computes, may be missing. `tokenizer/` is
-optional. If the command `grow` wrote the folder, `provenance.json` holds digests.
+optional. If the command `grow` wrote the folder, `provenance.json` holds file digests.
 """
 
 import os
@@ -112,7 +112,7 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
 
 
 def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
-    """Return why no HookedTransformer can be built from a configuration."""
+    """Return error texts if no HookedTransformer can be built from a configuration."""
     reasons = [*type_mismatches(config, HookedTransformerConfig, name)]
     reasons += out_of_range(config, name)
     act_fn = config.get("act_fn")
@@ -173,9 +173,9 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def original_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer as loaded from its files, or unchanged if its files are missing or differ.
+    """Load a tokenizer again from its files, or return it unchanged if the files do not fit.
 
-    TransformerLens makes tokenizers prepend BOS, and replaces missing special tokens by EOS.
+    This undoes TransformerLens' changes: prepended BOS tokens, and EOS for missing special tokens.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -191,7 +191,7 @@ def first_words(error: BaseException) -> str:
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return why a tokenizer does not fit the model, not counting tokens that were added later."""
+    """Return an error text if a tokenizer, without added tokens, has more than `d_vocab` tokens."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [

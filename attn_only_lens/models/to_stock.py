@@ -20,11 +20,12 @@ value of the dtype, so that the sink's weight is exactly 0.
 
 **ALiBi** is replaced by rotary embeddings of two extra coordinates. TransformerLens' ALiBi cannot
 be used: its slopes depend on the number of heads, and its biases are shifted by a constant in each
-row, which matters if there is a sink. If two coordinates are rotated by θ per position, query (0,
-m_h / θ) and key (1, 0) give the score m_h sin(θ (j - i)) / θ. Up to rounding, this is the ALiBi
-bias m_h (j - i) of head h, because θ is a power of two with θ n_ctx <= 2^-28, and sin x rounds to x
-for such small x. Half precision is refused. θ is set by linear RoPE scaling: with rotary_dim = 2,
-TransformerLens rotates by 1 / rotary_scaling_factor.
+row, which matters if there is a sink. If two coordinates are rotated by θ per position, a query (0,
+m / θ) at position i and a key (1, 0) at position j give the score m sin(θ (j - i)) / θ. Up to
+rounding, this is the ALiBi bias m (j - i) of a head with slope m, because θ is a power of two with
+θ n_ctx <= 2^-28, and sin x rounds to x for such small x. Models in half precision are refused. θ is
+set by linear RoPE scaling: with rotary_dim = 2, TransformerLens rotates by 1 /
+rotary_scaling_factor.
 """
 
 import math
@@ -69,12 +70,13 @@ def to_stock(
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of source layer l. With m heads per neuron, head i · m + j is
-    head j of neuron i. In the pattern [batch, head_index, query_pos, key_pos], the diagonal holds
-    the weight of each token on itself; all other entries are 0.
+    Layer 2l + 1 holds the neurons of source layer l. If each neuron has m heads, head i · m + j of
+    the layer is head j of neuron i. In its pattern [batch, head_index, query_pos, key_pos], the
+    diagonal holds the weight of each token on itself; all other entries are 0.
 
-    `max_bytes` limits only the weights. In each layer, a forward pass also allocates heads · pos ·
-    pos numbers per prompt for the pattern, and a key-value cache has 2 · heads · d_head per token.
+    `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
+    numbers per prompt for the pattern. A key-value cache stores 2 · heads · d_head numbers per
+    token.
 
     Padding tokens do not attend to themselves in a stock model, so their logits differ from those
     of the converted model. The logits of all other tokens agree.
@@ -165,7 +167,7 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Copy weights into the first heads of `attn` from a given coordinate on; zero the rest."""
+    """Copy weights into the first heads of `attn`, from `coordinate` on; set the rest to zero."""
     for parameter in attn.parameters():
         parameter.zero_()
     n_heads = len(heads["b_Q"])
@@ -295,7 +297,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Return why `to_stock` refuses this model, without allocating weights."""
+    """Return error texts if `to_stock` cannot convert a model, without allocating weights."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
@@ -336,14 +338,14 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
         "for which length they were built last": cfg.use_dynamic_ntk_rope,
         f"its alibi biases in {cfg.dtype} would be too coarse to distinguish nearby positions; "
         "call .to(torch.float32) first": half and cfg.positional_embedding_type == "alibi",
-        f"its norms of queries and keys {_BOTH}": any(
+        f"its normalization of queries and keys {_BOTH}": any(
             block.attn.q_norm is not None for block in model.blocks[::2]
         ),
     }
 
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return error texts about the kind of neurons, and whether each one applies to the model."""
+    """Return error texts about neurons, and whether each one applies to the model."""
     cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -356,10 +358,8 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
         "first (the scores of silu and quick_gelu are already linear)": any(
             mixture(gate) is None for gate in _gates(model)
         ),
-        "the outputs of its heads are many times larger than their sum, which a stock layer would "
-        f"compute in {cfg.dtype}; call .to(torch.float32) first": (
-            half and not exact and cfg.gated_mlp
-        ),
+        "the outputs of its heads are many times larger than their sum, which would lose precision "
+        f"in {cfg.dtype}; call .to(torch.float32) first": (half and not exact and cfg.gated_mlp),
         f"its relu gates have steep slopes, so attention scores in {cfg.dtype} would overflow or "
         "lose precision; call .to(torch.float32) first": (
             half and not exact and not cfg.gated_mlp and cfg.act_fn == "relu"
@@ -373,9 +373,9 @@ def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())
     return {
-        f"its weights would take {size:,} bytes ({size / _GIB:.3g} GiB), {stock_cfg.n_layers} "
-        f"layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head} padded with zeros, but "
-        f"max_bytes is {max_bytes:,}. Use a source with fewer layers or a smaller d_mlp, raise "
-        "max_bytes, or use the converted model itself, which takes "
+        f"the stock weights would take {size:,} bytes ({size / _GIB:.3g} GiB) for "
+        f"{stock_cfg.n_layers} layers of {stock_cfg.n_heads} heads of width {stock_cfg.d_head}, "
+        f"but max_bytes is {max_bytes:,}. Use a source with fewer layers or a smaller d_mlp, "
+        "raise max_bytes, or use the converted model itself, which takes "
         f"{now:,} bytes ({now / _GIB:.3g} GiB)": size > max_bytes,
     }

@@ -4,8 +4,7 @@
 to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. The
 forward passes do not need these restrictions, because they read sizes from matrices or module
 attributes. So this module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers of
-different sizes. transformers cannot open a folder with `d_mlp_by_layer`, which only this package
-reads.
+different sizes. Only this package can open a folder with `d_mlp_by_layer`; transformers cannot.
 
 *Quantised weights* are refused, because analyses read, slice, scale and compare the matrices of
 heads. Packed or scaled integers do not allow this, and libraries unpack them differently on each
@@ -116,7 +115,7 @@ def config_reasons(config: dict[str, Any], name: str) -> list[str]:
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # loaded configurations have an enum
+            kind = getattr(method, "value", method)  # an enum in a loaded configuration
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 

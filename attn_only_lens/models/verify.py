@@ -1,4 +1,4 @@
-"""Compare the logits and residual stream of a converted or exposed model with its source."""
+"""Compare a converted or exposed model with its source: the logits and the residual stream."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -86,8 +86,8 @@ class Verification:
 
         With exact gates, the logits without hooks must be bitwise equal to the source's logits, and
         the logits with hooks on all neuron-heads must be within the tolerance. With bilinear gates,
-        the logits must equal those of the source with approximated activations up to rounding, and
-        the error of each activation must be within the certified bound. The effect of the
+        the logits must equal, up to rounding, those of the source with approximated activations,
+        and the error of each activation must be within the certified bound. The effect of the
         approximation on the logits is reported, but not tested.
         """
         if self.activations.empty:
@@ -189,7 +189,7 @@ def verify(
     For bilinear gates, the error of each layer's activations is compared with the certified bound.
 
     A model with neuron-heads exposed in place is its own source: pass this model twice. The
-    neuron-heads are hidden for the source's run.
+    neuron-heads are hidden while the model runs as the source.
 
     Args:
         source: the model before conversion; for a model exposed in place, also the model itself.
@@ -226,7 +226,7 @@ def verify(
         approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
-    assert isinstance(live, Tensor)  # other return types are tuples
+    assert isinstance(live, Tensor)  # the output is a tuple for other return types
 
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
@@ -254,7 +254,7 @@ def verify(
 
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
-    """Return the points of the residual stream: a name, and the hook points in the two models."""
+    """Return a label for each point of the residual stream, and its hook names in both models."""
     points, host = [], host_of(converted)
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
@@ -267,7 +267,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return why two models cannot be compared."""
+    """Return error texts if two models cannot be compared."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [

@@ -406,7 +406,7 @@ def test_refused_with_all_reasons():
         (
             build("llama", n_layers=2),
             Bilinear(calibration=calibration),
-            "is for 3 layers, not 2",
+            "calibration has 3 layers, the model 2",
         ),
         (
             build("relu", dtype=torch.float16),

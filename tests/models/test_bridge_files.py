@@ -244,7 +244,7 @@ def test_bert_whose_hooks_of_transformer_lens_own_were_removed(tmp_path):
     model.reset_hooks(including_permanent=True)
     assert "blocks.1.mlp.hook_in" not in model.run_with_cache(tokens())[1]
     with pytest.raises(
-        CheckpointError, match=r"hooks from TransformerLens would be on .*blocks\.0\.mlp\.in"
+        CheckpointError, match=r"TransformerLens' hooks would be on .*blocks\.0\.mlp\.in"
     ):
         save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())

@@ -356,7 +356,7 @@ DAMAGE = {
     "frozen nothing": (lambda f: edit_manifest(f, frozen=["x"]), "x is not a parameter"),
     "other sizes": (
         other_sizes,
-        "d_mlp=37.* expected 3 layers, and LayerSizes.*d_mlp=53.* as the first",
+        "d_mlp=37.* expected 3 layers, and LayerSizes.*d_mlp=53.* in layer 0",
     ),
     "unknown field": (unknown_field, "warp_drive"),
     "unknown activation": (unknown_activation, "solu"),

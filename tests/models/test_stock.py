@@ -23,11 +23,11 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 PLAIN = {"act_fn": "silu", "gated_mlp": False}
 REFUSED = {
-    "post_norm": "norms of queries and keys",
+    "post_norm": "normalization of queries and keys",
     "shortformer": "shortformer",
     "local": "local layers with window 3",
     "soft_caps": "attn_scores_soft_cap=2",
-    "qk_norm": "norms of queries and keys",
+    "qk_norm": "normalization of queries and keys",
     "clip_qkv": "clip_qkv=0.3",
     "bidirectional": "applies no mask",
     "parallel": "in parallel",

@@ -1,15 +1,15 @@
 """Save TransformerBridges with neuron-heads in place, as Hugging Face folders where possible.
 
-A Hugging Face folder holds the weights of the wrapped model under its own names, so
-`from_pretrained` and `boot_transformers` can open such a folder. The folder cannot hold processed
-weights, models from `boot_native`, or layer sizes that transformers does not support
+A Hugging Face folder holds the weights of the wrapped model under their names in transformers, so
+`from_pretrained` and `boot_transformers` can open it. Such a folder cannot hold processed weights,
+models from `boot_native`, or layer sizes that transformers does not support
 (`transformers_module.py`). In these cases the tensors are saved in `bridge.safetensors`, under
 their names in the bridge. Only `load` reads this file: it builds the model from its configuration,
 repeats the weight processing, and fills in the tensors.
 
-`save` loads the files that it has written and compares the loaded model with the original: modules,
-hook points, tensors, settings, and the logits on a few tokens, which must be bitwise equal. If the
-loaded model differs from the original, `save` raises an error.
+`save` loads the files that it has written, and compares the modules, hook points, tensors and
+settings of the loaded model with those of the original. On a few tokens, the logits of both models
+must be bitwise equal. If anything differs, `save` raises an error.
 """
 
 import copy
@@ -61,7 +61,7 @@ _CPU = torch.device("cpu")
 _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
-_POS = 7  # the number of positions in the comparison of logits
+_POS = 7  # the length of the two prompts on which logits are compared
 # Only transformers' own attention implementations: others could be code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
@@ -130,7 +130,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
 
 
 def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Process the weights of a bridge as described in the manifest of the saved bridge."""
+    """Repeat the weight processing that the manifest of a saved bridge describes."""
     if manifest["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=manifest["quiet"], no_processing=not manifest["processed"]
@@ -140,7 +140,7 @@ def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> Non
 
 
 def _describe(model: TransformerBridge) -> dict[str, Any]:
-    """Return a bridge's manifest entries except `weights`; refuse a bridge that cannot be saved."""
+    """Return a bridge's manifest entries except `weights`; raise an error if it cannot be saved."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (is its input an image?), but is tested on tokens")
@@ -153,7 +153,7 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
             reasons.append(f"the {kind} that it wraps has no transformers configuration")
         elif attention not in get_args(_Attention):
             expected = ", ".join(get_args(_Attention))
-            reasons.append(f"its attention is {attention!r}; expected one of {expected}")
+            reasons.append(f"it uses {attention!r} attention; expected one of {expected}")
     refuse(reasons, _LOST)
     heads = exposed_heads(model)[0]
     return {
@@ -214,7 +214,7 @@ def _write_tensors(model: TransformerBridge, folder: Path) -> None:
 def _from_config(
     folder: Path, manifest: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the arguments of `build_bridge_from_module`, for a model with arbitrary weights."""
+    """Return arguments of `build_bridge_from_module` for a model whose weights are not set yet."""
     config, architecture = read_json(folder / CONFIG), manifest["architecture"]
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -245,14 +245,14 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors. Tensors that share memory still do so if their values agree."""
+    """Copy values into tensors; tensors that share memory still share it if their values agree."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # also changes other modules with this tensor
+            tensor.data = values[name]  # also changes other modules that hold this tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ def _named(model: Any) -> dict[str, Tensor]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the bridge's modules, followed by those that only the wrapped model has."""
+    """Return the bridge's modules, followed by modules that only the wrapped model has."""
     modules = dict(model.named_modules())
     known = {id(module) for module in modules.values()}
     wrapped = model.original_model.named_modules(prefix="original_model")
@@ -321,7 +321,7 @@ def _differences(model: Any, twin: Any) -> list[str]:
         wrong += [f"its {what} {', '.join(names[:5])} would differ"] * bool(names)
     attached, rebuilt = (find_hooks(bridge) for bridge in (model, twin))
     if attached != rebuilt:
-        wrong.append(f"hooks from TransformerLens would be on {rebuilt.placeholders + rebuilt.own}")
+        wrong.append(f"TransformerLens' hooks would be on {rebuilt.placeholders + rebuilt.own}")
     tensors, twin_tensors = _named(model), _named(twin)
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - twin_tensors)]
     wrong += [f"{name} is missing" for name in sorted(twin_tensors.keys() - tensors)]
@@ -354,6 +354,6 @@ def _different_logits(model: Any, twin: Any) -> list[str]:
         return []
     difference = (logits[0] - logits[1]).abs().max().item()
     return [
-        f"its logits would differ by {difference:.2g}: the model cannot be rebuilt from its "
-        "configuration and enable_compatibility_mode's own options"
+        f"the loaded model's logits would differ by {difference:.2g}: the model cannot be rebuilt "
+        "from its configuration and the options of enable_compatibility_mode"
     ]

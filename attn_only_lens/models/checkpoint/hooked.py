@@ -1,8 +1,8 @@
 """Save and read HookedTransformers that are converted or have neuron-heads in place.
 
-A model is built from the configuration of its source, and then filled with its tensors. `save` and
-`load` refuse tensors that do not fit. The layers of a converted model may differ in size: the
-configuration holds the sizes of layer 0, and `layers` holds the sizes of every layer.
+`load` builds a model from the configuration of its source, and then sets its tensors. `save` and
+`load` raise an error if the tensors do not fit. The layers of a converted model may differ in size:
+the configuration holds the sizes of layer 0, and `layers` holds the sizes of every layer.
 """
 
 from dataclasses import asdict
@@ -73,7 +73,7 @@ def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
 
 
 def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a model's manifest entries and its tensors, including each tied tensor only once."""
+    """Return a model's manifest entries and its tensors, with each tied tensor only once."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
         layout, cfg, gating = "two blocks a layer", model.cfg.layer_cfg(0), model.cfg.gating
@@ -88,8 +88,8 @@ def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tenso
         neuron.module.act_fn != gating.silu for neuron in host_of(model).neurons
     ):
         reasons.append(
-            f"its activation is custom code, but a loaded model would run {gating.silu!r}: set "
-            "that as act_fn of every MLP of the source, and convert or expose the source again"
+            f"its activation is custom code, but a loaded model would use {gating.silu!r}: set "
+            "act_fn of every MLP of the source to this, and convert or expose the source again"
         )
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     entries: dict[str, Any] = {
@@ -151,8 +151,8 @@ def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
     first = [size.stock_fields for size in sizes[:1]]
     if (len(sizes), *first) != (source.cfg.n_layers, source_sizes.stock_fields):
         raise CheckpointError(
-            f"its layers are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, and "
-            f"{source_sizes} as the first"
+            f"its layer sizes are {by_layer(sizes)}; expected {source.cfg.n_layers} layers, with "
+            f"{source_sizes} in layer 0"
         )
     if manifest["layout"] == "two blocks a layer":
         return converted_skeleton(source, gating, sizes)

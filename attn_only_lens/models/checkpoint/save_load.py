@@ -5,8 +5,8 @@
     tokenizer/          the tokenizer's own files; for a bridge they are in the folder itself
     config.json         the configuration, only for a bridge
 
-A bridge is saved as a Hugging Face folder where possible (`bridge.py`). A folder is first written
-next to its destination, and moved there once it is complete.
+A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` first writes a
+folder next to the destination, and moves it there once it is complete.
 """
 
 import os
@@ -63,7 +63,7 @@ class _Manifest(TypedDict):
 class _Kind(NamedTuple):
     """A kind of model: its manifest entries, and the functions that write and read its files.
 
-    `closed` lists file patterns; matching files that are not in the manifest are refused.
+    `closed` lists file patterns: matching files that are not in the manifest are errors.
     """
 
     fields: Any

@@ -1,9 +1,9 @@
-"""Check that the wrapped model of a bridge runs the modules that the bridge has put there.
+"""Check that the model that a bridge wraps still runs the modules of the bridge.
 
 A bridge replaces modules of the wrapped model by bridge components: for example, `block.mlp.out`
-takes the place of `layer.mlp.down_proj`. If a user later puts another module there, such as an
-adapter, this module reads activations before edits, and the bridge's weights do not include the
-module's effect. (Joint attention keeps the wrapped model's own module.) `known_mlps` and
+takes the place of `layer.mlp.down_proj`. If a user later replaces such a component, for example by
+an adapter, the new module reads activations before hooks edit them, and the bridge's weights do not
+include its effect. (Joint attention keeps the wrapped model's own module.) `known_mlps` and
 `require_bridge_weights` check the modules inside a component.
 """
 
@@ -33,7 +33,7 @@ def component_reasons(model: Any) -> list[str]:
 
 
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
-    """Return which torch hooks on components receive the input of a hook point before edits."""
+    """Return error texts for torch hooks that receive a component's input before hooks edit it."""
     return [
         f"{name} has a hook, attached by torch's register_forward_hook or "
         "register_forward_pre_hook, which receives the component's input before the "

@@ -2,8 +2,8 @@
 
 Exposing changes the `__class__` of a model to a subclass, and `undo` changes `__class__` back, so
 all references to the model stay valid. The model subclasses refuse hooks on `mlp.hook_neuron_write`
-while this hook point is off; TransformerLens would silently never call such hooks. The MLP
-subclasses pass their output through this hook point.
+while this hook point is off; TransformerLens would silently ignore such hooks. The MLP subclasses
+pass their output through this hook point.
 """
 
 import warnings
@@ -38,9 +38,9 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the model; refuse replaced MLPs, since their neuron-heads would not fire."""
+        """Run the model; raise an error if an MLP was replaced, since its heads would not fire."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
-        with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
+        with exposed_heads(self)[0].passing.new_pass():  # since a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
@@ -56,7 +56,7 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; refuse models that `forward` refuses."""
+        """Return the state to copy or pickle; raise an error if `forward` would raise one."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -122,23 +122,23 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
 
 class _ExposedMLPBridge:
-    """An MLP of a bridge with neuron-heads."""
+    """An MLP with neuron-heads, in a bridge."""
 
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does, with separate storage for head values."""
+        """Run the MLP as TransformerLens does, with its own storage for the values of heads."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """An MLP of a HookedTransformer with neuron-heads, without a hook point for the output."""
+    """An MLP with neuron-heads, in a HookedTransformer, where no hook point follows W_out."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the MLP's output, passed through hook_neuron_write if there are hooks there."""
+        """Return the MLP's output, after hook_neuron_write if that hook point has hooks."""
         heads = vars(self).get("_neuron_heads")
         if heads is None:  # after undo(), if torch.nn.utils.parametrize has changed the class
             return super().forward(x)  # type: ignore[misc]
@@ -147,31 +147,31 @@ class _ExposedMLP:
 
 
 class ExposedMLP(_ExposedMLP, MLP):
-    """A plain MLP of a HookedTransformer with neuron-heads."""
+    """A plain MLP with neuron-heads, in a HookedTransformer."""
 
     _stock = MLP
 
 
 class ExposedGatedMLP(_ExposedMLP, GatedMLP):
-    """A gated MLP of a HookedTransformer with neuron-heads."""
+    """A gated MLP with neuron-heads, in a HookedTransformer."""
 
     _stock = GatedMLP
 
 
 class ExposedPlainBridge(_ExposedMLPBridge, MLPBridge):
-    """A plain MLP of a bridge with neuron-heads."""
+    """A plain MLP with neuron-heads, in a bridge."""
 
     _stock = MLPBridge
 
 
 class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
-    """A gated MLP of a bridge with neuron-heads."""
+    """A gated MLP with neuron-heads, in a bridge."""
 
     _stock = GatedMLPBridge
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
-    """A gated MLP of a bridge, with one joint weight for q and u and with neuron-heads."""
+    """A gated MLP with neuron-heads and one joint weight for q and u, in a bridge."""
 
     _stock = JointGateUpMLPBridge
 
@@ -207,7 +207,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Hide a model's neuron-heads, if there are any, within a context."""
+    """Within a context, hide the neuron-heads of a model, if there are any."""
     heads = exposed_heads(model)
     hide(model)
     try:

@@ -1,17 +1,17 @@
 """The neuron-heads of an MLP that stays in place.
 
-A TransformerLens MLP computes  q → hook_pre → act → hook_post → W_out.  A gated MLP also computes
-u → hook_pre_linear. The MLP's own code still runs. Neuron-heads tap the MLP's hook points:
+A TransformerLens MLP computes q → hook_pre → act → hook_post → W_out. A gated MLP also computes u →
+hook_pre_linear. The MLP's own code still runs. Neuron-heads intercept its hook points:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads
     the output of W_out          is replaced by Σ hook_result + bias if hook_result is live
 
 An edit at one hook point affects all later hook points, in this order: hook_pre, hook_q, hook_k,
-hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` lists the names
-that the hook points of heads have in the MLP.) An edit of a neuron at hook_post is split equally
-among the neuron's heads, so that the results sum to the MLP's output minus the output bias. Exact
-heads replace nothing unless they have hooks. Bilinear heads always replace the activations.
+hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` holds the names of
+the heads' hook points in the MLP.) An edit of a neuron at hook_post is split equally among the
+neuron's heads, so that their results sum to the MLP's output minus the output bias. Exact heads
+replace values only if they have hooks. Bilinear heads always replace the activations.
 """
 
 from collections.abc import Iterator
@@ -40,12 +40,12 @@ from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.host import POINTS, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # rounding errors allowed, since activations are computed in several steps
+_ROUNDINGS = 16  # the number of rounding errors allowed in one activation
 
 
 @dataclass(frozen=True)
 class MLPHookPoints:
-    """The hook points of an MLP that neuron-heads tap."""
+    """The hook points of an MLP that neuron-heads intercept."""
 
     pre: HookPoint
     """Outputs the pre-activation q."""
@@ -68,7 +68,7 @@ def activation_error(
 ) -> Float[Tensor, ""]:
     """Return the largest |post - (act(q) · u + b_in)|, divided by the allowed rounding error.
 
-    `gate` is the exact gate of act, `post` the input of hook_post, `b_in` a GatedMLP's bias.
+    `gate` is the exact gate of act, `post` is the input of hook_post, `b_in` a GatedMLP's bias.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in
@@ -124,7 +124,7 @@ class InPlace(NeuronHeads):
 
     @property
     def output_module(self) -> nn.Module:
-        """The module that returns the MLP's output: the hook point after W_out, or else the MLP."""
+        """The module that returns the MLP's output: a hook point after W_out, or the MLP itself."""
         return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
@@ -182,10 +182,10 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context with separate values, since a hook may run the MLP during a pass."""
+        """Return a context with its own values, since a hook may run the MLP in a forward pass."""
         return self.passing.new_pass(self.passing.values)
 
-    # The taps call the following methods in this order.
+    # The MLP's hook points call the following methods, in this order.
 
     def record(self, name: str, x: PreActivation) -> None:
         """Store q ("pre") or u ("pre_linear")."""
@@ -203,7 +203,7 @@ class InPlace(NeuronHeads):
                 "MLP, or a copy of the projection ran (peft's modules_to_save); call undo() and "
                 "expose_neuron_heads again"
             )
-        values.pop((self.layer, "written"), None)  # may be left by a failed run of the MLP
+        values.pop((self.layer, "written"), None)  # left over if the MLP's last run failed
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
@@ -272,7 +272,7 @@ class InPlace(NeuronHeads):
         return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten it
 
     def attach(self) -> None:
-        """Add the hook points of heads to the MLP, and tap the MLP's own hook points."""
+        """Add the hook points of the heads to the MLP, and intercept the MLP's own hook points."""
         self.mlp._neuron_heads = self
         for name, point in self.points.items():
             setattr(self.mlp, name, point.train(self.mlp.training))
@@ -303,8 +303,8 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
     @property
     def _recomputes(self) -> bool:
-        # The check of the activation costs as much as the activation, so skip it without hooks and
-        # dropout. (Bilinear heads always recompute the activation.)
+        # Checking the activation costs as much as computing it, so skip the check if there are
+        # neither hooks nor dropout. (Bilinear heads always recompute the activation.)
         return self.mlp.training or super()._recomputes or is_live(self.hook_z)
 
     def _without_hooks(
@@ -318,7 +318,7 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
 
 class _Tap(HookPoint):
-    """An MLP's hook point that neuron-heads tap."""
+    """An MLP's hook point that neuron-heads intercept."""
 
     _neuron_heads: InPlace
 

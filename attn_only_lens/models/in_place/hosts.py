@@ -27,10 +27,10 @@ _AGAIN = "call undo() and expose_neuron_heads again"
 
 
 def replaced_mlps(model: Any) -> list[str]:
-    """Return which MLPs of an exposed model were replaced after exposing, as error texts."""
+    """Return error texts for MLPs of an exposed model that were replaced after exposing."""
     heads, blocks = vars(model)["_neuron_heads"], model.blocks
     if len(heads) != len(blocks):
-        return [f"it has {len(blocks)} blocks, but had {len(heads)} when exposed; {_AGAIN}"]
+        return [f"it has {len(blocks)} blocks, but it was exposed with {len(heads)}; {_AGAIN}"]
     reasons = [
         f"blocks.{neurons.layer}.mlp was replaced by a {type(mlp).__qualname__}; {_AGAIN}"
         for neurons, block in zip(heads, blocks, strict=True)
@@ -58,7 +58,7 @@ class _InPlaceHost(ModelHost):
 
     @property
     def passing(self) -> PassState:
-        """The values of a forward pass, shared by all MLPs."""
+        """The values that a forward pass stores, shared by all MLPs."""
         return self.neurons[0].passing
 
     @property
@@ -71,7 +71,7 @@ class _InPlaceHost(ModelHost):
         return layer
 
     def _mlp_reasons(self) -> list[str]:
-        """Return which MLPs or which of their components were replaced after exposing."""
+        """Return error texts for MLPs, or components of MLPs, that were replaced after exposing."""
         reasons = replaced_mlps(self.model)
         for heads in [] if reasons else self.neurons:
             try:
@@ -88,15 +88,15 @@ class _InPlaceHost(ModelHost):
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return TransformerLens' name of a hook point of the residual stream."""
+        """Return the name of a hook point of the residual stream in this layer."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
 class HookedHost(HookedTransformerHost, _InPlaceHost):
-    """The host of an exposed `HookedTransformer`, whose norms follow from the configuration."""
+    """The host of an exposed `HookedTransformer`, whose configuration says where its norms are."""
 
     def reasons(self) -> list[str]:
-        """Return which MLPs were replaced, and which modules have an unknown class."""
+        """Return error texts for replaced MLPs and for modules of unknown classes."""
         reasons = self._mlp_reasons() or structure_reasons(self.model)
         return parted_reasons(self.model) + reasons
 
@@ -116,11 +116,11 @@ class BridgeHost(_InPlaceHost):
     """The host of an exposed `TransformerBridge`, whose norms are found by running the bridge."""
 
     def reasons(self) -> list[str]:
-        """Return which MLPs or other components were replaced or wrapped."""
+        """Return error texts for replaced or wrapped components, such as MLPs."""
         return self._mlp_reasons() + component_reasons(self.model)
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return which torch hooks receive z before it is edited."""
+        """Return error texts for torch hooks that receive z before other hooks edit it."""
         if kind == "neuron":
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
@@ -139,7 +139,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Check modules and hooks, and check the weight matrices of the bridge."""
+        """Check the modules, hooks and weight matrices of the bridge."""
         super().require_weights()
         require_bridge_weights(self.model)
 

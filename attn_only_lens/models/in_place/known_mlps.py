@@ -1,10 +1,10 @@
 """Recognise MLPs whose neurons can be exposed as heads, based on what the MLPs compute.
 
-An MLP is known if the input of hook_post is act(q), act(q) · u or act(q) · u + b_in, for an
-activation act that has a gate. To check this, the MLP is run with random u, and with q from -12 to
-12 and a few values of |q| up to 10^4, which reveal a clipped activation. This check cannot detect
-dropout, because the MLP is in evaluation mode, or later changes, so `InPlace` checks again whenever
-heads replace the activations.
+An MLP with pre-activations q and u is known if the input of hook_post is act(q), act(q) · u or
+act(q) · u + b_in, for an activation act that has a gate. To check this, the MLP is run with random
+u, and with q from -12 to 12 and a few values of |q| up to 10^4, which reveal a clipped activation.
+The check runs in evaluation mode, so it cannot detect dropout or later changes. `InPlace` therefore
+checks the activations again whenever heads replace them.
 
 BERT has no module for its MLP: the bridge's `mlp` only refers to modules of the layer, and their
 hook points fire when the layer runs.
@@ -40,7 +40,7 @@ from attn_only_lens.tl import GatedMLP, HookedTransformer
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
-_FAR = 1e4  # the product with u must fit in float16
+_FAR = 1e4  # the largest |q|; q · u must fit in float16
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class KnownMLP:
 def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) -> list[KnownMLP]:
     """Recognise the MLP of every layer of a model, or raise UnsupportedModelError.
 
-    If `silu` is given, the activation must be this one. `problem` is the title of the error.
+    If `silu` is given, it must be the activation. `problem` is the first line of the error.
     """
     if exposed := exposed_heads(model):
         UnsupportedModelError.raise_if(host_of(model).reasons(), problem)
@@ -100,8 +100,8 @@ def non_finite_weights(model: Any) -> list[str]:
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
     }
-    # Copy all norms at once, since each copy waits for the device. Large finite entries can make a
-    # norm infinite, so check the entries if a norm is not finite.
+    # Copy their norms all at once, since each copy waits for the device. A norm can be infinite
+    # although all entries are finite, so check the entries if a norm is not finite.
     devices = {parameter.device for parameter in named.values()}
     by_device = ([x for x in named.values() if x.device == device] for device in devices)
     norms = [norm for parameters in by_device for norm in torch._foreach_norm(parameters)]
@@ -109,7 +109,7 @@ def non_finite_weights(model: Any) -> list[str]:
         return []
     counts = {name: int((~parameter.isfinite()).sum()) for name, parameter in named.items()}
     wrong = [
-        f"its {name} has {count} entries that are NaN or infinite"
+        f"its parameter {name} has {count} entries that are NaN or infinite"
         for name, count in counts.items()
         if count
     ]
@@ -154,7 +154,7 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Put MLPs in evaluation mode and remove the hooks on their hook points, within a context."""
+    """Within a context, put MLPs in evaluation mode and remove the hooks on their hook points."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     # Keep the original dictionaries, because hook handles refer to them.

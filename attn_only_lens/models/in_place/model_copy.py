@@ -1,11 +1,11 @@
 """Copy a TransformerBridge or HookedTransformer before exposing its neuron-heads.
 
-To preserve tied tensors and views, `deepcopy` gets a memo with the counterpart of every tensor: an
-alias, or a view of a storage that is copied only once (in joint attention, q, k and v are views of
-one weight). `deepcopy` cannot copy closures. So TransformerLens' hooks that capture the inputs of
-norms and MLPs are removed from the copy, whose blocks attach new ones when run. The hooks that
-serve as hook points of BERT's MLPs (transformer-lens 4) are created again for the copy. Bridges
-with other closures are refused (`engine/model_checks.py`).
+To preserve tied tensors and views, `deepcopy` gets a memo that maps every tensor to its
+counterpart: an alias, or a view of a storage that is copied only once (in joint attention, q, k and
+v are views of one weight). `deepcopy` cannot copy closures. So the hooks with which TransformerLens
+captures the inputs of norms and MLPs are removed from the copy, and its blocks attach new ones when
+they run. The hooks that serve as hook points of BERT's MLPs (transformer-lens 4) are created again
+for the copy. Bridges with other closures are refused (`engine/model_checks.py`).
 """
 
 import copy
@@ -41,7 +41,7 @@ def reasons_against_copying(model: Any) -> list[str]:
 
 
 def copy_model(model: Any, *, copy_weights: bool) -> Any:
-    """Copy a model that `reasons_against_copying` allows."""
+    """Copy a model for which `reasons_against_copying` returns no reasons."""
     shared = [getattr(model, name, None) for name in ("tokenizer", "processor", "dataset")]
     memo: dict[int, Any] = {id(attribute): attribute for attribute in shared}
     storages: dict[int, torch.UntypedStorage] = {}

@@ -15,8 +15,8 @@ b_in @ W_out.
 
 The token's key is 0 and the bias token's key is constant, so `hook_k` receives zeros; patching a
 key to k adds q · k to the token's score for itself. Unless a hook point before z has hooks, act(q)
-is computed with the source's own code, so results are bitwise equal at equal cost. For bilinear
-gates, see `heads/bilinear.py`.
+is computed with the source's own code. The results are then bitwise equal, at the same cost. For
+bilinear gates, see `heads/bilinear.py`.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
 class QKAndOV:
-    """The QK and OV matrices of heads that have W_Q, W_K, W_V and W_O."""
+    """A mixin that adds QK and OV matrices to heads with W_Q, W_K, W_V and W_O."""
 
     W_Q: Any
     W_K: Any
@@ -65,7 +65,7 @@ class QKAndOV:
 
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
-    """The d_mlp neuron-heads of one source MLP, which keep the names of the MLP's parameters.
+    """The d_mlp neuron-heads of one source MLP; the parameters keep their names in the MLP.
 
     `W_Q`, `W_K`, `W_V` and `W_O` are views with the shapes of head weights.
     """
@@ -136,7 +136,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     # Weights with the shapes of head weights
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """Repeat each neuron's row for each head, multiplied by the head's `factor`."""
+        """Repeat each neuron's row for each of its heads, multiplied by this head's `factor`."""
         return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
@@ -168,7 +168,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The value biases: b_in (for a generalized SiLU, a_1 a_2 b_in), or zero if gated."""
+        """The value biases: b_in, or a_1 a_2 b_in for a generalized SiLU."""
         self._refuse_product_value("b_V")
         return self._scale("value", self._bias)
 
@@ -209,7 +209,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The query biases b_j b_in[i] + c_j, in which a large number replaces c_j = ∞."""
+        """The query biases b_j b_in[i] + c_j, with a large number in place of c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
@@ -237,8 +237,8 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
     """Block 2l: the attention heads of source layer l, in a stock block without its MLP.
 
     In the block's `cfg`, parallel_attn_mlp is True. TransformerLens' block then calls `apply_mlp`
-    with the block's input (after hooks on resid_pre), which the neurons of a parallel model must
-    read, and adds the result to resid_pre + attn_out.
+    with the block's input (after hooks on resid_pre), because the neurons of a parallel model read
+    this input. The block adds the result to resid_pre + attn_out.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -247,7 +247,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
 
     @classmethod
     def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> "AttentionBlock":
-        """Return a block with the attention half of `source`, a copied stock block with an MLP."""
+        """Return a block made from the attention half of `source`, a copy of a stock block."""
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.__dict__.update(source.__dict__)
@@ -290,7 +290,7 @@ class NeuronBlock(_WithoutMLP):
     """Block 2l + 1: the neurons of source layer l as heads, with the source layer's ln2 as ln1."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
-        """Take over the MLP half of `source`, a copied stock block with an MLP."""
+        """Build the block from the MLP half of `source`, a copy of a stock block."""
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
         self.cfg = cfg
@@ -313,7 +313,7 @@ class NeuronBlock(_WithoutMLP):
         past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Return the stream after this block. Heads see one token, so mask and cache are unused."""
+        """Return the stream after this block. Neuron-heads do not use the mask or the cache."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
         stream = self._layer_input() if self.cfg.neurons_read_along else resid_pre
@@ -343,11 +343,11 @@ class NeuronBlock(_WithoutMLP):
 
 
 class NoMLP(HookPoint):
-    """The `hook_mlp_out` of a block without an MLP, which is zero.
+    """The hook point `hook_mlp_out` of a block without an MLP; its value is zero.
 
-    TransformerLens' `attribution_patch` requires this hook point in every block, and a gradient
-    there. Hooks can be added only by `model.hooks`, and may only read the value, because an edit
-    would silently have no effect.
+    TransformerLens' `attribution_patch` requires this hook point in every block, and a gradient at
+    it. Hooks can be added only by `model.hooks`, and may only read the value, because an edit would
+    silently have no effect.
     """
 
     def add_hook(
@@ -359,7 +359,7 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Add a hook from `model.hooks`, which passes a level; refuse all other calls."""
+        """Add a hook from `model.hooks`, which passes a level; otherwise raise an error."""
         if level is None:
             raise UnsupportedCallError(f"a hook on {self.name} is refused: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Build converted models from a source model, or from a configuration and tensors.
 
 Without a source model, a skeleton is built on the meta device, so that nothing is computed and no
-random numbers are drawn. Layers of other sizes than layer 0 are built from separate configurations.
+random numbers are drawn. Layers that differ in size from layer 0 have their own configurations.
 """
 
 import copy
@@ -36,7 +36,7 @@ def convert_as(
     copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model that `reasons_against` allows; `sizes` are by default those of `model`."""
+    """Convert a model for which `reasons_against` returns no reasons, by default with its sizes."""
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)
@@ -139,8 +139,8 @@ def rebuild(
     """Build a model like `model` with other weights, layer sizes or number of layers.
 
     `tensors` holds all parameters and buffers by name. For tied parameters, `tensors` has only the
-    first name, and `tied` maps the other names to the first. `frozen` lists parameters that need no
-    gradient. `changes` are fields of the source's configuration, such as `d_model`.
+    first name, and `tied` maps the other names to the first. `frozen` lists parameters that do not
+    require gradients. `changes` are fields of the source's configuration, such as `d_model`.
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
     gating = model.cfg.gating if gating is None else gating
@@ -159,7 +159,7 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return why tensors do not fit a skeleton; names in `tied` do not need tensors."""
+    """Return error texts for tensors that do not fit; names in `tied` need none."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
@@ -170,7 +170,7 @@ def skeleton_misfits(
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return which tensors do not fit; `growing` tensors may have any length along axis 0."""
+    """Return error texts for tensors that do not fit; `growing` ones may differ along axis 0."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
     for name in filter(tensors.__contains__, expected):

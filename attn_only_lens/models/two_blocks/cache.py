@@ -2,8 +2,9 @@
 
 As in the rest of TransformerLens' API, `layer` is the index of a block. Labels name source layers
 (`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads and neurons cannot
-be used: they assume that all layers have the same number of heads, end only at whole layers, and
-ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), so components would not sum to the stream.
+be used: they assume that all layers have the same number of heads, they end only at whole layers,
+and they ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), so components would not sum to the
+stream.
 """
 
 import copy
@@ -28,7 +29,7 @@ _RESHAPES = ("reshape", "reshape_as", "unflatten", "view", "view_as")
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
-    """Refuse `mlp_input`, since blocks of a converted model have no input in the middle."""
+    """Raise an error if `mlp_input` is set, since a block of a converted model has one input."""
     if mlp_input:
         raise UnsupportedCallError(
             "mlp_input is not available on a converted model: a block has one input. The input "
@@ -60,7 +61,7 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Return a stack of heads as `HeadRows` of a model with this number of blocks."""
+        """Return a stack of heads as `HeadRows`, for a model with this number of blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
@@ -80,7 +81,7 @@ class HeadRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch operation on plain tensors; refuse to split the rows by blocks."""
+        """Run a torch operation on plain tensors; raise an error if it splits rows by blocks."""
         values = (*args, *(kwargs or {}).values())
         rows = next((value for value in values if isinstance(value, HeadRows)), None)
         with torch._C.DisableTorchFunctionSubclass():
@@ -124,7 +125,7 @@ class AttentionOnlyCache(ActivationCache):
             self.has_pos_embed = False  # added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return an activation, as in `cache["pattern", 11]`; refuse the hook points of MLPs."""
+        """Return an activation, as in `cache["pattern", 11]`; raise an error for MLP hooks."""
         if key not in self.cache_dict:
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
@@ -299,7 +300,7 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation over the blocks before block `layer`, if all shapes are the same."""
+        """Stack an activation over the blocks before block `layer`; all shapes must be the same."""
         blocks = range(self._end(layer))
         return torch.stack([self[activation_name, block, sublayer_type] for block in blocks])
 
@@ -344,7 +345,7 @@ class AttentionOnlyCache(ActivationCache):
         return end
 
     def _require_norm(self, block: int) -> None:
-        """Refuse to apply a block's norm to the stream if the model applies this norm elsewhere."""
+        """Raise an error if the norm of a block does not apply to the input of this block."""
         cfg = self.model.cfg
         if block == cfg.n_layers or cfg.normalization_type is None:
             return
@@ -361,7 +362,7 @@ class AttentionOnlyCache(ActivationCache):
 
 
 class _OutputNorm:
-    """The norm between a block's heads and the stream, with the scales of one forward pass.
+    """The norm that a block applies to its output, with the scales of one forward pass.
 
     With a fixed scale, the norm is a linear map. If the map is applied to the result of each head,
     the results sum to the output of the block (OLMo 2, Gemma 2, Gemma 3).
@@ -381,7 +382,7 @@ class _OutputNorm:
             self.scale = positions.apply(scale, dim=-2)
 
     def rescale(self, written: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Centre output vectors and multiply them by the gain, independently of the position."""
+        """Apply the norm without its scale: centre output vectors and multiply them by the gain."""
         return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
@@ -396,10 +397,10 @@ class _OutputNorm:
 
 
 class _Stack:
-    """Components of the stream before a block at given positions, optionally normed and projected.
+    """Components of the stream before a block, at given positions.
 
-    For a projection P and a fixed scale s, LN(x) @ P = x @ (P - mean of P over d_model) / s, since
-    centring is symmetric. So components are projected first, and then normed.
+    LN(x) @ P = x @ (P - mean of P over d_model) / s for a projection P and a fixed scale s, so the
+    components are projected first and then divided by s.
     """
 
     def __init__(

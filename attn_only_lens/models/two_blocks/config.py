@@ -2,8 +2,8 @@
 
 Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
 Since the output of a block is a sum over heads, layers may differ in their numbers of heads and
-neurons (`rebuild`), and values may have another width than queries and keys. All layers share
-d_model.
+neurons (`rebuild`), and the width of values may differ from that of queries and keys. All layers
+share d_model.
 """
 
 import copy
@@ -40,7 +40,7 @@ def block_kind(block: int) -> HeadKind:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer; all names except d_value are those of TransformerLens."""
+    """The sizes of one source layer; all names except d_value come from TransformerLens."""
 
     n_heads: int
     n_key_value_heads: int | None  # None without grouped-query attention
@@ -193,7 +193,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 def attention_only_config(
     source: HookedTransformerConfig, gating: Gating, sizes: Sequence[LayerSizes] | None = None
 ) -> AttentionOnlyConfig:
-    """Return the configuration of a converted model; pass `sizes` if they differ from `source`."""
+    """Return the configuration of a converted model; by default, with the sizes of `source`."""
     sizes = (sizes_of(source),) * source.n_layers if sizes is None else tuple(sizes)
     first = sizes[0]
     cfg = object.__new__(AttentionOnlyConfig)
@@ -214,7 +214,7 @@ def attention_only_config(
 class BlockConfig:
     """A block's live view of the model's configuration, with fixed overrides.
 
-    A copy would miss later changes such as `model.set_use_attn_result(True)`.
+    A copy of the configuration would miss later changes such as `model.set_use_attn_result(True)`.
     """
 
     _root: AttentionOnlyConfig

@@ -24,7 +24,7 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """Return why this model cannot be converted exactly. (`hook_reasons` checks hooks.)
+    """Return error texts if this model cannot be converted exactly. (`hook_reasons` checks hooks.)
 
     `needs_mlp=False` allows models without MLPs. If `silu` is given, `silu` must be the activation.
     """
@@ -65,7 +65,7 @@ def reasons_against(
 
 
 def structure_reasons(model: HookedTransformer) -> list[str]:
-    """Return what is unknown about a model's modules, without checking the activation."""
+    """Return error texts for unknown modules of a model, without checking the activation."""
     reasons = module_reasons(model)
     for layer, block in enumerate([] if reasons else model.blocks):
         reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, model.cfg)]
@@ -73,7 +73,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return what is unknown about a model, without checking the classes of modules."""
+    """Return error texts for unknown features of a model, without checking its modules' classes."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
@@ -87,7 +87,7 @@ def module_reasons(model: HookedTransformer) -> list[str]:
     ]
     if replaced:
         names = ", ".join(replaced[:3]) + (", …" if len(replaced) > 3 else "")
-        reasons.append(f"forward was replaced on {names}; its computation is unknown")
+        reasons.append(f"forward was replaced on {names}, so what it computes is unknown")
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")
     return reasons

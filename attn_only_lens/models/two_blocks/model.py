@@ -47,7 +47,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A weight, stacked over all source layers, or None if the layers have no such weight."""
+    """A descriptor that stacks a weight over all source layers; None if they lack it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -132,7 +132,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
-        """Return which modules were replaced or have a changed forward pass."""
+        """Return error texts for modules that were replaced or whose forward pass was changed."""
         reasons = parted_reasons(self.model) + module_reasons(self.model)
         for name, block in self.model.blocks.named_children():
             for path, module, known in (
@@ -148,7 +148,7 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def passing(self) -> PassState:
-        """The values of a forward pass, shared by all blocks."""
+        """The values that a forward pass stores, shared by all blocks."""
         return self.model.passing
 
     @property
@@ -205,7 +205,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
     as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
-    Names of heads refer to source layers (`L5H3`, `L5N1234`). Calls without a correct answer raise
+    Names of heads refer to source layers (`L5H3`, `L5N1234`). Calls without a correct result raise
     an `UnsupportedCallError` that names the call to use instead. After growth, layers may differ in
     size: see `cfg.layer_sizes`.
 
@@ -281,7 +281,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return the gate of one neuron, a weighted sum over the neuron's heads."""
+        """Return the gate of one neuron: a weighted sum of its heads' self-attention weights."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
@@ -314,11 +314,11 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model; `start_at_layer` and `stop_at_layer` are indices of blocks."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
-        with self.passing.new_pass():  # a hook may run the model again
+        with self.passing.new_pass():  # since a hook may run the model again
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; refuse models that `forward` refuses."""
+        """Return the state to copy or pickle; raise an error if `forward` would raise one."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 

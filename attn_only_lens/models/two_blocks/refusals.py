@@ -1,6 +1,6 @@
-"""Refuse calls that have no correct answer on a converted model, and name replacements.
+"""Raise an error for calls that have no correct result on a converted model.
 
-Hooks that could never fire, which TransformerLens would silently ignore, are refused as well.
+The error says what to use instead. Hooks that could never fire are errors, too.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.base import HookChecks
 
 NO_MLP = (
-    "no block of a converted model has an MLP, and its hook_mlp_out is zero. The output of the MLP "
+    "no block of a converted model has an MLP, so hook_mlp_out is zero. The output of the MLP "
     'of source layer l is blocks.{2l+1}.hook_attn_out: cache["attn_out", 2 * l + 1]; to patch, '
     'activation name "attn_out", layer 2 * l + 1'
 )
@@ -111,7 +111,7 @@ class ConvertedHookChecks(HookChecks):
     """
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Refuse hooks that are added in one call if any would never fire or needs an MLP."""
+        """Raise an error if any of the hooks added in one call would never fire or needs an MLP."""
         names = {name for name in wanted if isinstance(name, str)}
         functions = [list(filter(select, self.hook_dict)) for select in wanted if callable(select)]
         selected = names.union(*functions)
