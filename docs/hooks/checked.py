@@ -1,4 +1,4 @@
-"""Check the built site; if there are faults, the build fails with a list of them.
+"""Check the built site; if it has faults, let the build fail with a list of all faults.
 
     internal links   every link within the site leads to an existing file and an existing anchor
     external links   every link to another site is a well-formed https address
