@@ -61,7 +61,7 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect the anchors, links and loaded files in one tag."""
+        """Collect the anchors, links and loaded files of one tag."""
         values = {name: value or "" for name, value in attrs}
         self._inside = tag
         self.anchors |= {values[name] for name in ("id", "name") if values.get(name)}
