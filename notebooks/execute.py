@@ -5,7 +5,7 @@
 
 A plotly figure needs a 5 MB script, and a page with patterns needs a 1.3 MB script. So figures and
 such pages are stored as screenshots from a headless Chromium (`make browser`), and are interactive
-only if you run the notebook. A smaller page, such as a circuit's, is stored unchanged, in a frame.
+only if you run the notebook. A smaller page, such as the page of a circuit, is stored unchanged.
 
 A digest of the code is stored with the outputs: `tests/test_notebooks.py` compares the digest with
 the code, executes the notebooks again, and compares the outputs.

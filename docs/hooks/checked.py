@@ -1,4 +1,4 @@
-"""Check the built site; if there are faults, the build fails with a list of them.
+"""Check the built site; if it has faults, let the build fail with a list of all faults.
 
     internal links   every link within the site leads to an existing file and an existing anchor
     external links   every link to another site is a well-formed https address
@@ -61,7 +61,7 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect the anchors, links and loaded files in one tag."""
+        """Collect the anchors, links and loaded files of one tag."""
         values = {name: value or "" for name, value in attrs}
         self._inside = tag
         self.anchors |= {values[name] for name in ("id", "name") if values.get(name)}

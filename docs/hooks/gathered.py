@@ -1,4 +1,4 @@
-"""Add content from elsewhere in the repository to the site, so that nothing is written twice.
+"""Add files and docstrings from elsewhere in the repository to the site.
 
 These metadata entries at the top of a page add content to it:
     module: attn_only_lens.viz   adds an entry for every name in the module's `__all__`
@@ -41,7 +41,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def notebook(path: Path, repo_url: str | None = None) -> dict[str, Any]:
-    """Return a notebook's page, its pictures and the file itself, by path in the site."""
+    """Map paths in the site to the notebook's page, to its pictures and to the notebook itself."""
     exporter = MarkdownExporter()
     text, resources = exporter.from_filename(
         str(path), resources={"output_files_dir": f"{path.stem}_files"}
@@ -57,7 +57,7 @@ def notebook(path: Path, repo_url: str | None = None) -> dict[str, Any]:
 
 
 def _colab(path: Path, repo_url: str) -> list[str]:
-    """Return a link to a released notebook in Colab, and the command that installs the package."""
+    """Return a link that opens the released notebook in Colab, and the installation command."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     tag, (owner, name) = f"v{citation['version']}", repo_url.split("/")[-2:]
     address = f"https://colab.research.google.com/github/{owner}/{name}/blob/{tag}/notebooks"
@@ -101,7 +101,7 @@ def source(module: str) -> Path:
 
 
 def public(module: str) -> dict[str, str]:
-    """Return the names in a package's `__all__`, with the full name of each definition."""
+    """Map each name in a module's `__all__` to the full name of its definition."""
     stub = source(module).with_suffix(".pyi")  # lazily imported names are listed in a stub
     tree = ast.parse((stub if stub.is_file() else source(module)).read_text("utf-8"))
     definitions = {
@@ -117,14 +117,14 @@ def public(module: str) -> dict[str, str]:
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
-    return {  # a name that is imported from the package itself is one of its modules
+    return {  # a name that is imported from the package itself is a submodule
         name: full if full.rpartition(".")[0] == module else _definition(full)
         for name, full in ((name, definitions.get(name, f"{module}.{name}")) for name in names)
     }
 
 
 def _definition(full: str) -> str:
-    """Return the full name of the definition behind a name that a package may re-export."""
+    """Return the full name of a definition; follow the import if a package re-exports the name."""
     module, _, name = full.rpartition(".")
     inner = public(module) if "." in module and package(module).is_file() else {}
     return inner.get(name, full)

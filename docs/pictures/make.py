@@ -95,7 +95,7 @@ def main() -> None:
             path = HERE / f"{name}.png"
             browser.driver.save_screenshot(str(path))
             few = Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
-            few.save(path, optimize=True)  # the file shrinks to a third, and keeps rare colours
+            few.save(path, optimize=True)  # a third of the file size, and rare colours stay
 
 
 def explain_smollm2(folder: str) -> None:

@@ -60,4 +60,4 @@ def test_the_stored_page_is_that_of_the_stored_table():
     assert study.verdicts(frame)["ours"]
     off = 100 * study.summary(frame).groupby("arm")["logits"].agg(["min", "max"]).loc["bert2BERT"]
     guide = (RESULTS.parents[1] / "docs" / "growth.md").read_text("utf-8")
-    assert f"by up to {off['min']:.0f} to {off['max']:.0f} % of the largest" in guide
+    assert f"largest change is {off['min']:.0f} to {off['max']:.0f} % of the largest" in guide
