@@ -69,7 +69,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """A sentence with the circuit's size and the share of the difference that it keeps."""
+        """A sentence that states the circuit's size and its share of the difference."""
         kept, n = self.circuit.faithfulness, len(self.circuit)
         return f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.0%} of the difference"
 
@@ -227,7 +227,7 @@ def explain(
 def _what_nodes_do(
     model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what each node reads and writes in the first clean prompt, and a label for it."""
+    """Return, for each node, what it reads and writes in the first clean prompt, and a label."""
     pair, host = prompt_pair(model, clean, corrupted), host_of(model)
     heads = [HeadName.parse(name) for name, _ in nodes]
     hooks = {

@@ -23,8 +23,8 @@ additional key and value, but not a query. If Z is Y stacked on p,
 Proof: the queries come from the first N rows of X ⊕ [1], and the keys and values from all rows, so
 the equation is Theorem 3 without the bias token's output. All heads share p, with the same key W_Kᵀ
 p = -√(D+1) and the same value W_Vᵀ p = 0. Sukhbaatar et al. learn persistent keys and values for
-each head directly; in this form, the pair is (-√(D+1), 0) in every head. Their softmax runs over
-the whole context; the softmax here runs over the token itself and p.
+each head directly; in this form, the pair is (-√(D+1), 0) in every head. Their softmax is over the
+whole context; the softmax here is over the token itself and p.
 """
 
 import math

@@ -56,7 +56,7 @@ from attn_only_lens.precision import full_precision
 
 _BIAS = -1  # stands for the bias token
 _ROWS = 1024  # the number of tokens computed at once
-_NEURONS = 64  # the number of neurons computed at once, with d_vocab values each
+_NEURONS = 64  # the number of neurons computed at once; each has d_vocab values
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -117,7 +117,7 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A. All other eigenvalues of the matrix A B are zero.
+        """The d_head eigenvalues of B A, if `matrix` is A B. All other eigenvalues of A B are zero.
 
         Raises:
             InputError: the matrix is not square.
