@@ -6,7 +6,7 @@ edges. For each target, the edges from all other heads are merged into one edge 
 
 Neurons and queries read the residual stream only at their own position. Keys and values read it at
 every position. So for each kind of edge, a target has at most one edge from each earlier node at a
-position that the target reads. If the sum of these upper bounds exceeds `max_edges`,
+position that the target reads. If this upper bound on the number of edges exceeds `max_edges`,
 `attribution_graph` raises an error before it computes any edge.
 """
 

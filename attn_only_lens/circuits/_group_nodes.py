@@ -225,7 +225,7 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return max(cos(write), cos(read)) of each pair of nodes; cos(read) is 0 for heads."""
+    """Return max(cos(write), cos(read)) of node pairs; cos(read) is 0 for attention heads."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
@@ -254,7 +254,7 @@ def _distances(
 def _clusters(
     heads: pd.DataFrame, distance: Float[np.ndarray, "node node"], similarity: float
 ) -> list[Rows]:
-    """Return the row indices of the members of each group."""
+    """Cluster the nodes, and return the row indices of each group's members."""
     groups = list[Rows]()
     for some in heads.groupby(["kind", "position"], observed=True).indices.values():
         rows = np.asarray(some, dtype=np.int64)

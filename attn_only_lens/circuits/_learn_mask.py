@@ -1,7 +1,7 @@
 r"""Learn a circuit of a given size that is also faithful on held-out prompts.
 
-Every candidate site has a score θ. The circuit C is the k sites with the highest scores. Scores are
-trained by gradient descent on this loss (in the notation of `ablation.py`):
+Every candidate site has a score θ. The circuit C consists of the k sites with the highest scores.
+Scores are trained by gradient descent on this loss (in the notation of `ablation.py`):
 
     loss = mean over prompts of |m(C) - m(M)| / max(r, mean(r) / 2)        r = |m(M) - m(∅)|
 
@@ -10,10 +10,10 @@ forward pass ablates all sites outside the circuit. The gradient of a score θ i
 site's first-order contribution to the loss, also for sites outside the circuit. This is a
 straight-through estimator (Bengio et al., "Estimating or Propagating Gradients Through Stochastic
 Neurons", 2013). Gradient steps use momentum. Each step is divided by √(a b), where a is the root
-mean square of the site's own gradient and b is the root mean square over all sites. If the step
-were divided by a alone, as in Adam, the scores of all useful sites would rise equally fast. The
-size k decreases from the number of candidates to `n_sites` in the first 40 % of the steps. The
-circuit with the smallest error on the validation prompts is returned.
+mean square of the site's own gradient and b that of all sites' gradients. If the step were divided
+by a alone, as in Adam, the scores of all useful sites would rise equally fast. The size k decreases
+from the number of candidates to `n_sites` in the first 40 % of the steps. The circuit with the
+smallest error on the validation prompts is returned.
 """
 
 import math

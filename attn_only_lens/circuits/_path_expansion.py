@@ -1,16 +1,16 @@
 """Path expansion on a prompt: the logits as a sum over paths through zero, one, two or more heads.
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
-attention-only model into end-to-end terms. A head with its pattern held fixed is linear, and so is
+attention-only model into a sum over paths. A head with its pattern held fixed is linear, and so is
 a neuron-head with its gate held fixed. So the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-The sum runs over all paths embedding → s → … → t → logits. The terms add up to the run's logits.
-With the patterns of another prompt, the terms would be different.
+The sum is over all paths from the embedding through heads s, …, t to the logits. The terms of all
+paths add up to the run's logits. With the patterns of another prompt, the terms would be different.
 
-A path begins at the embedding (with positions) or at a bias. Its hops are heads. Paths from b_O and
-b_out have no hops. Paths from b_V, b_in and a norm's bias have one hop: the head that reads the
+A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hops,
+that is, no heads. Paths from b_V, b_in and a norm's bias have one hop: the head that reads the
 bias. One pass computes what the paths with 0, 1, 2, … hops add to the stream. Let z_s be the output
 of head s without input from other heads, and c the metric's gradient at the final stream. Then the
 effect of the path embedding → s → t → logits is the dot product of z_s W_O[s] and F_tᵀ c.
@@ -205,7 +205,7 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final stream for each number of hops, and the outputs in one-hop paths."""
+    """Return the final stream for each number of hops, and heads' outputs in one-hop paths."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []

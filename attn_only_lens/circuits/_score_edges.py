@@ -9,13 +9,13 @@ R's write on the logits is estimated with one forward pass per node:
     score     = L(w → R) · N(R) / max ‖R's write‖
     exact     = Σ_ref mean max |change of the logits, if R reads ref instead of w's write|
 
-The reference "ref" is 0 ("zero") or the mean of z ("mean"). All means and the maximum norm are over
-all tokens of all prompts. A writer is replaced in only one input of the reader: the queries, keys
-or values of an attention head ("q", "k", "value"), or the whole input of a neuron-head or of the
-unembedding ("in"). Norm scales are held fixed. For edges into the logits ("output"), L, score and
-exact are equal.
+The reference value "ref" is 0 (`to="zero"`) or the mean of z (`to="mean"`). Each "mean" and "max
+‖…‖" is over all tokens of all prompts. A writer is replaced in only one input of the reader: the
+queries, keys or values of an attention head ("q", "k", "value"), or the whole input of a
+neuron-head or of the unembedding ("in"). Norm scales are held fixed. For edges into the logits
+("output"), all of L, score and exact are equal.
 
-One forward pass computes the writes. Each node, and each exact cut, needs one more forward pass per
+One forward pass records all writes. Each node, and each exact cut, needs one more forward pass per
 reference. In addition, each layer with readers runs its attention block on a batch of all writers,
 once for each kind and reference. Prompts of the same length form one batch.
 """
@@ -210,7 +210,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The decomposed run of same-length prompts; `share` is their fraction of all tokens."""
+    """A run of prompts of one length, split into writes; `share` is its fraction of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -310,7 +310,7 @@ class _Scoring:
         yield from self._into_logits(into["output", "in"])
 
     def _replaced(self, sublayer: SublayerWrites, reference: str) -> SublayerWrites:
-        """Return a sublayer in which every z is replaced by the reference."""
+        """Return a sublayer in which every z is replaced by the reference value."""
         z = torch.zeros_like(sublayer.z)
         if reference == "mean":
             z = z + self._means[sublayer.layer, sublayer.kind]
@@ -363,7 +363,7 @@ class _Scoring:
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
-        """Yield, for each writer, the change of the logits if the final stream lacks its write."""
+        """Yield, for each writer, how the logits change if it is replaced in the final stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
             for reference in self._references:

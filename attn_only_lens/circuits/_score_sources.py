@@ -1,21 +1,21 @@
 """Split an attention score, or a neuron's pre-activation, into an exact sum over writers.
 
 The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm scales held
-at their values in the run, a score is linear in the query's stream, and linear in the key's stream:
+fixed, a score is linear in the stream at the query, and linear in the stream at the key:
 
     score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'      N: the norm's gain; s, s': its scales
 
-B is the head's bilinear form at these two positions. B includes 1/√d_head, rotary embeddings, and
-query and key norms with scales held fixed. B is computed with the model's own code, as the mixed
-second derivative of the score at q = k = 0. If the score hook receives the pattern, its logarithm
-is used. Other terms of a score (ALiBi, the bias of a query norm) count as the head's own biases.
-The score is the value before the softmax and before any soft cap. For a neuron,
+The matrix B is the head's bilinear form at the query and key positions. B includes 1/√d_head,
+rotary embeddings, and query and key norms with scales held fixed. B is computed with the model's
+own code, as the mixed second derivative of the score at q = k = 0. If the model's score hook
+receives the pattern, its logarithm is used. Other terms of a score (ALiBi, the bias of a query
+norm) count as the head's own biases. The score is taken before the softmax and any soft cap. For a
+neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
-This split of a score is from Elhage et al. 2021, "A Mathematical Framework for Transformer
-Circuits".
+The split is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 """
 
 from collections.abc import Callable, Sequence
@@ -313,7 +313,7 @@ def _require_score(
 def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
     if off := disagreement(total, expected, _tolerance(expected), size=size):
         reason = (
-            f"the shares do not add up to the value in the run ({off}): a step is not linear, "
+            f"the shares do not add up to the value in the run ({off}): one step is not linear, "
             "for instance because queries are clipped or another cap is used"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)

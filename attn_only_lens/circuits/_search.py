@@ -344,7 +344,7 @@ def _smallest(
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Return the smallest circuit that a search with these effects finds, and all it evaluated."""
+    """Return the smallest circuit that a search with these effects finds, and its list `tried`."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
@@ -407,7 +407,7 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Refine a grid; return the size of the shortest sufficient prefix, or None.
+        """Refine a grid of sizes; return the size of the shortest sufficient prefix, or None.
 
         `short` is an insufficient size below the grid; `f` is the faithfulness of that prefix.
         """

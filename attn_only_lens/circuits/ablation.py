@@ -9,7 +9,7 @@ token in each prompt). Sites in the circuit are unchanged. All other sites are a
     "resample"         its value in the corrupted run, at the same position
 
 Heads and positions that are not sites, the embedding and the biases are never ablated. Many
-circuits run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
+circuits are run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
     completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
@@ -20,7 +20,7 @@ ablated z) / (m(M) - m(∅)) to f(C).
 
 `faithfulness` evaluates circuits C_k: the highest-ranked sites, a share k of all sites. MIB, the
 Mechanistic Interpretability Benchmark (Mueller et al., 2025), counts edges instead of sites, and
-ranks by |scores| only for CMD. It defines two areas, computed here by the trapezoidal rule:
+ranks by |scores| only for CMD. These two areas from MIB are computed by the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -413,7 +413,7 @@ class _AblatedPoint:
     """The sites at one hook point, and the ablated value of every z at the hook point.
 
     A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
-    tokens to places; -1 means no place. Without roles, it has one row for all prompts.
+    tokens to places; -1 means no place. Without roles, `place_of` has one row for all prompts.
     """
 
     name: str

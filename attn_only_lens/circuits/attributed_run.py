@@ -3,14 +3,14 @@
 A target head t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
 gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the edges into t.
 
-In one run, with patterns and norm scales held fixed (`linear_run.py`), the value edges sum to A_t:
+In one run with fixed patterns and norm scales (`linear_run.py`), the value edges into t sum to A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
 For the difference between two runs (`linear_pair.py`), z_t is replaced by its change Δz_t, and c_t
-by the multiplier of Δz_t. Then the edges of all kinds together sum to A_t. Biases cancel:
+by the multiplier of Δz_t. Then the edges of all kinds into t sum to A_t. Biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
@@ -74,7 +74,7 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The metric's gradient at attention patterns, and the patterns' graph from queries or keys.
+    """The metric's gradient at attention patterns, and the patterns as a function of `inputs`.
 
     `inputs` are the queries or keys. `W` is W_Q or W_K, with one entry for each group of heads that
     share keys. `constant` is the value of `inputs` for a stream of zeros.
@@ -247,7 +247,7 @@ def _run_slopes(
     softmax: Sequence[Tensor],
     nodes: dict[str, Tensor],
 ) -> Slopes:
-    """Return the slopes of a sublayer's patterns in one run."""
+    """Return the `Slopes` of a sublayer's patterns in one run."""
     if not isinstance(sublayer, LinearAttention):
         gate = _neuron_slope(sublayer, along)
         return {} if gate is None else {"gate": gate}
@@ -284,7 +284,7 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     reads = sublayer.writes.reads.norm
     bias, _ = heads.projections(torch.zeros_like(sublayer.writes.entered[:1, :1]))
     bias = bias if reads.bias is None else bias + reads.bias.to(W) @ W
-    # Head j of a neuron has the query b_j q + c_j.
+    # Head j of a neuron has the query b_j q + c_j, where q is the pre-activation.
     scaled = (by_query * query.detach()).unflatten(-1, (heads.n_neurons, -1)).sum(-1)
     constant = scaled - by_q * q.detach() + by_q * bias.detach()
     return NeuronSlope(sublayer, by_q, W, constant)
@@ -317,7 +317,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Raise an error if the edges into a sublayer do not add up to its attribution."""
+    """Raise an error if the edges into a sublayer do not add up to its nodes' attribution."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
@@ -335,7 +335,7 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # Smaller sums are only rounding errors.
+    # Sums that are smaller than this consist of rounding errors.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "

@@ -212,7 +212,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the indices of the `top` largest entries, or of the fewest that have a share `mass`.
+    """Return indices of the `top` largest entries, or of the fewest with a share `mass` of the sum.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

@@ -185,7 +185,7 @@ def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
 
 
 class LinearGraph:
-    """The edges of an attributed run into chosen nodes (position, index) of each sublayer."""
+    """The edges of an attributed run into chosen nodes; a node is a (position, index) pair."""
 
     def __init__(
         self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]

@@ -170,7 +170,7 @@ def inclusion_interval(count: int, n: int) -> tuple[float, float]:
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Return the 90 % Wilson interval of a share in n trials; n need not be an integer."""
+    """Return the 90 % Wilson interval of a share observed in n trials; n may be fractional."""
     z2 = 1.6448536269514722**2  # squared quantile of a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)

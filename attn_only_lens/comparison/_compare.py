@@ -143,7 +143,7 @@ def compare(
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
         _require_source(models[0], provenance)
-        # Circuits of the first batch are computed first, so that unsupported models fail early.
+        # Compute the circuits of the first batch first, so that unsupported models fail early.
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         first = next(stream)
@@ -271,7 +271,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
-        reasons.append(f"neurons have {sorted(heads)} heads; expected one number in all models")
+        reasons.append(f"got models with {sorted(heads)} heads per neuron; expected equal numbers")
     grown, *null = (
         [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]

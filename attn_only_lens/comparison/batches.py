@@ -2,13 +2,13 @@
 
 To compute the effect of a head on a metric, the head's activation in a first run is replaced by its
 activation in a second run. Without corrupted prompts, the second run uses the *next prompt* (the
-first prompt follows the last). This is resample ablation. Unlike zeros and means, its activations
-occur on real prompts. Attribution, patching and circuit search all use this ablation.
+first prompt follows the last). This is resample ablation. Unlike zeros and means, the new
+activations occur on real prompts. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next different prompt of the same length. Texts and tensors are searched as a
-whole, so that batch boundaries do not matter; a stream is searched batch by batch. A prompt that is
-alone in its batch is paired with a prompt of the same length from an earlier batch. No prompt is
-paired with itself, because its effects would be zero and would bias the mean.
+The next prompt is the next different prompt of the same length. For texts and tensors, it is
+searched among all prompts, so that batch boundaries do not matter. For a stream, it is searched
+within the batch. A prompt that is alone in its batch is paired with one of the same length from an
+earlier batch. No prompt is paired with itself, because its zero effects would bias the mean.
 """
 
 import reprlib

@@ -12,9 +12,8 @@ indexed by [component of the grown model, position]; values are NaN where a mode
     rank correlation   Spearman's, over the scores in A ∪ B that both models have
 
 Confidence intervals come from the bootstrap (Efron, 1979), which resamples prompts with
-replacement. In each resample, a circuit consists of as many nodes as before: those with the largest
-|mean score|. An estimate may lie outside its interval, because resamples have fewer distinct
-prompts.
+replacement. In each resample, a circuit has as many nodes as before: those with the largest |mean
+score|. An estimate may lie outside its interval, because a resample has fewer distinct prompts.
 """
 
 from collections import defaultdict
@@ -103,7 +102,7 @@ class Resampling:
         return counts / self.n_prompts
 
     def interval(self, values: _Floats) -> tuple[float, float]:
-        """Return the confidence interval of values, ignoring NaN; NaN if all values are NaN."""
+        """Return the confidence interval of the values without NaN, or NaN if all are NaN."""
         values = values[~np.isnan(values)]
         if not len(values):
             return float("nan"), float("nan")

@@ -25,8 +25,8 @@ So three d_head × d_head matrices per head, or three values per neuron, give th
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
 The gate of a silent neuron depends only on rounding errors. In ReLU models with LayerNorm, the
-outputs of dead neurons were at most 6.6 rounding units times the root mean square. In five trained
-models, every neuron that fires reached at least 0.002 times the root mean square.
+outputs of dead neurons were at most 6.6 machine epsilons times the root mean square. In five
+trained models, every neuron that fires reached at least 0.002 times the root mean square.
 """
 
 from collections.abc import Callable, Sequence
@@ -309,7 +309,7 @@ class Statistics:
             bar.set_description(f"{batch.label}: attribution in {label}")
             runs.append(run_batch(model, batch, sites))
             bar.update()
-        # Steps that can fail come before the sums change, so the sums hold only complete batches.
+        # Change the sums only after all steps that can fail, so that they contain whole batches.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]

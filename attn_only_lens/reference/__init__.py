@@ -1,4 +1,4 @@
-"""The paper's constructions as dense float64 matrices, slow but independent of other code.
+"""The paper's constructions as dense float64 matrices: slow, but independent of other code.
 
 The paper is "Attention-Only Transformers and Implementing MLPs with Attention Heads". Each theorem
 has its own file. The tests compare the rest of the package with these constructions. Theorems are

@@ -1,4 +1,4 @@
-"""The bias trick: replace heads and MLPs that have biases with ones that have none, on [X | 1].
+"""The bias trick: on a stream [X | 1], heads and MLPs need no biases of their own.
 
 Theorem 6 assumes this trick. Every token gets an additional coordinate that is always 1, and a bias
 becomes the row of the weight matrix for this coordinate: the new matrix W̃ is W stacked on b.
@@ -131,7 +131,7 @@ def mlp_with_biases(
     check_vector("b_2", b_2, D)
     written = activation(torch.tensor(1.0, dtype=torch.float64, device="cpu"))
     if written == 0:
-        raise ValueError(f"activation: got {activation}, which is 0 at 1; expected a_1, a_2 not 0")
+        raise ValueError(f"activation: got {activation}, which is 0 at 1; expected a_1, a_2 ≠ 0")
     # The last column of Ṽ_1 reads only the constant coordinate, with weight 1.
     reading = direct_sum(V_1, 1.0)
     reading[D, :size] = b_1

@@ -30,8 +30,8 @@ B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of 
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
 The head outputs 0 in the position coordinates, so a skip connection preserves them. Therefore
-layers can be stacked, if R bounds all layers' inputs and norms preserve these coordinates
-(`theorem_6.py`).
+layers can be stacked, provided that R bounds the inputs of all layers and norms preserve these
+coordinates (`theorem_6.py`).
 
 The blog post uses the same Ω. The post's matrix B of scores by position (`post/sublayers.py`) is
 Ω(Λ - 1) plus a constant for each row, which softmax ignores. The post's three sublayers are heads

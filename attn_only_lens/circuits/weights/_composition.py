@@ -13,8 +13,8 @@ For a random rotation U, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_mo
 of unrelated heads is 1/√d_model, and `ratio_to_baseline` is the score divided by 1/√d_model.
 
 A pair is included if the writer's sublayer comes before the reader's sublayer. In one layer, an
-attention head comes before a neuron, unless attention and MLP run in parallel. (TransformerLens
-omits pairs within a layer.) A neuron-head's key is constant, so K-composition into a neuron-head is
+attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
+omits pairs within a layer. A neuron-head's key is constant, so K-composition into a neuron-head is
 zero: `composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits it.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
@@ -135,8 +135,8 @@ def top_compositions(
 ) -> pd.DataFrame:
     """Return the pairs of a writer and a later reader with the largest composition scores.
 
-    Scores are computed block by block, and only the k largest are kept. Let b be the larger of
-    `block` and the largest rank of a head. In float32, the additional memory is at most
+    Scores are computed in blocks, and only the k largest are kept. Let b be the larger of `block`
+    and the largest rank of a head. In float32, the additional memory is at most
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
@@ -254,7 +254,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers and readers by layer; None, as the first writer, is the embedding."""
+    """Return writers and readers by layer; the embedding, if present, is first and is None."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
@@ -325,7 +325,7 @@ def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
     """Return the factors of writers (or of readers, if the matrix is transposed)."""
-    # For a neuron, A is a single number, and the factor keeps the sign of A.
+    # For a neuron, A is a single number, whose sign the factor keeps.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
 
@@ -426,7 +426,7 @@ def is_gated(model: Any, layer: int) -> bool:
 def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield each neuron with the k heads that have the largest |score| with it."""
+    """Yield each neuron's name, with the k heads that have the largest |score|."""
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
         tops: list[list[tuple[str, float]]] = [[] for _ in factors]

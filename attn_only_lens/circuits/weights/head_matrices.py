@@ -138,7 +138,7 @@ class HeadMatrices:
         gate = getattr(heads.module, "W_gate", None)
         W = heads.module.W_in if kind == "v" or gate is None else gate
         columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
-        if isinstance(heads.gate, Gate):  # a generalized SiLU may reverse the sign
+        if isinstance(heads.gate, Gate):  # a generalized SiLU may scale and reverse them
             if kind == "q":
                 columns = columns * heads.gate.side
             elif gate is None:

@@ -296,7 +296,7 @@ def copying_scores(
 
 
 def _products(matrices: VocabularyMatrices) -> tuple[Tensor, Tensor, Tensor]:
-    """Return W_U C W_E, W_Eᵀ W_E and W_U C W_Uᵀ, all [d_model, d_model], with the final norm."""
+    """Return W_U C W_E, W_Eᵀ W_E and W_U C W_Uᵀ, with the final norm folded into W_U."""
     d_model = matrices.W_E.shape[1]
     precise = to_float64_device(matrices.W_E)
     sums = torch.zeros(3, d_model, d_model, dtype=torch.float64, device=precise.device)
@@ -418,7 +418,7 @@ _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
 
 
 def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return the tokens with the largest drive for each neuron, by the sign of its value."""
+    """Return, for each neuron and each sign of its value, the tokens with the largest drive."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
@@ -443,7 +443,7 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
 
 
 def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
-    """Return the tokens whose logits each neuron raises most, by the sign of the neuron's value."""
+    """Return, for each neuron and sign of its value, the tokens whose logits it raises most."""
     rows, tops = matrices.heads.write_matrices(sites).B[:, 0], list[tuple[Tensor, ...]]()
     for some in rows.split(_NEURONS):
         written = matrices.writes(some)
