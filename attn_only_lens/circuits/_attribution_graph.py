@@ -1,13 +1,13 @@
 """Build the attribution graph of one run, or of the difference between two runs.
 
 The heads and neurons with the largest attributions become nodes; `linear_graph.py` computes the
-edges. Edges from all other heads are merged into one edge from a node "rest", so the edges into a
-target have the same sum for any choice of nodes.
+edges. For each target, the edges from all other heads are merged into one edge from the node
+"rest". So the sum of the edges into a target does not depend on which heads become nodes.
 
-Neurons and queries read the stream only at their own position. Keys and values read the stream at
-every position. So for each edge kind, a target has at most one edge from each earlier node at the
-positions that the target reads. If this upper bound exceeds `max_edges`, the graph is refused
-before any edge is computed.
+Neurons and queries read the residual stream only at their own position. Keys and values read it at
+every position. So for each kind of edge, a target has at most one edge from each earlier node at a
+position that the target reads. If this upper bound on the number of edges exceeds `max_edges`,
+`attribution_graph` raises an error before it computes any edge.
 """
 
 from bisect import bisect_left
@@ -44,7 +44,7 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
-_BYTES = 40  # bytes per edge: source, target, kind, weight, and weight in one prompt
+_BYTES = 40  # bytes per edge: source, target, kind, weight, and weight for one prompt
 _PROBLEM = "no attribution graph can be made"
 
 
@@ -68,13 +68,13 @@ def attribution_graph(
 
     With `corrupted`, the graph explains the difference between the two runs exactly. The edges into
     a node add up to its attribution, and the edges into the metric add up to the metric's change.
-    Slopes of nonlinear functions are secants between the two runs (`engine/secants.py`). The change
-    of a product is split between its factors by convention. An attribution is not the effect of a
-    patch.
+    Nonlinear functions are replaced by their secants between the two runs (`engine/secants.py`).
+    How the change of a product is divided between its factors is a convention. The attribution of a
+    node is not the effect of patching the node.
 
     Without `corrupted`, the graph explains one run, with patterns and norm scales held fixed. The
     edges of kind "value" into a node add up to its attribution. Edges of kinds "q", "k" and "gate"
-    are first-order estimates of the effect of a source through the target's pattern.
+    estimate, to first order, the effect that a source has through the target's attention pattern.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -182,7 +182,7 @@ def attribution_graph(
 def _rows_of(
     run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return the row indices of the named nodes; refuse unknown names."""
+    """Return the row indices of the named nodes; raise an error for unknown names."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     ends = zip(run.linear.sublayers, run.gradients, strict=True)
@@ -239,7 +239,7 @@ def _require_affordable(
     max_edges: int,
     n_pos: int,
 ) -> None:
-    """Refuse a graph with too many edges, and suggest the largest allowed `top`."""
+    """Raise an error if there are too many edges, and suggest the largest allowed `top`."""
     n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return
@@ -254,7 +254,7 @@ def _require_affordable(
     share, left = (sizes[rows].sum() / sizes.sum() for rows in (index, order[:few]))
     advice = f"take top={few:,} ({left:.0%} of the mass)" if few else "even top=1 has too many"
     reason = (
-        f"{len(index):,} nodes ({share:.0%} of the mass) have up to {n_edges:,} edges, "
+        f"{len(index):,} nodes ({share:.0%} of the mass) have up to {n_edges:,} edges, which need "
         f"{n_bytes / 2**30:.1f} GiB; expected at most max_edges={max_edges:,}: {advice}, pass "
         "patterns=False, or raise max_edges"
     )

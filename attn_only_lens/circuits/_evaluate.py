@@ -107,7 +107,7 @@ def evaluate(
     if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
-            "tokens, as in the prompts used to find the circuit: its sites are at fixed positions"
+            "tokens, as in the prompts used to find the circuit: the sites have fixed positions"
         )
     if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in the circuit twice; expected one row for each site")
@@ -154,7 +154,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         `viz.transfer_heatmap` draws it.
 
     Raises:
-        InputError: a task lacks one of a circuit's roles, or `evaluate` refuses an argument.
+        InputError: a task lacks one of a circuit's roles, or an argument of `evaluate` is invalid.
 
     Example:
         >>> import torch

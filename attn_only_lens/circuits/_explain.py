@@ -1,8 +1,8 @@
 """Explain in one call why a metric differs between two prompts.
 
-Secant attribution ranks all sites. A search finds a small circuit. An attribution graph of the
-difference shows how the circuit's sites affect each other. The strongest sites are also patched one
-by one, which gives their exact effects.
+Secant attribution ranks all sites. A search finds a small circuit that keeps most of the
+difference. An attribution graph of the difference shows how the circuit's sites affect each other.
+The strongest sites are also patched one by one, which gives their exact effects.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """A sentence with the circuit's size and the share of the difference that it keeps."""
+        """A sentence that states the circuit's size and how much of the difference it keeps."""
         kept, n = self.circuit.faithfulness, len(self.circuit)
         return f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.0%} of the difference"
 
@@ -83,8 +83,8 @@ class Explanation:
         """Return a frame with one row per site of the circuit, sorted by decreasing |share|.
 
         The site's `share` of the difference is the sum of `by_pattern` and `by_value`. Columns
-        `denoise` and `noise` are the exact effects of patching only this site in the corrupted run
-        and in the clean run, as shares of the difference. For sites that were not patched,
+        `denoise` and `noise` are the exact effects, as shares of the difference, if only this site
+        is patched in the corrupted run or in the clean run. For sites that were not patched,
         `denoise` and `noise` are missing.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
@@ -227,7 +227,7 @@ def explain(
 def _what_nodes_do(
     model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what each node reads and writes in the first clean prompt, and a label for it."""
+    """Return, for each node, what it reads and writes in the first clean prompt, and a label."""
     pair, host = prompt_pair(model, clean, corrupted), host_of(model)
     heads = [HeadName.parse(name) for name, _ in nodes]
     hooks = {

@@ -8,8 +8,8 @@ the mean of three values:
                                      stream; read: the direction of the gate, only for neurons
 
 Groups are found by average-linkage clustering. To test a group, the z of each member is set to
-corrupted z + t · (clean z - corrupted z), with one number t for each group and prompt. This t is
-the least-squares fit to what the members write when all nodes outside the graph are ablated.
+corrupted z + t · (clean z - corrupted z), with one number t for each group and prompt. The number t
+is fitted by least squares to what the members write when all sites outside the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ def group_nodes(
     examples: pd.DataFrame | None = None,
     mask: Tensor | None = None,
 ) -> NodeGroups:
-    """Group graph nodes with similar weights and similar edges, and patch each group.
+    """Group nodes that have similar weights and similar edges, and patch each group.
 
     Each group is named after the tokens that its members together promote most.
 
@@ -161,7 +161,7 @@ def group_nodes(
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
-    # With the last value, no group is formed.
+    # The last threshold is above 1, so it forms no group.
     for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):
         members = _clusters(heads, distance, least)
         changed = grouped.as_one(rows, [rows[group] for group in members])
@@ -225,14 +225,14 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return max(cos(write), cos(read)) for each pair of nodes; for heads, cos(read) is 0."""
+    """Return max(cos(write), cos(read)) of node pairs; cos(read) is 0 for attention heads."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
     for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
         sites = LayerSites.of(map(HeadName.parse, some["name"]))
         directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
-        # If a neuron's output is smaller in the clean run, its directions are reversed.
+        # `write` is reversed if a neuron's output is smaller in the clean run; reverse `read` too.
         rows = torch.from_numpy(some.index.to_numpy(copy=True))
         signs = (write[rows] * directions).sum(1, keepdim=True).sign()
         read[rows] = matrices.read_matrices(sites, "q").A[:, :, 0].cpu().double() * signs
@@ -242,7 +242,7 @@ def _similar_weights(
 def _distances(
     graph: CircuitGraph, heads: pd.DataFrame, weights: Float[np.ndarray, "node node"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return 1 minus the mean of the three similarities, for each pair of nodes."""
+    """Return the distance of each pair of nodes: 1 minus the mean of three similarities."""
     similar = [weights]
     for end, opposite in (("source", "target"), ("target", "source")):
         edges = graph.edges[graph.edges[end].isin(heads["id"])]
@@ -254,7 +254,7 @@ def _distances(
 def _clusters(
     heads: pd.DataFrame, distance: Float[np.ndarray, "node node"], similarity: float
 ) -> list[Rows]:
-    """Return the row indices of the members of each group."""
+    """Cluster the nodes, and return the row indices of each group's members."""
     groups = list[Rows]()
     for some in heads.groupby(["kind", "position"], observed=True).indices.values():
         rows = np.asarray(some, dtype=np.int64)
@@ -275,7 +275,7 @@ def _names(
     members: Sequence[Rows],
     peaks: Mapping[str, str],
 ) -> list[str]:
-    """Name each group after its promoted tokens, and the token where most of its neurons peak."""
+    """Name each group after the tokens it promotes and the token where most neurons peak."""
     if not members:
         return []
     sums = torch.stack([written[group].sum(0) for group in members])
@@ -319,7 +319,7 @@ class _GroupedModel(AblatedModel):
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
-        """Return z minus its value in the corrupted run, with all sites except `kept` ablated."""
+        """Ablate all sites except `kept`; return each z minus its value in the corrupted run."""
         z = dict[str, Tensor]()
         self._run(self._hooks(self._kept([kept]), z))
         first = self._first
@@ -341,11 +341,11 @@ class _GroupedModel(AblatedModel):
         return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
-        """Return the writes of sites in the clean run minus their writes in the corrupted run."""
+        """Return each site's write in the clean run minus its write in the corrupted run."""
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return a circuit's faithfulness when each group is replaced by one number per prompt."""
+        """Return a circuit's faithfulness if each group is replaced by one number per prompt."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:

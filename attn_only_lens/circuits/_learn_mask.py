@@ -1,19 +1,19 @@
 r"""Learn a circuit of a given size that is also faithful on held-out prompts.
 
-Every candidate site has a score θ. The circuit C is the k sites with the highest scores. Scores are
-trained by gradient descent on this loss (in the notation of `ablation.py`):
+Every candidate site has a score θ. The circuit C consists of the k sites with the highest scores.
+Scores are trained by gradient descent on this loss (in the notation of `ablation.py`):
 
     loss = mean over prompts of |m(C) - m(M)| / max(r, mean(r) / 2)        r = |m(M) - m(∅)|
 
 The loss is a mean of absolute errors, because signed errors of different prompts would cancel. The
-forward pass ablates all sites outside the circuit. The gradient of θ is the site's first-order
-contribution to the loss, also for sites outside the circuit. This is a straight-through estimator
-(Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Gradient
-steps use momentum. Each step is divided by the geometric mean of the typical size of the site's
-gradient and the typical size of all gradients. With division by the site's gradient size alone, as
-in Adam, the scores of all useful sites would rise equally fast. The size k decreases from the
-number of candidates to `n_sites` in the first 40 % of the steps. Circuits are chosen by running
-means of θ, and the circuit with the smallest error on validation prompts is returned.
+forward pass ablates all sites outside the circuit. The gradient of a score θ is defined as the
+site's first-order contribution to the loss, also for sites outside the circuit. This is a
+straight-through estimator (Bengio et al., "Estimating or Propagating Gradients Through Stochastic
+Neurons", 2013). Gradient steps use momentum. Each step is divided by √(a b), where a is the root
+mean square of the site's own gradient and b that of all sites' gradients. If the step were divided
+by a alone, as in Adam, the scores of all useful sites would rise equally fast. The size k decreases
+from the number of candidates to `n_sites` in the first 40 % of the steps. The circuit with the
+smallest error on the validation prompts is returned.
 """
 
 import math
@@ -217,7 +217,7 @@ class _Training:
         self._mean += (1 - _MOMENTUM) * (self._scores - self._mean)
 
     def validate(self) -> None:
-        """Evaluate the circuit on the validation prompts, and keep it if it is the best."""
+        """Evaluate the circuit on validation prompts; keep it if its error is the smallest yet."""
         circuit = self._candidates[self._mean.topk(self._size).indices.numpy()]
         ablated = self._validation
         (measured,) = ablated.by_prompt([circuit])
@@ -226,7 +226,7 @@ class _Training:
         row = {"step": "training", "n_sites": len(circuit)}
         row |= {"faithfulness": float(ablated.faithfulness([circuit])[0])}
         self.tried.append(row | {"error": float((errors / spans).mean())})
-        # Dividing by the mean range avoids large weights for prompts with a small range.
+        # Divide by the mean range, so that prompts with a small range do not dominate the error.
         error = errors.mean() / spans.mean()
         if self._size == self._n_sites and error < self._best:
             self.circuit, self._best = circuit, float(error)

@@ -1,19 +1,19 @@
 """Path expansion on a prompt: the logits as a sum over paths through zero, one, two or more heads.
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
-attention-only model into end-to-end terms. A head with its pattern held fixed is linear, and so is
+attention-only model into a sum over paths. A head with its pattern held fixed is linear, and so is
 a neuron-head with its gate held fixed. So the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-The sum runs over all paths embedding → s → … → t → logits. The terms add up to the run's logits. A
-path shows what flows under this run's patterns, not how another prompt would change the patterns.
+The sum is over all paths from the embedding through heads s, …, t to the logits. The terms of all
+paths add up to the run's logits. With the patterns of another prompt, the terms would be different.
 
-A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hops.
-Paths from b_V, b_in and a norm's bias have one hop, through the head that reads the bias. A single
-pass computes the streams of paths with 0, 1, 2, … hops. The effect of the path embedding → s → t →
-logits is the dot product of z_s W_O[s] and F_tᵀ c. In this product, z_s excludes all input from
-other heads, and c is the gradient of a metric at the final stream.
+A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hops,
+that is, no heads. Paths from b_V, b_in and a norm's bias have one hop: the head that reads the
+bias. One pass computes what the paths with 0, 1, 2, … hops add to the stream. Let z_s be the output
+of head s without input from other heads, and c the metric's gradient at the final stream. Then the
+effect of the path embedding → s → t → logits is the dot product of z_s W_O[s] and F_tᵀ c.
 """
 
 from bisect import bisect_right
@@ -111,7 +111,7 @@ class PathExpansion:
             value.
 
         Raises:
-            InputError: k or block is not positive, or `effects` refuses the metric.
+            InputError: k or block is not positive, or the metric is invalid, as in `effects`.
         """
         InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
         with torch.no_grad(), float32_weights(self._linear.model):
@@ -193,7 +193,7 @@ def path_expansion(
     logits = linear.unembed(streams)
     real, neurons = pair.real.to(logits.device), host_of(model).neurons
     tolerance = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
-    # Terms may be much larger than their sum.
+    # The tolerance is relative to the terms, which may be much larger than their sum.
     size = logits.abs().sum(0)[real].amax()
     if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
         raise UnsupportedModelError(
@@ -205,13 +205,13 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final stream for each number of hops, and the outputs in one-hop paths."""
+    """Return the final stream for each number of hops, and heads' outputs in one-hop paths."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
     for index, sublayer in enumerate(linear.sublayers):
         read = history[linear.n_before(index) - index - 1].to(sublayer.constant.device)
-        # A head adds one hop to a path; all longer paths share the last entry.
+        # Each head adds one hop. The last entry is for all paths with more than `hops` hops.
         z = sublayer.z(torch.cat([read[:hops], read[hops:].sum(0, keepdim=True)]))
         z[0] += sublayer.constant
         first.append(z[0])
@@ -230,7 +230,7 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the index of a sublayer's first head at a position; index 0 means no head."""
+        """Return the number of a sublayer's first head at a position; heads are numbered from 1."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:

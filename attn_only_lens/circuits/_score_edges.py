@@ -9,13 +9,13 @@ R's write on the logits is estimated with one forward pass per node:
     score     = L(w → R) · N(R) / max ‖R's write‖
     exact     = Σ_ref mean max |change of the logits, if R reads ref instead of w's write|
 
-The reference "ref" is 0 ("zero") or the mean of z ("mean"). All means and the maximum norm are
-over all tokens of all prompts. A writer is replaced in only one input of the reader: the queries,
-keys or values of an attention head ("q", "k", "value"), or the whole input of a neuron-head or of
-the unembedding ("in"). Norm scales are held fixed. For edges into the logits ("output"), the values
-of L, score and exact are equal.
+The reference value "ref" is 0 (`to="zero"`) or the mean of z (`to="mean"`). Each "mean" and "max
+‖…‖" is over all tokens of all prompts. A writer is replaced in only one input of the reader: the
+queries, keys or values of an attention head ("q", "k", "value"), or the whole input of a
+neuron-head or of the unembedding ("in"). Norm scales are held fixed. For edges into the logits
+("output"), all of L, score and exact are equal.
 
-One forward pass computes the writes. Each node, and each exact cut, needs one more forward pass per
+One forward pass records all writes. Each node, and each exact cut, needs one more forward pass per
 reference. In addition, each layer with readers runs its attention block on a batch of all writers,
 once for each kind and reference. Prompts of the same length form one batch.
 """
@@ -179,7 +179,7 @@ def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: 
         return names
     if metric is None:
         reason = (
-            f"the model has {len(names):,} heads and neurons; expected nodes, or a metric to "
+            f"the model has {len(names):,} heads and neurons; pass nodes, or a metric to "
             f"choose the {top} nodes with the largest attribution"
         )
         raise InputError([reason], _PROBLEM)
@@ -210,7 +210,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The decomposed run of same-length prompts; `share` is their fraction of all tokens."""
+    """A run of prompts of one length, split into writes; `share` is its fraction of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -271,7 +271,7 @@ class _Scoring:
 
     @torch.no_grad()
     def local(self) -> Iterator[tuple[_Edge, float]]:
-        """Yield the terms of the factor L for every edge."""
+        """Yield, for every edge, the terms that add up to the factor L."""
         for batch, reference, sites in self._cases():
             writes = batch.writes(sites)
             for kind in _KINDS[sites.kind]:
@@ -284,7 +284,7 @@ class _Scoring:
 
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
-        """Yield the terms of the factor N for every node."""
+        """Yield, for every node, the terms that add up to the factor N."""
         for batch, reference, sites in self._cases():
             z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
@@ -294,7 +294,7 @@ class _Scoring:
 
     @torch.no_grad()
     def exact(self, edges: Sequence[_Edge]) -> Iterator[tuple[_Edge, float]]:
-        """Yield the terms of the logit change for each exact cut."""
+        """Yield, for each exact cut, the terms that add up to the change of the logits."""
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
@@ -310,7 +310,7 @@ class _Scoring:
         yield from self._into_logits(into["output", "in"])
 
     def _replaced(self, sublayer: SublayerWrites, reference: str) -> SublayerWrites:
-        """Return a sublayer in which every z is replaced by the reference."""
+        """Return a sublayer in which every z is replaced by the reference value."""
         z = torch.zeros_like(sublayer.z)
         if reference == "mean":
             z = z + self._means[sublayer.layer, sublayer.kind]
@@ -323,7 +323,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return the writers, and the change of the stream when each one is replaced alone."""
+        """Return the writers and, for each one, how the stream changes if only it is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -346,7 +346,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield the writers, and the z of a layer's nodes when each writer is replaced alone."""
+        """Yield the writers and, for each one, the z of a layer's nodes if only it is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -363,7 +363,7 @@ class _Scoring:
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
-        """Yield the logit change when each writer is replaced alone in the final stream."""
+        """Yield, for each writer, how the logits change if it is replaced in the final stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
             for reference in self._references:
@@ -381,7 +381,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return the logit change of each variant; a variant replaces the z of one node."""
+        """Return how much each variant changes the logits; a variant replaces one node's z."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -407,7 +407,7 @@ class _Scoring:
 
 
 def _largest_change(decomposed: Decomposition) -> BoundMetric:
-    """Return a metric: the largest |logit change| at a token, averaged over the prompt's tokens."""
+    """Return a metric: the largest |logit change| at each token, averaged over the tokens."""
     recorded = decomposed.recording.logits
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:

@@ -1,21 +1,21 @@
 """Split an attention score, or a neuron's pre-activation, into an exact sum over writers.
 
-The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm
-scales held at their values in the run, a score is linear in the stream at both positions:
+The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm scales held
+fixed, a score is linear in the stream at the query, and linear in the stream at the key:
 
     score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
-    q_u = u N W_Q / s,  k_w = w N W_K / s'
+    q_u = u N W_Q / s,  k_w = w N W_K / s'      N: the norm's gain; s, s': its scales
 
-B is the head's bilinear form at these two positions. B includes 1/√d_head, rotary embeddings, and
-query and key norms with scales held fixed. B is computed with the model's own code: it is the mixed
-second derivative of the score at q = k = 0 (or of the pattern's logarithm, if the score hook holds
-the pattern). Other terms of a score (ALiBi, the bias of a query norm) count as the head's own
-biases. The score is the value before the softmax and before any soft cap. For a neuron,
+The matrix B is the head's bilinear form at the query and key positions. B includes 1/√d_head,
+rotary embeddings, and query and key norms with scales held fixed. B is computed with the model's
+own code, as the mixed second derivative of the score at q = k = 0. If the model's score hook
+receives the pattern, its logarithm is used. Other terms of a score (ALiBi, the bias of a query
+norm) count as the head's own biases. The score is taken before the softmax and any soft cap. For a
+neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
-This split of a score is from Elhage et al. 2021, "A Mathematical Framework for Transformer
-Circuits".
+The split is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 """
 
 from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return what a head reads through W from each writer; the last is the head's own bias."""
+    """Return what a head reads through W from each writer; the last row is its own bias."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -183,7 +183,7 @@ def _of_attention(
     scores, pattern = (
         parts.recording.hooked[name][0, head.index, query] for name in (score_name, pattern_name)
     )
-    # In some bridges, the score hook holds the pattern. The pattern's logarithm is the score minus
+    # In some bridges, the score hook receives the pattern. Its logarithm is the score minus
     # a constant that depends on the query.
     hidden = torch.equal(scores, pattern)
     scores = pattern.log() if hidden else scores
@@ -220,7 +220,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's query or key, with an added coordinate: 1 for the head's own bias."""
+    """Return each writer's query or key, with a last coordinate that is 1 only for "own bias"."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(
@@ -301,7 +301,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Raise an error if sums differ from the run's scores; for two keys, compare differences."""
+    """Raise an error if sums differ from the run's scores, or, for two keys, their difference."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:
@@ -313,7 +313,7 @@ def _require_score(
 def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
     if off := disagreement(total, expected, _tolerance(expected), size=size):
         reason = (
-            f"the shares do not add up to the value in the run ({off}): a step is not linear, "
+            f"the shares do not add up to the value in the run ({off}): one step is not linear, "
             "for instance because queries are clipped or another cap is used"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
@@ -331,7 +331,7 @@ def _largest(
     score: float,
     top: int | None,
 ) -> pd.DataFrame:
-    """Return a frame of the largest products; each end has a name column and a position column."""
+    """Return a frame of the largest shares, with a name and a position for each writer."""
     n, m = len(left), len(right)
     if top is None and n * m > _MOST_PAIRS:
         raise InputError(

@@ -1,9 +1,9 @@
 r"""Search for a small circuit that is nearly as faithful as the whole model.
 
-A circuit C with faithfulness f(C) (`ablation.py`) is sufficient if |1 - f(C)| ≤ 1 - wanted.
-Faithfulness is not monotone in circuit size, because sites can cancel. So bisection along a ranking
-may miss the shortest sufficient prefix. The search has three steps. Each step starts from the best
-circuit so far:
+Let f(C) be the faithfulness of a circuit C (`ablation.py`). The circuit is sufficient if |1 - f(C)|
+≤ 1 - wanted, where `wanted` is the requested faithfulness. Faithfulness is not monotone in circuit
+size, because sites can cancel. So bisection may miss the shortest sufficient prefix of a ranking.
+The search has three steps. Each step starts from the best circuit so far:
 
     prefixes   The k highest ranked sites, by |effect| and by signed effect, are tried for k on a
                grid with ratio √√2. The grid is refined where f starts to suffice or crosses 1.
@@ -62,7 +62,7 @@ from attn_only_lens.patching.results import MEASURED, Sweep
 _PER_DOUBLING = 4  # the number of grid sizes from k to 2k
 _BETWEEN = 16  # the number of sizes in the finer grid
 _IDLE_ROUNDS = 2
-_AROUND = 4  # the largest expected ratio of circuit sizes between sets of prompts
+_AROUND = 4  # assumed upper bound on the ratio of circuit sizes for two sets of prompts
 _LARGE = 1000  # circuits with more sites are not pruned site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
@@ -262,7 +262,7 @@ def search_circuit(
         ranking = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
-        if resamples:  # the rows of each site are consecutive
+        if resamples:  # each site has consecutive rows, one per prompt
             n_prompts = len(pair.clean)
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
@@ -317,7 +317,7 @@ def circuit_of(
 ) -> Circuit:
     """Evaluate a set of sites, and return a circuit sorted by decreasing |effect|.
 
-    `draws` is the number of random circuits and their seed; `settings` are fields of the circuit.
+    `draws` is the number of random circuits and their seed; `settings` are other circuit fields.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[_SITE].assign(effect=effects).iloc[rows]
@@ -344,7 +344,7 @@ def _smallest(
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Search with these effects; return the smallest circuit and a list of evaluated circuits."""
+    """Return the smallest circuit that a search with these effects finds, and its list `tried`."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
@@ -393,7 +393,7 @@ class _Search:
         return [prefixes[step] for step in orders]
 
     def _search(self, order: Rows, longest: int | None) -> _Questions:
-        """Yield prefixes to be evaluated, and return the smallest sufficient size."""
+        """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
         # Grid sizes do not depend on the number of sites. Sites without effects are ranked last,
         # so a model that grows by such sites keeps the same prefix.
@@ -407,9 +407,9 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Refine a grid of sizes, and return the smallest sufficient size, or None.
+        """Refine a grid of sizes; return the size of the shortest sufficient prefix, or None.
 
-        `short` is a smaller, insufficient size, and `f` is the faithfulness of that prefix.
+        `short` is an insufficient size below the grid; `f` is the faithfulness of that prefix.
         """
         measured = yield [order[:size] for size in sizes]
         for size, g in zip(sizes.tolist(), measured.tolist(), strict=True):
@@ -456,7 +456,7 @@ class _Search:
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # Two orders of removal: by the smallest change of f, and by the largest f that results.
+        # Try two orders of removal: the smallest change of f first, and the largest f first.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),
@@ -493,5 +493,5 @@ class _Search:
         return values
 
     def _suffices(self, f: float, size: int) -> bool:
-        # With all sites, f is 1 up to rounding.
+        # With all sites, f is 1 except for rounding errors.
         return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)

@@ -9,18 +9,18 @@ token in each prompt). Sites in the circuit are unchanged. All other sites are a
     "resample"         its value in the corrupted run, at the same position
 
 Heads and positions that are not sites, the embedding and the biases are never ablated. Many
-circuits run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
+circuits are run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
     completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
 
 Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g be the gradient of m
-at a site when all sites outside C are ablated. Then the site adds g · (z - ablated z) / (m(M) -
-m(∅)) to f(C), to first order.
+at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
+ablated z) / (m(M) - m(∅)) to f(C).
 
-`faithfulness` evaluates circuits C_k, the highest-ranked sites that make up a share k of all sites.
-MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), defines two areas, computed
-here by the trapezoidal rule (MIB counts edges, and ranks by |scores| only for CMD):
+`faithfulness` evaluates circuits C_k: the highest-ranked sites, a share k of all sites. MIB, the
+Mechanistic Interpretability Benchmark (Mueller et al., 2025), counts edges instead of sites, and
+ranks by |scores| only for CMD. These two areas from MIB are computed by the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -120,7 +120,7 @@ def faithfulness(
     seed: int = 0,
     mask: Tensor | None = None,
 ) -> Faithfulness:
-    """Compute the faithfulness and completeness of the highest-ranked sites at several sizes.
+    """Compute faithfulness and completeness for circuits of several sizes, taken from a ranking.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -185,7 +185,7 @@ def faithfulness(
 
 
 def reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    """Return the reasons to refuse the options `n_random` and `seed`."""
+    """Return the reasons why `n_random` or `seed` is invalid."""
     return [
         f"got {name}={number!r}; expected a whole number, 0 or more"
         for name, number in (("n_random", n_random), ("seed", seed))
@@ -216,7 +216,7 @@ class AblatedModel:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
         `sites` are rows of `Sweep.frame`, `positions` are the positions of roles, and `some` are
-        the prompts to use. `on_done` is called with the number of newly finished circuits.
+        indices of prompts. `on_done` is called with the number of newly finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -265,7 +265,7 @@ class AblatedModel:
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
-        # The metric's range between the two runs may differ in sign from `self.span`.
+        # The difference of the metric between the two runs may not have the sign of `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # Adding a useful site raises the score, and removing a useful site lowers the score.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
@@ -356,7 +356,7 @@ class AblatedModel:
 
 
 def _positional_means(run: Recording, places: Sequence[PositionSet]) -> Recording:
-    """Return the run with z replaced by its mean over prompts at each position or role."""
+    """Return a run in which z is replaced by its mean over prompts at each position or role."""
 
     def means(z: Tensor) -> Tensor:
         result = z.clone()
@@ -413,7 +413,7 @@ class _AblatedPoint:
     """The sites at one hook point, and the ablated value of every z at the hook point.
 
     A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
-    tokens to places, or to -1 for no place. Without roles, `place_of` has a single row.
+    tokens to places; -1 means no place. Without roles, `place_of` has one row for all prompts.
     """
 
     name: str
@@ -429,7 +429,7 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
-        Activations begin at position `first`; the hook stores the activations in `computed`.
+        Activations begin at position `first`; the hook stores them in `computed`, if that is given.
         """
         replacement = self.replacement[:, first:]
 
@@ -496,9 +496,9 @@ def ablated_model(
     some: Sequence[int] | None = None,
     **options: Any,
 ) -> AblatedModel:
-    """Return an `AblatedModel` that runs all prompts at once, or in chunks if memory is short.
+    """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
-    Mean ablation and custom metrics need all prompts at once, and do not use chunks.
+    Mean ablation and custom metrics need all prompts at once, so they never use chunks.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)
@@ -522,8 +522,8 @@ def ablated_model(
 class _InChunks(AblatedModel):
     """An ablated model whose memory does not grow with the number of prompts.
 
-    Each evaluation records the runs of every chunk again. A search makes about ten evaluations of
-    hundreds of circuits each.
+    Each evaluation records the runs of every chunk again. A search makes about ten evaluations,
+    each of hundreds of circuits.
     """
 
     def __init__(

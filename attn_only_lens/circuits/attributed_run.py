@@ -1,23 +1,23 @@
-"""Attribute a metric to the heads of one run, or of the difference between two runs.
+"""Attribute a metric of one run, or its change between two runs, to the model's heads.
 
-A target t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
+A target head t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
 gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the edges into t.
 
-In one run, with patterns and norm scales held fixed (`linear_run.py`), only value edges sum to A_t:
+In one run with fixed patterns and norm scales (`linear_run.py`), the value edges into t sum to A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
-In the difference between two runs (`linear_pair.py`), Δz_t replaces z_t, and c_t is the multiplier
-of Δz_t. Then edges of all kinds sum to A_t, and biases cancel:
+For the difference between two runs (`linear_pair.py`), z_t is replaced by its change Δz_t, and c_t
+by the multiplier of Δz_t. Then the edges of all kinds into t sum to A_t. Biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-The keys of a neuron-head are constant. If its gate is a step function (ReLU), a neuron-head has no
-edges of kind "gate" in one run. In a difference, a neuron-head with such a gate has edges of kind
-"gate" only if the two runs are on different sides of the step.
+The keys of a neuron-head are constant. A neuron-head whose gate is a step function (ReLU) has no
+edges of kind "gate" in a graph of one run. In a graph of a difference, it has such edges only if
+the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -53,9 +53,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The gradient of the metric at neurons' pre-activations, only through the neurons' patterns.
+    """The part of the metric's gradient at pre-activations that flows through neurons' patterns.
 
-    `constant` is the contribution of all biases, to first order.
+    `constant` is the contribution of all biases to the metric, to first order.
     """
 
     sublayer: LinearSublayer
@@ -66,7 +66,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return the covectors with which the targets read the stream, and the bias terms."""
+        """Return the covector with which each target reads the stream, and its bias term."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -74,7 +74,7 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The gradient of the metric at patterns, with the autograd graph from queries or keys.
+    """The metric's gradient at attention patterns, and the patterns as a function of `inputs`.
 
     `inputs` are the queries or keys. `W` is W_Q or W_K, with one entry for each group of heads that
     share keys. `constant` is the value of `inputs` for a stream of zeros.
@@ -90,12 +90,12 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return each target's gradient at the inputs, through the target's row of the pattern."""
+        """Return each target's gradient at `inputs`, through the target's row of its pattern."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
 
-        # With is_grads_batched, autograd would compute some operations (softmax) row by row.
+        # With is_grads_batched, autograd would compute some functions, such as softmax, row by row.
         def gradient(row: Tensor) -> Tensor:
             graph = (self.pattern, self.inputs, row)
             (slope,) = torch.autograd.grad(*graph, retain_graph=True, allow_unused=True)
@@ -107,7 +107,7 @@ class AttentionSlope:
     def covectors(
         self, gradients: Float[Tensor, "target batch pos group d_head"]
     ) -> Float[Tensor, "batch target pos d_model"]:
-        """Return the targets' covectors at every position, given the gradients at the inputs."""
+        """Return each target's covector at every position, given its gradient at `inputs`."""
         n_targets, _, n_pos = gradients.shape[:3]
         entering = torch.einsum("tbpgd,gmd->btpm", gradients, self.W).flatten(1, 2)
         positions = torch.arange(n_pos, device=entering.device).repeat(n_targets)
@@ -120,7 +120,7 @@ Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
 
 @dataclass(frozen=True, eq=False)
 class AttributedRun:
-    """One run, or the difference of two runs, as linear maps with the gradients of a metric.
+    """One run, or the difference of two runs, as linear maps; and the gradients of a metric.
 
     Each list has one entry per sublayer.
     """
@@ -247,7 +247,7 @@ def _run_slopes(
     softmax: Sequence[Tensor],
     nodes: dict[str, Tensor],
 ) -> Slopes:
-    """Return the slopes of a sublayer's patterns in one run."""
+    """Return the `Slopes` of a sublayer's patterns in one run."""
     if not isinstance(sublayer, LinearAttention):
         gate = _neuron_slope(sublayer, along)
         return {} if gate is None else {"gate": gate}
@@ -284,7 +284,7 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     reads = sublayer.writes.reads.norm
     bias, _ = heads.projections(torch.zeros_like(sublayer.writes.entered[:1, :1]))
     bias = bias if reads.bias is None else bias + reads.bias.to(W) @ W
-    # Head j of a neuron has the query b_j q + c_j.
+    # Head j of a neuron has the query b_j q + c_j, where q is the pre-activation.
     scaled = (by_query * query.detach()).unflatten(-1, (heads.n_neurons, -1)).sum(-1)
     constant = scaled - by_q * q.detach() + by_q * bias.detach()
     return NeuronSlope(sublayer, by_q, W, constant)
@@ -317,7 +317,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Raise an error if the edges into a sublayer do not add up to its heads' attributions."""
+    """Raise an error if the edges into a sublayer do not add up to its nodes' attribution."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
@@ -335,7 +335,7 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # Smaller sums are only rounding errors.
+    # Sums that are smaller than this consist of rounding errors.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "

@@ -12,7 +12,7 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
 
 The edges into a node add up to its attribution, and the edges into "metric" add up to the metric or
 the metric's change (`attributed_run.py`). In a graph of one run, these sums include only edges of
-kind "value". Edges of kinds "q", "k" and "gate" are first-order estimates of effects through the
+kind "value". Edges of kinds "q", "k" and "gate" estimate, to first order, effects through the
 target's pattern. In a graph of a difference, the sums include all kinds. Pruning preserves the
 sums: edges from dropped nodes become edges from "rest".
 """
@@ -84,7 +84,7 @@ class CircuitGraph:
     corrupted: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise an error with every reason if the graph is inconsistent."""
+        """Raise an error that lists all inconsistencies of the graph, if there are any."""
         reasons = []
         for what, frame, columns in (
             ("nodes", self.nodes, NODE_COLUMNS),
@@ -97,7 +97,7 @@ class CircuitGraph:
         reasons += [f"got node {name} twice" for name in ids[ids.duplicated()].unique()[:5]]
         for end in ("source", "target"):
             unknown = sorted(set(self.edges[end]) - set(ids))
-            reasons += [f"got an edge with {end} {name!r}, not a node" for name in unknown[:5]]
+            reasons += [f"got the edge {end} {name!r}, which is not a node" for name in unknown[:5]]
         reasons += _unknown("node", self.nodes["kind"], NODE_KINDS)
         reasons += _unknown("edge", self.edges["kind"], EDGE_KINDS)
         if self.edges.duplicated(["source", "target", "kind"]).any():
@@ -115,7 +115,7 @@ class CircuitGraph:
 
     @property
     def additive_kinds(self) -> tuple[str, ...]:
-        """The kinds of edges that add up to attributions."""
+        """The kinds of edges whose weights add up to attributions."""
         return EDGE_KINDS if self.corrupted else ("value",)
 
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
@@ -178,7 +178,7 @@ class CircuitGraph:
         return replace(self, edges=_through_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """Return a networkx graph: ids as nodes, kinds as edge keys, other columns as attributes.
+        """Return a networkx graph. Its nodes are node ids, and its edge keys are kinds of edges.
 
         Example:
             >>> import torch
@@ -212,7 +212,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return indices of the `top` largest entries, or of the fewest entries with a share `mass`.
+    """Return indices of the `top` largest entries, or of the fewest with a share `mass` of the sum.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places in some prompts; a token with several roles has only its first role."""
+        """Return the places in some prompts; a token with several roles keeps only the first."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -71,7 +71,7 @@ class Places:
         return torch.einsum("rbp,bpn->brn", self.chosen.double(), numbers)
 
     def positions_of(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the (position, index) pairs of nodes, over all prompts."""
+        """Return the (position, index) pairs that the nodes have in any of the prompts."""
         if self.chosen is None:
             return list(nodes)
         some = self.chosen.any(1)
@@ -104,7 +104,7 @@ class Places:
 
 
 def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
-    """Return the standard error of the sum over prompts."""
+    """Return the standard error of each row's sum over prompts."""
     n = by_prompt.shape[1]
     if n < 2:
         return np.full(len(by_prompt), np.nan)
@@ -185,7 +185,7 @@ def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
 
 
 class LinearGraph:
-    """The edges of an attributed run into chosen nodes (position, index) of each sublayer."""
+    """The edges of an attributed run into chosen nodes; a node is a (position, index) pair."""
 
     def __init__(
         self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]
@@ -223,7 +223,7 @@ class LinearGraph:
     def _into(
         self, index: int, kind: str, nodes: Sequence[Node]
     ) -> Iterator[tuple[Sequence[Node], Float[Tensor, "batch target column"]]]:
-        """Yield blocks of a sublayer's nodes, and the weights of the edges into each block."""
+        """Yield chunks of a sublayer's nodes, and the weights of the edges into each chunk."""
         gradient = self._attributed.gradients[index]
         slope = self._attributed.slopes[index].get(kind)
         size = len(self._sources.positions) + self._linear.run.embedding[0].numel()
@@ -284,7 +284,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors written by the embedding and each chosen node, and the sum of other writes."""
+    """The vectors that the embedding and the chosen nodes write, and the sum of other writes."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]

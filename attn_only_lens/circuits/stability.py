@@ -9,9 +9,9 @@ Samworth 2013). Each circuit is also evaluated on the other half.
     class        "core" for an inclusion of at least 90 %, "noise" for at most 10 %, otherwise
                  "contingent"
 
-Inclusion intervals are Wilson intervals for n_eff independent circuits. The two halves of one split
-are independent, but circuits from different splits share prompts. So the effective number n_eff = 2
-+ (resamples - 2) / `_DEPENDENCE` is smaller than the number of circuits
+Inclusion intervals are Wilson intervals for an effective number of independent circuits. The two
+halves of one split are independent, but circuits from different splits share prompts. So the
+effective number is smaller than the number of circuits: 2 + (resamples - 2) / `_DEPENDENCE`
 (`analyses/results/stability_of_circuits.md`).
 """
 
@@ -94,12 +94,12 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}, one value for all prompts; expected one per prompt")
+        reasons.append(f"got {metric.name}; expected a metric with a value for each prompt")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
 def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _Half]]:
-    """Yield random halves of the prompts, each with the complementary half."""
+    """Yield random halves of the prompts, each with the other half of its split."""
     generator, size = np.random.default_rng(seed), n_prompts // 2
     for number in range(n):
         if number % 2 == 0:
@@ -122,7 +122,7 @@ def resampled(
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The two halves of a split are consecutive, so both models can be reused.
+        # The two halves of a split follow each other, so both models can be reused.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
@@ -170,12 +170,12 @@ def inclusion_interval(count: int, n: int) -> tuple[float, float]:
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Return the 90 % Wilson interval of a share of n trials; n need not be an integer."""
-    z2 = 1.6448536269514722**2  # the quantile of a two-sided 90 % interval
+    """Return the 90 % Wilson interval of a share observed in n trials; n may be fractional."""
+    z2 = 1.6448536269514722**2  # squared quantile of a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return min(low, share), max(high, share)  # rounding errors may exclude shares of 0 and 1
+    return min(low, share), max(high, share)  # rounding errors could exclude a share of 0 or 1
 
 
 def share_of_sums(

@@ -66,9 +66,9 @@ def compare(
     """Compare every component of a model with the same component of its grown model.
 
     The effect of a component is the decrease of the metric when the component's output is replaced
-    by its output on the corrupted prompt. Without corrupted prompts, the next prompt (for a stream,
-    the next prompt in the batch) is the corrupted prompt. In this case, the metric must depend on
-    the prompt, like `loss`.
+    by its output on the corrupted prompt. If no corrupted prompts are given, the next prompt (in a
+    stream, the next of the batch) is used instead. In this case, the metric must depend on the
+    prompt, like `loss`.
 
     Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023. See `circuits.discover` and `patching.attribution` for the other methods.
@@ -143,19 +143,19 @@ def compare(
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
         _require_source(models[0], provenance)
-        # Circuits of the first batch are computed first, so that unsupported models fail early.
+        # Compute the circuits of the first batch first, so that unsupported models fail early.
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         first = next(stream)
         result = _first_batch(models, alignment, statistics, first, settings, progress)
-        # The other batches, and patching
+        # Run the other batches, and patch components
         try:
             total = None if first.of is None else (first.of - 1) * statistics.n_steps
             with stage_bar("more batches", total, "step", progress and total != 0) as bar:
                 for batch in stream:
                     statistics.add(batch, bar)
             return result(n_patched)
-        except Exception as error:  # after any error, return the results so far
+        except Exception as error:  # the new error contains the results so far
             raise _stopped(error, result(0)) from error
 
 
@@ -263,7 +263,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
 
 
 def _expose(models: Sequence[Any], stack: ExitStack) -> None:
-    """Expose neuron-heads until the ExitStack closes; refuse models that cannot be compared."""
+    """Expose neuron-heads until `stack` closes; raise an error if models cannot be compared."""
     for model in models:
         if not has_neuron_heads(model):
             stack.enter_context(expose_neuron_heads(model))
@@ -271,7 +271,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
-        reasons.append(f"neurons have {sorted(heads)} heads; expected equal numbers in all models")
+        reasons.append(f"got models with {sorted(heads)} heads per neuron; expected equal numbers")
     grown, *null = (
         [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]
@@ -286,7 +286,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
 
 
 def _require_source(model: Any, provenance: Provenance) -> None:
-    """Raise an error if the model's weights differ from the weights that were grown."""
+    """Raise an error if the model's weights are not the weights that were grown."""
     if provenance.source is None:
         reason = "the provenance is for weights, and does not identify a model"
     elif odd := provenance.source.differences(identity(model)):
@@ -308,7 +308,7 @@ def _circuit(model: Any, batch: Batch, settings: dict[str, Any], progress: bool 
     circuit, _ = search_circuit(
         *(model, pair.clean, pair.corrupted, batch.metric),
         faithfulness=settings["faithfulness"],
-        # The bootstrap ranks nodes in the same way in each resample.
+        # The bootstrap also ranks nodes in this order.
         order="magnitude",
         method="exact_gate",
         budget=0,

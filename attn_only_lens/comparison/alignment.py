@@ -2,8 +2,8 @@
 
 Components are the heads and neurons of source layers, so that all kinds of models can be compared.
 The provenance contains the new index of each original component. All other components of the grown
-model are new. A provenance that does not fit both models is refused, because its indices would pair
-the wrong components.
+model are new. `align` raises an error if the provenance does not fit both models, because wrong
+components would be paired.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class SharedComponents:
 class Alignment:
     """The shared components, in the order of the first model's layers, and the new components.
 
-    `coordinates` contains the second model's index of each stream coordinate of the first model.
+    `coordinates` contains, for each stream coordinate of the first model, its index in the second.
     """
 
     shared: tuple[SharedComponents, ...]
@@ -96,7 +96,7 @@ def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
 def _size_reasons(
     label: str, model: Any, every: Sequence[LayerSites], sizes: Mapping[Axis, int]
 ) -> Iterator[str]:
-    """Yield a reason for each axis whose size in the model differs from the provenance."""
+    """Yield a reason for each axis that has another size in the model than in the provenance."""
     got = {Axis(_LABELS[sites.kind], sites.layer): len(sites.names) for sites in every}
     got[Axis("d_model")] = model.cfg.d_model
     expected = {axis: size for axis, size in sizes.items() if axis.label in _AXES}
@@ -108,10 +108,10 @@ def _size_reasons(
 def _place_reasons(provenance: Provenance) -> Iterator[str]:
     """Yield a reason for each axis whose new indices are repeated or out of range."""
     layers = provenance.layers
-    maps = [("its layers", layers)]
+    maps = [("the layers", layers)]
     if set(layers.new_of) <= set(range(layers.size)):
         maps += [
-            (f"its indices along {axis}", replace(indices, size=provenance.sizes[axis_in_grown]))
+            (f"the indices along {axis}", replace(indices, size=provenance.sizes[axis_in_grown]))
             for axis, indices in provenance.axes.items()
             if axis.label in _AXES and (axis_in_grown := provenance.axis(axis)) in provenance.sizes
         ]

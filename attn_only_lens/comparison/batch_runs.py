@@ -7,8 +7,8 @@ output z in the clean run, and let z* be the head's output in the corrupted run.
     effect = g · (z - z*)
 
 is, to first order, the decrease of the metric when z* replaces z. The effect is positive for a
-component that increases the metric. Each prompt has its own effect: the metric is a mean over B
-prompts, so the gradient of the batch is multiplied by B.
+component that increases the metric. An effect is computed for each prompt. The metric is a mean
+over the prompts, so the gradient is multiplied by the number of prompts.
 
 For the components with the largest estimates, `add_patching` computes the exact decrease on one
 batch with `patching.activation_patch`, which replaces z at all positions.
@@ -77,7 +77,7 @@ class BatchRun:
 
     @cached_property
     def _real_tokens(self) -> Int[Tensor, "token"]:
-        """The indices of real tokens; indexing with a mask would synchronize the device."""
+        """The indices of real tokens. Indexing with a mask would synchronize the device."""
         return self.real.flatten().nonzero()[:, 0]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
@@ -106,7 +106,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=False,  # equal runs are allowed: no score is divided by their difference
+            distinct=False,  # the runs may be equal: no score is divided by their difference
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
@@ -137,7 +137,7 @@ def add_patching(
     n_patched: int | None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Add the exact effects of the largest components to the frames of old and new components."""
+    """Patch the components with the largest estimates, and add the exact effects to both frames."""
     estimates = ["attribution", "grown_attribution", "null_attribution"]
     sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)

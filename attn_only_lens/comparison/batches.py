@@ -2,13 +2,13 @@
 
 To compute the effect of a head on a metric, the head's activation in a first run is replaced by its
 activation in a second run. Without corrupted prompts, the second run uses the *next prompt* (the
-first prompt follows the last). This is resample ablation: in contrast to zeros and means, the new
+first prompt follows the last). This is resample ablation. Unlike zeros and means, the new
 activations occur on real prompts. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next different prompt of the same length. Texts and tensors are searched as a
-whole, so that batch boundaries do not matter; a stream is searched batch by batch. A prompt that is
-alone in its batch is paired with a prompt of the same length from an earlier batch. No prompt is
-paired with itself, because its zero effects would count in the mean.
+The next prompt is the next different prompt of the same length. For texts and tensors, it is
+searched among all prompts, so that batch boundaries do not matter. For a stream, it is searched
+within the batch. A prompt that is alone in its batch is paired with one of the same length from an
+earlier batch. No prompt is paired with itself, because its zero effects would bias the mean.
 """
 
 import reprlib
@@ -39,7 +39,7 @@ _PROBLEM = "models cannot be compared on these prompts"
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Prompts that run together, with a metric that is not bound to the prompts yet."""
+    """Prompts that are run together, and a metric that is not yet bound to these prompts."""
 
     pair: PromptPair
     metric: AnyMetric
@@ -87,7 +87,7 @@ def batches(
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Split prompts into batches of similar size; without `corrupted`, each has one length."""
+    """Split prompts into batches; without `corrupted`, a batch has prompts of one length."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:
@@ -138,7 +138,7 @@ def _next_others(rows: Tokens) -> Tokens:
 
 def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) -> Iterator[Batch]:
     """Yield batches with corrupted prompts."""
-    known: dict[int, Tokens] = {}  # two different prompts of each length
+    known: dict[int, Tokens] = {}  # for each length, two different prompts
     for item in stream:
         has_metric = isinstance(item, tuple) and len(item) == 2
         tokens, metric = item if has_metric else (item, metric_of_all)

@@ -1,20 +1,19 @@
 """Compare two models' circuits at equal faithfulness: kept, lost and gained nodes and edges.
 
-Each model's circuit is the smallest set of top nodes by |estimated effect| that `circuits.discover`
-finds for the same faithfulness on the same prompts (`method="exact_gate"`, `budget=0`, no pruning).
-A circuit's edges connect its nodes, the embedding and the metric in the model's attribution graph.
-For each kind of edge, the circuit has the fewest edges that reach a given share of Σ |weight|. An
-edge's weight does not depend on the other chosen nodes, so edges are computed once, between the
-nodes of both circuits. All models share one array of nodes, [component of the grown model,
-position], with NaN where a model lacks the node.
+Each model's circuit consists of the nodes with the largest |estimated effect|. `circuits.discover`
+finds the smallest number of nodes that has the wanted faithfulness, on the same prompts for all
+models (`method="exact_gate"`, `budget=0`, no pruning). A circuit's edges connect its nodes, the
+embedding and the metric in the model's attribution graph. For each kind of edge, the circuit has
+the fewest edges that reach a given share of Σ |weight|. An edge's weight does not depend on the
+other chosen nodes, so edges are computed once, between the nodes of both circuits. Nodes are
+indexed by [component of the grown model, position]; values are NaN where a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
     rank correlation   Spearman's, over the scores in A ∪ B that both models have
 
 Confidence intervals come from the bootstrap (Efron, 1979), which resamples prompts with
-replacement. In each resample, a circuit consists of the nodes with the largest |mean score|, and
-the number of nodes is unchanged. An estimate may lie outside its interval, because resamples have
-fewer distinct prompts.
+replacement. In each resample, a circuit has as many nodes as before: those with the largest |mean
+score|. An estimate may lie outside its interval, because a resample has fewer distinct prompts.
 """
 
 from collections import defaultdict
@@ -43,7 +42,7 @@ from attn_only_lens.precision import full_precision
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
-_AT_ONCE = 2**22  # the largest number of entries in an array of resamples
+_AT_ONCE = 2**22  # the maximum number of entries in an array of resamples
 
 
 def compare_circuits(
@@ -103,7 +102,7 @@ class Resampling:
         return counts / self.n_prompts
 
     def interval(self, values: _Floats) -> tuple[float, float]:
-        """Return quantiles of the values that are not NaN, or NaN if all are NaN."""
+        """Return the confidence interval of the values without NaN, or NaN if all are NaN."""
         values = values[~np.isnan(values)]
         if not len(values):
             return float("nan"), float("nan")
@@ -170,7 +169,7 @@ def _rank_correlation(
     """Return Spearman's correlation over rows that have both scores, or NaN if undefined."""
     among = among & ~np.isnan(first) & ~np.isnan(second)
     middle = (among.sum(axis=1, keepdims=True) + 1) / 2
-    # Rows that are left out come last, and do not change the ranks of the other rows.
+    # Rows outside `among` are ranked last, and so do not change the ranks of the other rows.
     one, two = (
         np.where(among, rankdata(np.where(among, scores, np.inf), axis=1) - middle, 0.0)
         for scores in (first, second)
@@ -310,7 +309,7 @@ def _edges_between(
 def _edges(
     model: Any, batch: Batch, components: _ComponentRows, nodes: _Ints, label: str, progress: bool
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """Return one model's edges, with the grown model's names, and the edge weights per prompt."""
+    """Return one model's edges, with the grown model's names, and the weights for each prompt."""
     pair = on_device_of(model, batch.pair)
     try:
         attributed = attribute_run(model, pair, batch.metric)
@@ -354,7 +353,7 @@ class _Circuits:
     def overlaps(
         self, i: int, weights: Float[np.ndarray, "resample batch"]
     ) -> tuple[Overlap, Overlap]:
-        """Return the overlaps of nodes and of edges between models i and i + 1, per resample."""
+        """Return, for each resample, the overlap of nodes and of edges of models i and i + 1."""
         kinds = self.edges["kind"].to_numpy(dtype=object)
         nodes, chosen, scores, edge_weights = [], [], [], []
         for model in (i, i + 1):

@@ -112,7 +112,7 @@ class Comparison:
         there = open_folder(folder)
         for name in _FRAMES:
             write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
-        # The manifest is written last. Until then, `load` refuses the folder as damaged.
+        # Write the manifest last, so that `load` rejects a folder that is only partly written.
         files = file_digests(there, _files())
         about = _finite(dict(self.about))
         _DOCUMENT.write(there / _MANIFEST, tokens=self.tokens, about=about, files=files)
@@ -132,7 +132,7 @@ class Comparison:
             raise CheckpointError(f"{there} has files {got}; expected {expected}")
         check_files(there, manifest["files"])
         frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
-        for frame in frames.values():  # empty texts stand for missing names
+        for frame in frames.values():  # in CSV, missing names are empty texts
             texts = frame.select_dtypes(exclude="number")
             frame[texts.columns] = texts.where(texts != "")
         return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])

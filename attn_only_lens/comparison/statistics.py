@@ -4,8 +4,8 @@
 
     JS(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2        H(P) = -Σ_k P_k log₂ P_k
 
-The sum runs over the keys of a row, and over the sink if the model has one. For a neuron-head, the
-keys are its own token and the bias token.
+The sum is over the keys k of a row of a pattern, and over the attention sink if the model has one.
+For a neuron-head, the keys are its own token and the bias token.
 
 **Outputs** are compared through Gram matrices. A head with output z writes z W, where W = W_O[h]; a
 neuron is a head with d_head = 1. Let J map the original's stream coordinates to the grown model's
@@ -24,9 +24,9 @@ So three d_head × d_head matrices per head, or three values per neuron, give th
 
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
-The gate of a silent neuron depends only on rounding errors. In ReLU models with LayerNorm, dead
-neurons reach at most 6.6 rounding units of the root mean square. In five trained models, the
-quietest neurons that fire reach 0.002 times the root mean square.
+The gate of a silent neuron depends only on rounding errors. In ReLU models with LayerNorm, the
+outputs of dead neurons were at most 6.6 machine epsilons times the root mean square. In five
+trained models, every neuron that fires reached at least 0.002 times the root mean square.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # the tolerance of a row's sum; a larger missing part is the weight of a sink
+_ROUNDINGS = 16  # tolerance of a row's sum, in rounding units; a larger gap is a sink's weight
 
 
 def pattern_divergence(
@@ -175,7 +175,7 @@ _NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
 
 
 class _SharedStatistics:
-    """Sums and maxima for the components that two models share; `Statistics` adds up batches."""
+    """Sums and maxima over batches, for the components that two models share."""
 
     def __init__(self, first: _Directions, second: _Directions, alignment: Alignment) -> None:
         self._shared, self._grams = alignment.shared, []
@@ -261,9 +261,9 @@ class _NewStatistics:
         return _read(rows) if rows else np.zeros_like(self.sums)
 
     def frame(self, n_prompts: int, n_tokens: int, span: float) -> pd.DataFrame:
-        """Return a frame with one row per component: name, effect, share of the range and norm.
+        """Return a frame with each component's name, effect, share of the metric's range, and norm.
 
-        The metric's range `span` is its clean value minus its corrupted value.
+        The range `span` is the metric's clean value minus its corrupted value.
         """
         effect, effect_2, written = self.sums
         names = [(name, sites.kind, sites.layer) for sites in self._new for name in sites.names]
@@ -309,7 +309,7 @@ class Statistics:
             bar.set_description(f"{batch.label}: attribution in {label}")
             runs.append(run_batch(model, batch, sites))
             bar.update()
-        # Steps that can fail come before the sums change, so the sums hold only complete batches.
+        # Change the sums only after all steps that can fail, so that they contain whole batches.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]
@@ -334,7 +334,7 @@ class Statistics:
             sites.frame(*counts, span) for sites, span in zip(self._new, spans, strict=True)
         )
         for null, new_null in zip(nulls, new_nulls, strict=True):
-            for name in _MEASURES:  # patterns and outputs of silent neurons are noise
+            for name in _MEASURES:  # outputs of silent neurons are rounding errors
                 old[f"null_{name}"] = null[name].mask(null["silent"])
             for name in ("attribution_change", "attribution_change_se"):
                 old[f"null_{name}"] = null[name]

@@ -1,10 +1,10 @@
-"""The bias trick: replace heads and MLPs with biases by ones without biases, on a stream [X | 1].
+"""The bias trick: on a stream [X | 1], heads and MLPs need no biases of their own.
 
 Theorem 6 assumes this trick. Every token gets an additional coordinate that is always 1, and a bias
 becomes the row of the weight matrix for this coordinate: the new matrix W̃ is W stacked on b.
 
-* **Input biases.** [X | 1] W̃ = X W + b. So an MLP's input matrix becomes Ṽ₁, which is V₁ stacked
-  on b₁, and a head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O adds b_V W_O
+* **Input biases.** [X | 1] W̃ = X W + b. So the input matrix of an MLP becomes Ṽ₁, which is V₁
+  stacked on b₁. A head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O adds b_V W_O
   exactly once, because each row of a pattern sums to 1.
 * **Output biases.** For b₂, the MLP gets one more neuron, with pre-activation 1, activation α(1)
   and output row b₂ / α(1). For b_O, one more head, masked to the diagonal (Theorem 7), outputs b_O.
@@ -131,7 +131,7 @@ def mlp_with_biases(
     check_vector("b_2", b_2, D)
     written = activation(torch.tensor(1.0, dtype=torch.float64, device="cpu"))
     if written == 0:
-        raise ValueError(f"activation: got {activation}, which is 0 at 1; expected a_1, a_2 not 0")
+        raise ValueError(f"activation: got {activation}, which is 0 at 1; expected a_1, a_2 ≠ 0")
     # The last column of Ṽ_1 reads only the constant coordinate, with weight 1.
     reading = direct_sum(V_1, 1.0)
     reading[D, :size] = b_1

@@ -10,9 +10,9 @@ So a neuron stores only the vectors W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁�
 W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
 
 **The factor √(D+1).** Vaswani et al. divide scores by √d_k, and d_k = 1 here, so a standard
-implementation divides by 1 and needs W_K = [0 | -1]ᵀ. The standard and the paper's convention give
-the same W_QK; this file follows the paper. Mixing the two conventions would scale the scores, and
-thus the slope a₂, by √(D+1) or 1/√(D+1).
+implementation divides by 1 and needs W_K = [0 | -1]ᵀ. Both conventions give the same W_QK; this
+file follows the paper. Mixing the two conventions would scale the scores, and thus the slope a₂, by
+√(D+1) or 1/√(D+1).
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
 Instead, the stream is Y = [X | 0] ∈ M_{N,D+1}, and the persistent vector p = (0, …, 0, 1) is an
@@ -23,8 +23,8 @@ additional key and value, but not a query. If Z is Y stacked on p,
 Proof: the queries come from the first N rows of X ⊕ [1], and the keys and values from all rows, so
 the equation is Theorem 3 without the bias token's output. All heads share p, with the same key W_Kᵀ
 p = -√(D+1) and the same value W_Vᵀ p = 0. Sukhbaatar et al. learn persistent keys and values for
-each head directly; in this form, the pair is (-√(D+1), 0) in every head. Their softmax runs over
-the whole context; the softmax here runs over the token itself and p.
+each head directly; in this form, the pair is (-√(D+1), 0) in every head. Their softmax is over the
+whole context; the softmax here is over the token itself and p.
 """
 
 import math
@@ -96,7 +96,7 @@ class FactoredHead:
         """Return the [N, N+1] pattern over the tokens and the persistent vector, for X in M_{N,D}.
 
         Raises:
-            ValueError: X has another width, or is not float64.
+            ValueError: X has the wrong width, or is not float64.
         """
         queries, keys = self._rows(X)
         scores = (queries @ self.W_Q) @ (keys @ self.W_K).T / self.scale
@@ -106,7 +106,7 @@ class FactoredHead:
         """Return the output [f_i(X) | 0], with a persistent vector instead of the bias token.
 
         Raises:
-            ValueError: X has another width, or is not float64.
+            ValueError: X has the wrong width, or is not float64.
         """
         _, values = self._rows(X)
         return self.persistent_pattern(X) @ (values @ self.W_V) @ self.W_O.T

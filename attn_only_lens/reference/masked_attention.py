@@ -6,9 +6,9 @@ A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. Let rown
     msoftmax(A, Λ) = rownorm(exp(A) ⊙ Λ)
     h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV        X ∈ M_{N,D}, one token per row
 
-("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is
-0, the masked softmax is exactly 0. A mask with a row of zeros is refused, because the softmax would
-be 0/0. The size N of a head's mask is fixed, so a longer text needs another head.
+("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is 0,
+the masked softmax is exactly 0. A mask with a row of zeros raises an error, because the softmax
+would be 0/0. The size N of a head's mask is fixed, so a longer text needs another head.
 """
 
 import math
@@ -46,7 +46,7 @@ def msoftmax(
     check_matrix("A", A)
     _check_mask(mask, *A.shape)
     visible = A.masked_fill(mask == 0, -math.inf)
-    # The common factor exp(-max) of a row does not change the rownorm, and keeps exp finite.
+    # Subtracting a row's maximum does not change the weights, and keeps exp finite.
     weights = (visible - visible.amax(dim=1, keepdim=True)).exp()
     return weights / weights.sum(dim=1, keepdim=True)
 

@@ -2,7 +2,7 @@
 
 The paper's notation (section 2): M_{n,k} are the real n × k matrices; X ⊕ Y is the block matrix
 with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. All matrices are
-float64, because other code is tested against this package.
+float64, because the rest of the package is tested against them.
 """
 
 import torch

@@ -9,8 +9,8 @@ Let f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x). The head o
 (V₁ⁱ a column, V₂ⁱ a row) and f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]) for every X. The last row of X ⊕ [1] is
 the bias token, and its last column is the bias coordinate.
 
-(Theorem 2 of the draft.) Proof, as in its Appendix A. With q = a₂ X V₁ⁱ, one number per token, the
-scores are
+This is Theorem 2 of the draft. Proof, as in Appendix A of the draft. With q = a₂ X V₁ⁱ, one number
+per token, the scores are
 
     (X ⊕ [1]) W_QK (X ⊕ [1])ᵀ = [[0, -q], [0, 0]].
 

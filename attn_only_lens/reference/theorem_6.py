@@ -4,10 +4,10 @@ For each transformer t on M_{N,D} whose MLPs have generalised SiLU activations, 
 attention-only transformer t′ on M_{N+1,D+1} with the stream X′_j = X_j ⊕ [1] at every sublayer j.
 
 (Theorem 4 of the draft.) Proof (Appendix A of the draft), by induction on j. MLPs become the heads
-of Theorem 3. A head becomes W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0], Λ′ = Λ ⊕ [1], and h′(X ⊕ [1]) =
-h(X) ⊕ [0]: Λ′ separates tokens and the bias token (a causal Λ stays causal among tokens), and the
-bias token's output is 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0], and with
-norm′(Y ⊕ [1]) = norm(Y) ⊕ [1],
+of Theorem 3. A head h becomes a head h′ with W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0] and Λ′ = Λ ⊕
+[1]. Then h′(X ⊕ [1]) = h(X) ⊕ [0], because Λ′ separates the tokens from the bias token, and the
+bias token's output is 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0], and with norm′(Y ⊕ [1])
+= norm(Y) ⊕ [1],
 
     post-norm    norm′(X_j ⊕ [1] + s(X_j) ⊕ [0]) = norm(X_j + s(X_j)) ⊕ [1]
     pre-norm     X_j ⊕ [1] + s′(norm(X_j) ⊕ [1]) = (X_j + s(norm(X_j))) ⊕ [1]

@@ -5,8 +5,8 @@
 Proof: apply Theorem 3 to the MLP f(X) = α(X I_D) I_D of hidden size D. (The paper writes I_N, but a
 matrix to the right of X ∈ M_{N,D} must be I_D.)
 
-With a skip connection, X ↦ X + sublayer(X), one more head makes the map X ↦ α(X): the linear head
-of Theorem 7 that outputs -X. The paper gives the sublayer α(X) - X on M_{N,D}. On the widened
+With a skip connection, X ↦ X + sublayer(X), one more head gives the map X ↦ α(X). It is the linear
+head of Theorem 7 that outputs -X. The paper gives the sublayer α(X) - X on M_{N,D}. On the widened
 stream, the linear head must not change the bias coordinate, so W_OV = -I_D ⊕ [0]:
 
     X ⊕ [1] + α(X) ⊕ [0] + (-X) ⊕ [0] = α(X) ⊕ [1]

@@ -30,12 +30,12 @@ B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of 
     Ω = 2 R² ‖W_QK‖ + ln(2 N R ‖W_OV‖ / ε).
 
 The head outputs 0 in the position coordinates, so a skip connection preserves them. Therefore
-layers can be stacked, if R bounds all layers' inputs and norms preserve these coordinates
-(`theorem_6.py`).
+layers can be stacked, provided that R bounds the inputs of all layers and norms preserve these
+coordinates (`theorem_6.py`).
 
-The blog post uses the same Ω. Its matrix B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
-plus a constant for each row, which softmax ignores. Its three sublayers are heads of Theorems 3 and
-7 with masks encoded in this way.
+The blog post uses the same Ω. The post's matrix B of scores by position (`post/sublayers.py`) is
+Ω(Λ - 1) plus a constant for each row, which softmax ignores. The post's three sublayers are heads
+of Theorems 3 and 7 with masks encoded in this way.
 """
 
 import math
@@ -96,7 +96,7 @@ def unmasked_head(head: Head, omega: float) -> Head:
 def masking_error(
     head: Head, X: Float[Tensor, "n_tokens d"], omega: float
 ) -> Float[Tensor, " n_tokens"]:
-    """Return the upper bound on ‖h_Ω(X)_t - h(X)_t‖ for each token t of X.
+    """Return an upper bound on ‖h_Ω(X)_t - h(X)_t‖ for each token t of X.
 
     Raises:
         ValueError: Ω is not positive and finite, or X does not fit the head.

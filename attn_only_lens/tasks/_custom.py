@@ -36,10 +36,10 @@ def from_templates(
     words: Sequence[Mapping[str, str]],
     seed: int = 0,
 ) -> PairedPrompts:
-    """Return pairs of prompts that fill one template with two rows of words.
+    """Return pairs of prompts. A pair is one template, filled with two rows of words.
 
-    The row of the clean prompt has the right answer, and the row of the corrupted prompt has the
-    wrong answer. The roles are the template's fields, and "end", the last token.
+    The clean prompt's row has the right answer, and the corrupted prompt's row has the wrong
+    answer. The roles are the template's fields, and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -154,7 +154,7 @@ def from_jsonl(
     roles = dict(roles or {})
     reasons = [f"got role {role!r}; expected another name" for role in roles if role in _RESERVED]
     reasons += [
-        f"got word {number!r} for the role {role!r}; expected a whole number, 0 or more"
+        f"got word number {number!r} for the role {role!r}; expected a whole number, 0 or more"
         for role, number in roles.items()
         if not is_count(number)
     ]

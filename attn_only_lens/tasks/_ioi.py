@@ -2,7 +2,7 @@
 
 The templates, names, places and objects are from Wang, Variengien, Conmy, Shlegeris and Steinhardt,
 "Interpretability in the Wild: a Circuit for Indirect Object Identification in GPT-2 small" (2022).
-A prompt names the indirect object (IO) or the subject (S) first.
+In some prompts, the indirect object (IO) comes first; in others, the subject (S) comes first.
 """
 
 from collections.abc import Iterator

@@ -8,8 +8,8 @@ logits of two answers. So every pair is checked with the tokenizer:
     every answer is one more token when it follows the clean prompt
 
 Pairs that fail the check are dropped and counted. A role's position is the position of its last
-token, counted from the end: -1 is the prompt's last token. So positions do not depend on a BOS
-token or on the padding side.
+token, counted from the end: -1 is the prompt's last token. So positions are the same with and
+without a BOS token, and for both padding sides.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
 
 @dataclass(frozen=True)
 class PairedPrompts:
-    """Pairs of prompts for a task and for all models with the same tokenizer.
+    """Pairs of prompts for a task, to use with all models that have the same tokenizer.
 
     Attributes:
         task: the name of the task.

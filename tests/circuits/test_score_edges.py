@@ -270,5 +270,5 @@ def test_what_makes_no_sense_is_refused(exposed, prompts):
     refused("kl compares with another run", metric=p.kl())
     with torch.inference_mode():
         refused(r"torch\.inference_mode", top=7, metric=p.loss())
-    refused(r"heads and neurons; expected nodes, or a metric", top=7)
+    refused(r"heads and neurons; pass nodes, or a metric", top=7)
     refused("got both nodes and a metric", NODES, metric=p.loss())

@@ -13,16 +13,16 @@ For a random rotation U, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_mo
 of unrelated heads is 1/√d_model, and `ratio_to_baseline` is the score divided by 1/√d_model.
 
 A pair is included if the writer's sublayer comes before the reader's sublayer. In one layer, an
-attention head comes before a neuron, unless attention and MLP run in parallel. (TransformerLens
-omits pairs within a layer.) A neuron-head's key is constant, so K-composition into a neuron-head is
-zero: `composition` returns 0 with a note, and other functions refuse such pairs.
+attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
+omits pairs within a layer. A neuron-head's key is constant, so K-composition into a neuron-head is
+zero: `composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits it.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
 excludes rotary embeddings, and "embed" excludes positional embeddings.
 
-Each writer or reader is represented by a *factor*, a matrix [rank, d_model] with norm 1. If the
-columns of Q are orthonormal and A = Q T, then ‖A B‖ = ‖T B‖. So one matrix product of factors gives
-the scores of many pairs.
+Each writer or reader is represented by a *factor*, a matrix [rank, d_model] with norm 1. If A = Q T
+and the columns of Q are orthonormal, then ‖A B‖ = ‖T B‖ for every B. So one matrix product of
+factors gives the scores of many pairs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -133,10 +133,10 @@ def top_compositions(
     block: int = _BLOCK,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the pairs with the largest composition scores, by default among all pairs.
+    """Return the pairs of a writer and a later reader with the largest composition scores.
 
-    Scores are computed block by block, and only the k largest are kept. Let b be the larger of
-    `block` and the largest rank of a head. In float32, the additional memory is at most
+    Scores are computed in blocks, and only the k largest are kept. Let b be the larger of `block`
+    and the largest rank of a head. In float32, the additional memory is at most
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
@@ -208,12 +208,12 @@ def virtual_weights(
     *,
     fold_norms: bool = True,
 ) -> FactoredMatrix:
-    """Return the matrix W R from a writer's input to a reader's output.
+    """Return the matrix W R that maps a writer's input to a reader's output.
 
-    Rows are the writer's input: the stream (d_model) for an attention head, the activation (1) for
-    a neuron, the token (d_vocab) for "embed". Columns are the reader's output. The output of an
-    attention head is the stream at the other position of the score ("q" and "k"), or the head's
-    write ("v"). The output of a neuron is its query or value (1).
+    Rows are the writer's input: the stream (d_model rows) for an attention head, the activation (1
+    row) for a neuron, the token (d_vocab rows) for "embed". Columns are the reader's output. The
+    output of an attention head is the stream at the other position of the score ("q" and "k"), or
+    the head's write ("v"). The output of a neuron is its query or value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -254,7 +254,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers and readers; a first writer of None stands for the embedding."""
+    """Return writers and readers by layer; the embedding, if present, is first and is None."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
@@ -308,7 +308,7 @@ def _head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _Hea
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
 ) -> _HeadFactors:
-    """Return factors, stored for attention heads and computed on demand for the many neurons."""
+    """Return the factors of heads; those of neurons are computed on demand, to save memory."""
     if sites.kind == "attention":
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
@@ -325,7 +325,7 @@ def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
     """Return the factors of writers (or of readers, if the matrix is transposed)."""
-    # For a neuron, A is a single number, and the factor keeps the sign of A.
+    # For a neuron, A is a single number, whose sign the factor keeps.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
 
@@ -426,7 +426,7 @@ def is_gated(model: Any, layer: int) -> bool:
 def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield each neuron with the k heads that have the largest |score| with it."""
+    """Yield each neuron's name, with the k heads that have the largest |score|."""
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
         tops: list[list[tuple[str, float]]] = [[] for _ in factors]

@@ -6,11 +6,11 @@
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
 
-A neuron-head's W_V is left out, because it has rank one and cancels in every score, and because a
-gated MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query
-b_j W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied
-by the sign of a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2
-(in a gated MLP by a_1 |a_2|, because the sign is in the query).
+A neuron-head's W_V is left out: it has rank one, so it cancels in every score. A gated MLP has no
+W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j W_in[:, i],
+which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied by the sign of
+a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2 (in a gated MLP
+by a_1 |a_2|, because the sign is in the query).
 
 Norms are folded into the matrices on request (`models/norms.py`). Half-precision matrices are
 converted to float32.
@@ -43,7 +43,7 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return a model's matrices; refuse a TransformerBridge with unsupported modules."""
+        """Return a model's matrices; raise an error if a bridge has unsupported modules."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
@@ -71,7 +71,7 @@ class HeadMatrices:
         return self._of_heads(float32_if_half(weights.detach()), sites)
 
     def _with_norm(self, name: Literal["W_Q", "W_K"], sites: LayerSites) -> Tensor:
-        """Return W_Q or W_K, followed by the norm of queries or keys."""
+        """Return W_Q or W_K, with the gain of the query norm or key norm folded in."""
         weight = self._head(name, sites)
         if self.norms is None:
             return weight
@@ -138,7 +138,7 @@ class HeadMatrices:
         gate = getattr(heads.module, "W_gate", None)
         W = heads.module.W_in if kind == "v" or gate is None else gate
         columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
-        if isinstance(heads.gate, Gate):  # a generalized SiLU may change the sign
+        if isinstance(heads.gate, Gate):  # a generalized SiLU may scale and reverse them
             if kind == "q":
                 columns = columns * heads.gate.side
             elif gate is None:
@@ -149,12 +149,12 @@ class HeadMatrices:
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """Return W_E; refuse an embedding that is normed or projected before the first block."""
+        """Return W_E; raise an error if it is normed or projected before the first block."""
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (
                 f"the embedding {list(W_E.shape)} is normed or projected before it enters the "
-                f"stream of width {cfg.d_model}; name writers without 'embed'"
+                f"stream of width {cfg.d_model}; leave 'embed' out of the writers"
             )
             raise InputError([reason], "this embedding cannot be composed with")
         return float32_if_half(W_E.detach())

@@ -56,7 +56,7 @@ from attn_only_lens.precision import full_precision
 
 _BIAS = -1  # stands for the bias token
 _ROWS = 1024  # the number of tokens computed at once
-_NEURONS = 64  # the number of neurons computed at once, with d_vocab values each
+_NEURONS = 64  # the number of neurons computed at once; each has d_vocab values
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -117,7 +117,7 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A. All other eigenvalues of the matrix A B are zero.
+        """The d_head eigenvalues of B A, if `matrix` is A B. All other eigenvalues of A B are zero.
 
         Raises:
             InputError: the matrix is not square.
@@ -296,7 +296,7 @@ def copying_scores(
 
 
 def _products(matrices: VocabularyMatrices) -> tuple[Tensor, Tensor, Tensor]:
-    """Return W_U C W_E, W_Eᵀ W_E and W_U C W_Uᵀ, all [d_model, d_model], with the final norm."""
+    """Return W_U C W_E, W_Eᵀ W_E and W_U C W_Uᵀ, with the final norm folded into W_U."""
     d_model = matrices.W_E.shape[1]
     precise = to_float64_device(matrices.W_E)
     sums = torch.zeros(3, d_model, d_model, dtype=torch.float64, device=precise.device)
@@ -418,7 +418,7 @@ _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
 
 
 def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return the tokens with the largest drive for each neuron, by the sign of its value."""
+    """Return, for each neuron and each sign of its value, the tokens with the largest drive."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
@@ -443,7 +443,7 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
 
 
 def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
-    """Return the tokens whose logits each neuron raises most, by the sign of the neuron's value."""
+    """Return, for each neuron and sign of its value, the tokens whose logits it raises most."""
     rows, tops = matrices.heads.write_matrices(sites).B[:, 0], list[tuple[Tensor, ...]]()
     for some in rows.split(_NEURONS):
         written = matrices.writes(some)

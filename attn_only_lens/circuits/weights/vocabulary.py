@@ -3,7 +3,7 @@
     reads    W_E N W         N: the gain of the norm before the head
     writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
-The softmax ignores the mean over the vocabulary, so a centred unembedding gives the same matrices.
+Softmax does not depend on the logits' mean, so a centred unembedding gives the same matrices.
 
 `DirectEffects` returns one score per token for the direct path of one node:
 
@@ -35,7 +35,7 @@ from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
 _PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
-_ROWS = 64  # the number of rows with d_vocab values computed at once
+_ROWS = 64  # the number of rows computed at once; each has d_vocab values
 TokenScores: TypeAlias = list[tuple[int, float]]
 """Pairs (token, score): first the largest scores, then the smallest."""
 
@@ -98,7 +98,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return the contribution of rows of the stream to each logit, up to a constant."""
+        """Return what each row of the stream adds to each logit, up to a constant for the row."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
