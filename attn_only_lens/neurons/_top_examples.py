@@ -1,8 +1,8 @@
 """Compute top examples and statistics of neurons and heads in one pass over a corpus.
 
-The activations of only one layer and batch are in memory at a time. The results take, per neuron
-and end, k (4 + window) integers and k (1 + 2 window) floats for examples; per neuron, 1,024 + 3 ·
-128 + 4 integers for histograms; per attention head, two floats for each token of the vocabulary.
+Only one layer's activations for one batch are in memory at a time. For each neuron and end,
+examples take k (4 + window) integers and k (1 + 2 window) floats. For each neuron, histograms take
+1,024 + 3 · 128 + 4 integers. Each attention head takes two floats for each token of the vocabulary.
 Attributions need a backward pass, which keeps the activations of all layers.
 """
 

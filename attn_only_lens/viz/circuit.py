@@ -170,7 +170,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the picture's data, in which node names from the state replace labels."""
+    """Return the picture's data, with node names from the state instead of labels."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
