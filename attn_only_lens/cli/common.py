@@ -109,7 +109,7 @@ def path(value: str | Path) -> Path:
 
 
 def sort_commands() -> None:
-    """Sort the commands by panel and name; call this function after all commands are added."""
+    """Sort the commands by panel and name. Call this function after all commands are added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
         key=lambda command: (

@@ -2,8 +2,8 @@
 
 If an axis grows, every tensor with that axis gets new entries. A plan says which axes grow, which
 old entries are scaled, and which constants change. A plan also lists the tensors whose new entries
-must be zero (the theorem's constraint); new entries in all other tensors are free. If layers are
-inserted, the plan says which of their tensors are zero.
+must be zero (the theorem's constraint); new entries in other tensors can have any values. If layers
+are inserted, the plan says which of their tensors are zero.
 """
 
 import math
@@ -267,7 +267,7 @@ class ExpansionSequence(Expansion):
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return the reasons against all steps. The steps are tried on tensors without values."""
+        """Return the reasons against each step, after a test on tensors without values."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)

@@ -2,8 +2,8 @@
 
 Free entries affect how the grown model learns, but not what it computes at first. In the first
 training step, only the entries that must start at zero have a nonzero gradient. Once these entries
-change, the free entries have a gradient too. If the free entries are zero as well, all gradients
-stay zero: `zeros` makes dead units.
+change, the free entries have a nonzero gradient too. If the free entries are zero as well, all
+gradients stay zero: `zeros` makes dead units.
 
 Random values depend on the seed and on the tensor's name, axis and size, but not on the device or
 on the order in which tensors are made.
@@ -189,7 +189,7 @@ def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _deviation(old: Tensor) -> float:
-    """Return the standard deviation of a tensor, or the absolute value of a single entry."""
+    """Return the standard deviation of a tensor, or the absolute value if it has one entry."""
     return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
 
 

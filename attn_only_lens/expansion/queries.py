@@ -44,7 +44,7 @@ class WidenQueriesAndKeys(Expansion):
     """Grow the width k of queries and keys (Definition and Theorem 3.4).
 
     The new columns of W_K and b_K are zero, and the old columns are multiplied by √(k̂/k). The new
-    columns of W_Q and b_Q can have any values, or must be zero if queries and keys are normalized.
+    columns of W_Q and b_Q can have any values, but are zero too if queries and keys are normalized.
 
     Attributes:
         n: how many coordinates to add to each head's query and key.

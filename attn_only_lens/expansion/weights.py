@@ -9,7 +9,7 @@ kv_head    a key and value head (fewer than query heads if queries are grouped)
 d_query    a coordinate of queries and keys (k in the growth paper)
 d_value    a coordinate of values (v in the growth paper). TransformerLens uses d_head for both
 
-`d_model` is one axis of the whole model. Every other axis in this list belongs to one layer.
+The whole model has one axis `d_model`. Every other axis in this list belongs to one layer.
 
 An `Identity` is a fingerprint that identifies a model, whatever its dtype, device or kind. For each
 tensor w, it has the norm ‖w‖, and a sum s weighted by pseudorandom numbers r (n is 2¹¹):

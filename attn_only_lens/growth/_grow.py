@@ -50,7 +50,7 @@ class Grown:
     model: Any
     provenance: Provenance
     notes: tuple[str, ...] = ()
-    # Tensors that growth changed, before growth; `shrink` returns them if the digests still match.
+    # Original values of tensors that growth changed; `shrink` returns them if the digests match.
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
@@ -97,11 +97,12 @@ class Grown:
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
-        """Return an optimizer that continues the training of the original with the grown model.
+        """Return an optimizer that continues the training, with the grown model's parameters.
 
         The first step after growth changes old parameters exactly as the old optimizer would. If
-        d_model grew under LayerNorm, the steps differ (`growth/optimizer.py` says by how much).
-        Learning-rate schedulers must be created anew, with `last_epoch`.
+        d_model grew under LayerNorm, its steps differ from the old optimizer's
+        (`growth/optimizer.py` says by how much). Create learning-rate schedulers again, with
+        `last_epoch`.
 
         Args:
             optimizer: torch's `SGD`, `Adam` or `AdamW`; it is not changed.

@@ -62,7 +62,8 @@ class Growable(ABC):
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return the model's weights, detached and not copied. `reasons_against` must be empty."""
+        """Return the model's weights, detached and not copied. `reasons_against` must return
+        nothing."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:

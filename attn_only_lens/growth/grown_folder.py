@@ -3,8 +3,7 @@
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files
 
-The folder does not contain original values of tensors that growth changed, which `Grown` has for
-`shrink`.
+Original values of tensors that growth changed are not in the folder, only in the `Grown` object.
 """
 
 import os

@@ -7,9 +7,9 @@ entries, so entries that equal the k-th largest are selected again, in corpus or
 batches, few neurons have an entry to add; the others are skipped.
 
 Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
-side of 0, |x| is counted in BINS bins (i, i + 1] · 2^e / BINS; 0 is in the first bin. When the
-range doubles, pairs of bins are merged. The result is the same as if the larger range had been used
-from the start.
+side of 0, |x| is counted in BINS bins. Bin i is (i, i + 1] · 2^e / BINS, and 0 is in bin 0. When
+the range doubles, pairs of bins are merged. The result is the same as if the larger range had been
+used from the start.
 """
 
 from collections.abc import Sequence

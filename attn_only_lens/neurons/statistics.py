@@ -38,7 +38,7 @@ class _Fields(TypedDict):
 
 @dataclass(frozen=True)
 class Example:
-    """A window of text around a token where a neuron is large (or small).
+    """A window of text around a token where a neuron has a large or a small value.
 
     Attributes:
         tokens: the texts of the window's tokens.
@@ -360,7 +360,7 @@ class CorpusStatistics(NamedTuple):
 
     @property
     def about(self) -> NeuronStatistics | HeadStatistics:
-        """The neurons' or the heads' statistics, which describe the same model and corpus."""
+        """The statistics of neurons or of heads, which have the same model and corpus."""
         part = self.neurons or self.heads
         assert part is not None
         return part

@@ -6,8 +6,8 @@ between two runs, where a prime marks the second run, is
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. In an ordinary MLP, only the left side of the equation can be observed. The metric is not a
-linear function of the three parts. So the interaction in the metric is defined as the effect of
+exactly. In an ordinary MLP, only the left side of this equation can be observed. The metric is not
+a linear function of the three parts. So the interaction in the metric is defined as the effect of
 patching z minus the effects of patching only the pattern and only the value.
 """
 

@@ -3,7 +3,8 @@
 All long computations are jobs. The work is split into chunks, and a function computes named arrays
 for each chunk. The arrays can be stored in a folder, so that an interrupted job can be resumed.
 Processes started by `accelerate launch` share the chunks: with n processes, process i mod n
-computes chunk i. A patching method only has to define chunks and how to compute one:
+computes chunk i. A patching method only has to define chunks, and a function that computes one
+chunk:
 
     job = Job(resume, settings, progress)
     for chunk, arrays in job.run(chunks, compute, unit="site"):

@@ -157,7 +157,7 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return the weighted mean over prompts, with the same rounding for any number of rows."""
+    """Return the weighted mean over prompts, with rounding that does not depend on other rows."""
     if len(shares) == 1:
         return values[:, 0]
     # Sum as in `BoundMetric.mean`, so that patches without effect give exactly the unpatched value.

@@ -68,7 +68,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
-_TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, growth factor of the budget
+_TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, and factor by which the budget grows
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
 _TINY = 1e-100  # replaces 0 if all errors or all effects are 0
 _LEAST_COST = 1e-3  # overhead of a patch, in forward passes

@@ -115,7 +115,7 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
 
 @dataclass(eq=False)
 class PatchRunner:
-    """Runs patches of groups of sites into one target run.
+    """Patches groups of sites in one target run.
 
     Attributes:
         replay: the replay of the target run.
@@ -293,7 +293,7 @@ def check_edits(
 ) -> None:
     """Test that edits have the same effects as hooks in a full forward pass."""
     somewhere = [position.chosen.any(dim=0) for position in position_sets(groups)]
-    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a role may be absent
+    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # prompts may lack a role
     later = sorted(firsts - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({group.sites.layer for group in groups if group.sites.kind == kind})
@@ -305,7 +305,7 @@ def check_edits(
             require_groups(replay, shared)
         for start in sorted(set(starts or (0, replay.start(block, later[len(later) // 2])))):
             require_same_edit(replay, kind, layers, part, start)
-            if shared:  # such edits also restore the z of other heads
+            if shared:  # edits of shared parts also restore z of other heads
                 require_same_edit(replay, kind, shared, "z", start)
 
 

@@ -37,7 +37,7 @@ from attn_only_lens.heads import host_of
 _PROBLEM = "these sites cannot be patched"
 ROWS = 2048  # maximum number of rows in a group of neurons at several positions
 _CHUNKS = 128  # so that eight processes end within 1/16 of the running time of each other
-_LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks: one second on a CPU
+_LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks; it takes a second on a CPU
 
 
 class _PositionSets(tuple[PositionSet, ...]):
@@ -319,7 +319,7 @@ def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionS
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a sweep's prompts and a range of its rows, counted over all groups."""
+    """A range of prompts and a range of rows in a sweep; rows are numbered across groups."""
 
     prompts: range
     rows: range
@@ -336,7 +336,7 @@ class Chunk:
         return len(self.rows)
 
     def groups(self, groups: Sequence[SiteGroup], pair: PromptPair) -> list[SiteGroup]:
-        """Return the chunk's part of all groups in the sweep, for the prompts in `pair`."""
+        """Return the rows of this chunk as groups, for the prompts in `pair`."""
         chosen, first = [], 0
         for group in groups:
             start, stop = (

@@ -114,7 +114,7 @@ def circuit_page(
 
 
 def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
-    """Return the state with one group per layer and kind of head, if there are many nodes."""
+    """If there are many nodes, add a group for each layer and kind of head to the state."""
     if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
         return state
     free = nodes[

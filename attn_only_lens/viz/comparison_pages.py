@@ -143,7 +143,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
 
 
 def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
-    """Return the n rows with the largest absolute values in these columns, sorted by this value."""
+    """Return the n rows with the largest absolute values in these columns, in descending order."""
     return frame.loc[frame[columns].abs().max(axis=1).nlargest(n).index]
 
 

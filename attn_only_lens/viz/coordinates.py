@@ -291,7 +291,7 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x of a lane in the gap between boxes that is nearest to x."""
+    """Return the x of this lane in the gap between boxes that is nearest to `x`."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:
