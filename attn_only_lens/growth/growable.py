@@ -62,8 +62,7 @@ class Growable(ABC):
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return the model's weights, detached and not copied. `reasons_against` must return
-        nothing."""
+        """Return the model's weights, detached and not copied, if they can be read."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:

@@ -290,7 +290,7 @@ class _PathPatches:
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
         """Return the paths with the largest |mean estimate|, and the rows of each chunk."""
-        # The rows of these chunks are path blocks, and the chunks' keys name no prompts.
+        # Each row of these chunks is a path block. The chunks' keys contain no prompts.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)

@@ -23,8 +23,8 @@ the change), summed over tokens. The lengths a_t are
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the estimated scores. The next patch should be the one that increases the correlation of e
-with exact scores most per flop. So we patch the site with the largest
+Let e be the estimated scores. The next patch should be the one that most increases, per flop, the
+correlation of e with exact scores. So we patch the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
@@ -38,9 +38,9 @@ The factor 4 is a safety margin. The sum over unpatched sites is computed twice:
 and with a c fitted to the half of the patched sites with smaller keys. The larger sum is used. The
 expected correlation is not a bound. It is None if fewer than 16 sites of a kind were patched, or if
 the budget is below 3 forward passes. The budget "auto" spends at least 3 forward passes or .2
-Gflop. "auto" then continues until the expected correlation is .99 for both kinds of heads, but
-spends at most 7 forward passes (10 with the estimates) or 4 Gflop. Of the two limits (passes and
-Gflop), the larger one applies.
+Gflop. It then continues until the expected correlation is .99 for both kinds of heads, but spends
+at most 7 forward passes (10 with the estimates) or 4 Gflop. Of the two limits (passes and Gflop),
+the larger one applies.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,6 +1,6 @@
 """The data of a circuit's page, and checks that these data are consistent.
 
-A page with a missing node or a misplaced edge looks correct, so inconsistent data are refused.
+A page with a missing node or a misplaced edge looks correct, so inconsistent data raise an error.
 """
 
 import reprlib

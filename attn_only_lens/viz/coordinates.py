@@ -56,8 +56,8 @@ class Boxes:
 class Layout:
     """The layout of a drawing: the centres of boxes, the columns, the rows and the size.
 
-    A column is (first position, last position, left edge, width); positions are -1 for nodes
-    without a token, and differ if columns are folded. A row is (index, y, height).
+    A column is (first position, last position, left edge, width); both positions are -1 for nodes
+    without a token, and they differ if columns are folded. A row is (index, y, height).
     """
 
     x: dict[int, float]
