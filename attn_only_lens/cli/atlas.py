@@ -40,8 +40,8 @@ def atlas(
 ) -> None:
     """Make pages about neurons and attention heads, with top examples from a corpus.
 
-    The pages also show the densities, tokens and connections of neurons, and which tokens heads
-    attend to. Up to 3,000 neurons and heads share one page; with more, each layer has a page.
+    The pages also show each neuron's histograms, tokens and connections, and the tokens that each
+    head attends to. If there are more than 3,000 neurons and heads, each layer gets its own page.
     """
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
     from attn_only_lens.neurons import corpus_statistics

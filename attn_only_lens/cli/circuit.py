@@ -72,8 +72,8 @@ def explain(
     """Explain which heads and neurons make a model answer two prompts differently.
 
     The table shows how much each site of a small circuit contributes to the difference, through its
-    pattern and through its value, and the exact effects of patching the site: "denoise" puts the
-    site's clean output into the corrupted run, "noise" puts the corrupted output into the clean
+    pattern and through its value. It also shows the exact effects of patching the site: "denoise"
+    puts the site's clean output into the corrupted run, "noise" the corrupted output into the clean
     run. The page draws the edges between the sites.
     """
     from attn_only_lens import circuits
@@ -128,7 +128,7 @@ def circuit(
     With --corrupted, search for a minimal circuit that causes the difference between the two
     prompts. The circuit is the smallest set of sites found that reaches --faithfulness while all
     other sites are patched from the corrupted prompts. Without --corrupted, the graph describes
-    only the clean prompts. The edges are exact if attention patterns and norm scales are fixed.
+    only the clean prompts. Edge weights are exact if attention patterns and norm scales are fixed.
     """
     from attn_only_lens import circuits
     from attn_only_lens.viz import circuit_view, write_html

@@ -1,4 +1,4 @@
-"""The typer application, and helpers of all commands for options, errors and tables.
+"""The typer application, and functions for options, errors and tables that commands share.
 
 Commands import torch and pandas only when they run, so that --help is quick.
 """
@@ -42,7 +42,7 @@ use it as MODEL to try the command, or run `attn-only-lens demo`.
 
 
 def option(help_text: str, panel: str | None = None, *names: str) -> Any:
-    """Declare a command-line option, in a panel of the help text."""
+    """Declare a command-line option, shown under `panel` in the help text."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel)
 
 
@@ -57,9 +57,9 @@ def start(context: typer.Context) -> None:
 
 
 def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command, in a panel of the help text, with examples.
+    """Register a function as a command, shown under `panel` in the help text, with examples.
 
-    A dataclass parameter becomes one option per field. `clear_errors` prints the errors.
+    Each field of a dataclass parameter becomes an option. `clear_errors` prints the errors.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -99,7 +99,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
 
 
 def path(value: str | Path) -> Path:
-    """Convert an option to a path; refuse '', which would mean the current folder."""
+    """Convert an option to a path. Reject '', which would mean the current folder."""
     from attn_only_lens.storage.atomic import as_path
 
     try:
@@ -109,7 +109,7 @@ def path(value: str | Path) -> Path:
 
 
 def sort_commands() -> None:
-    """Sort the commands by panel and name; call this function after all commands are added."""
+    """Sort the commands by panel and name. Call this function after all commands are added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
         key=lambda command: (
@@ -153,7 +153,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
-    """Check the output options before any computation."""
+    """Raise an error before any computation if --out or --top is invalid."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
         raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")

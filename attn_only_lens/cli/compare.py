@@ -132,7 +132,7 @@ def _require_other_folder(out: Path, folders: Sequence[str | Path | None]) -> No
     for folder in folders:
         if folder is not None and out.exists() and Path(folder).resolve() == out.resolve():
             raise AttnOnlyLensError(
-                f"got --out {out}, which contains a compared model; expected another folder"
+                f"got --out {out}, which has one of the models; expected another folder"
             )
 
 
@@ -149,7 +149,7 @@ def _read_prompts(path: Path, option: str) -> Any:
 
 
 def _print_summary(comparison: "Comparison") -> None:
-    """Print two tables without confidence intervals, which are only in the saved files."""
+    """Print two tables. Confidence intervals are only in the saved files."""
     estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (
         ("By layer: means over components", comparison.summary()),

@@ -69,7 +69,7 @@ def convert(
         if model.dtype not in (None, saved_dtype):
             raise AttnOnlyLensError(
                 f"got --dtype {model.dtype} for a model saved in {saved_dtype}; convert the "
-                f"original model with --dtype {model.dtype} instead, for tensors of this dtype"
+                f"original model with --dtype {model.dtype} to get tensors of this dtype"
             )
         name = manifest["source_name"]
     else:
@@ -111,7 +111,7 @@ def verify(
 ) -> None:
     """Check that neuron-heads do not change a model's logits; exit with code 1 if they do.
 
-    Without CONVERTED, compare MODEL with and without neuron-heads, otherwise MODEL with CONVERTED.
+    If CONVERTED is given, compare MODEL with it; otherwise, MODEL with and without neuron-heads.
     """
     from transformer_lens.model_bridge import TransformerBridge
 

@@ -43,9 +43,9 @@ def grow(
 ) -> None:
     """Make a larger model that computes the same function.
 
-    Every command accepts the folder OUT as MODEL. OUT contains a plain model and provenance.json,
-    which lists the new name of every head and neuron. To grow a converted model, grow the original
-    model, then `convert` the grown model.
+    Every command accepts the folder OUT as MODEL. OUT contains a model without neuron-heads, and
+    provenance.json, which lists the new name of every head and neuron. To grow a converted model,
+    grow the original model, then `convert` the grown model.
     """
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model

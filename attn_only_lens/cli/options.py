@@ -81,7 +81,7 @@ class ModelOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions:
-    """Options for a metric and for the answers whose logits enter the metric."""
+    """Options for a metric, and for the answers whose logits the metric reads."""
 
     answer: Annotated[str | None, option("the correct answer, one token", PROMPTS)] = None
     wrong: Annotated[str | None, option("the wrong answer, one token, for logit_diff", PROMPTS)] = (

@@ -1,11 +1,11 @@
 """Where to find an old model's activations in the activations of the grown model.
 
-Old entries are at the new indices of their heads, neurons and coordinates. Most entries are
-unchanged. Some entries are multiplied by a known factor (`Provenance.activation_scales`): a norm's
-scale, a norm's output before the gain, and keys if scores are divided by a larger √d_head. If
-growth centred the residual stream for LayerNorm, residual-stream activations and sublayer outputs
-have mean zero in the grown model. The output of a split old unit (`init.splits`) is a sum of
-several outputs in the grown model, so this output has no map.
+An old entry is at the new index of its head, neuron or coordinate. Most entries are unchanged. Some
+entries are multiplied by known factors (`Provenance.activation_scales`), for example keys if d_head
+grows, and the outputs of norms before the gain if d_model grows. If growth centred the residual
+stream for LayerNorm, residual-stream activations and sublayer outputs have mean zero in the grown
+model. If `init.splits` splits a unit, its output is a sum of several outputs in the grown model, so
+there is no map.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import Axis, in_layer, tail
 
-# The labels of the axes after batch and pos, or None for an axis that does not grow.
+# For each hook point, the labels of its axes after batch and pos (None if an axis never grows).
 _STREAM = (
     *("hook_embed", "hook_pos_embed", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"),
     *("hook_attn_out", "hook_mlp_out", "hook_mlp_in"),
@@ -47,7 +47,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
-# For each axis, the hook points that store the outputs of its units.
+# For each label, the hook points whose activations change if units along this axis are split.
 _WRITTEN = {
     "head": {"attn.hook_result"},
     "d_query": {"attn.hook_k", "attn.hook_rot_k"},
@@ -72,7 +72,7 @@ class ActivationMap:
     centred: bool = False
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown activation, divided by `scale`."""
+        """Return the entries of a grown activation that the old model has, divided by `scale`."""
         sizes = [None if axis is None else axis.size for axis in self.axes]
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)
@@ -86,7 +86,7 @@ class ActivationMap:
         return grown / self.scale
 
     def expected(self, old: Tensor) -> Tensor:
-        """Return the expected `old_part`: the old activation, without its mean if `centred`."""
+        """Return what `old_part` should equal: the old activation, minus its mean if `centred`."""
         return old - old.mean(-1, keepdim=True) if self.centred else old
 
 
@@ -119,7 +119,7 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
     now = in_layer(provenance.name(hook))
     for axis in (share.axis for share in provenance.shares):
         if axis.layer in (None, now) and of in _WRITTEN.get(axis.label, ()):
-            raise KeyError(f"{hook}: copies share outputs of old units along axis {axis.label}")
+            raise KeyError(f"{hook}: copies share outputs of old units along {axis.label}; no map")
     labels = _AXES[of]
     if constants.grouped_by_head:
         labels = tuple("head" if label == "kv_head" else label for label in labels)

@@ -1,21 +1,21 @@
 """Centring of the residual stream, which makes LayerNorm equal to RMSNorm with a bias.
 
 LayerNorm subtracts the mean of its input over d_model. If LayerNorm is applied before every read
-from the stream, components along the constant vector have no effect. So we can subtract the mean
-over d_model from every weight that writes to the stream, and the output does not change. LayerNorm
-then subtracts zero, so it equals RMSNorm with a bias. TransformerLens' `center_writing_weights`
+from the stream, components along the constant vector have no effect. So subtracting the mean over
+d_model from every weight that writes to the stream does not change the output. LayerNorm then
+subtracts zero, so it equals RMSNorm with a bias. TransformerLens' `center_writing_weights`
 subtracts the same mean.
 
-A tied unembedding must not be centred. So embeddings are untied, and only the embedding is centred.
+Only the embedding is centred, not the unembedding. If the two are tied, they are untied first.
 
 Centring fails if the last norm is an RMSNorm (`final_rms`), which does not subtract the mean of the
-stream. Centring also fails if LayerNorm writes to the stream, after a sublayer or on the stream
-itself (BERT). LayerNorm outputs g ⊙ u + b. The mean of g ⊙ u + b over d_model depends on u, so the
-mean differs from token to token. Only the matrix (1 - 11ᵀ/d_model) diag(g) subtracts this mean, but
-the gain of a norm is a diagonal matrix. If the stream has mean m and width h, new coordinates of
-zero change the mean over the new width ĥ to m h/ĥ, and change the standard deviation too. (If the
-width is multiplied by a whole number, copies of all coordinates keep the mean and the standard
-deviation: `analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
+stream. Centring also fails if the output of a LayerNorm is added to the stream, or is the stream
+(BERT). This output is g ⊙ u + b, where g is the gain, b the bias and u the normalized input. Its
+mean over d_model depends on u, so it differs from token to token. To subtract this mean, the gain
+would have to be the matrix (1 - 11ᵀ/d_model) diag(g), which is not diagonal. Without centring, new
+coordinates of zero change the mean m of a stream of width h to m h/ĥ, where ĥ is the new width.
+They also change the standard deviation. (If ĥ is a multiple of h, copies of all coordinates keep
+both: `analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
 """
 
 from dataclasses import dataclass, replace
@@ -58,21 +58,21 @@ class CentreStream(Expansion):
         """Return every reason why these weights cannot be centred."""
         constants, reasons = weights.constants, []
         if not is_layer_norm(weights):
-            return [f"its norm is {constants.norm}, which does not remove the mean of the stream"]
+            return [f"the norm is {constants.norm}, which does not remove the mean of the stream"]
         if constants.final_norm not in ("LN", "LNPre"):
             reasons.append(
-                f"its last norm is {constants.final_norm}, which does not remove the mean of the "
+                f"the last norm is {constants.final_norm}, which does not remove the mean of the "
                 "stream, but LayerNorm in the blocks does"
             )
         if constants.norm_place == "stream":
             reasons.append(
-                "it is post-norm: its LayerNorms write to the residual stream, whose mean over "
+                "the model is post-norm: LayerNorms write to the residual stream, whose mean over "
                 "d_model differs from token to token. So no weight can subtract the mean, and new "
                 "coordinates of zero would change the mean and the deviation that the next "
                 "LayerNorm computes; add neurons or heads, or widen d_head, instead"
             )
         elif constants.norm_place != "before":
-            reasons.append("its LayerNorm after a sublayer writes outputs with a nonzero mean")
+            reasons.append("the LayerNorm after a sublayer writes outputs with a nonzero mean")
         return reasons
 
     def plan(self, weights: Weights) -> Plan:

@@ -2,8 +2,8 @@
 
 If an axis grows, every tensor with that axis gets new entries. A plan says which axes grow, which
 old entries are scaled, and which constants change. A plan also lists the tensors whose new entries
-must be zero (the theorem's constraint); new entries in all other tensors are free. If layers are
-inserted, the plan says which of their tensors are zero.
+must be zero (the theorem's constraint); new entries in other tensors can have any values. If layers
+are inserted, the plan says which of their tensors are zero.
 """
 
 import math
@@ -40,7 +40,7 @@ from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name,
 
 @dataclass(frozen=True)
 class Plan:
-    """The changes that an expansion makes to specific weights.
+    """The changes that an expansion would make to the weights of a model.
 
     Attributes:
         axes: new indices of the axes that grow, at most one axis per tensor. Names are old names.
@@ -85,7 +85,7 @@ class Expansion(ABC):
         """Return every reason why these weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights, for which `reasons_against` must be empty."""
+        """Return the plan for these weights, if `reasons_against` returned no reason."""
         return Plan()
 
     def __call__(
@@ -101,7 +101,7 @@ class Expansion(ABC):
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
-    """Return a reason if this many bytes exceed the free memory, or else an empty list."""
+    """Return a reason if no device has this many bytes of free memory, else an empty list."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):
@@ -110,7 +110,7 @@ def reasons_against_bytes(needed: int) -> list[str]:
 
 
 def _bytes(weights: Weights, plan: Plan) -> int:
-    """Return how many bytes a plan's new tensors take. All meta tensors count as new."""
+    """Return how many bytes the new tensors of a plan take. Meta tensors count as new."""
     total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)
@@ -120,7 +120,7 @@ def _bytes(weights: Weights, plan: Plan) -> int:
         ]
         made = old.is_meta or sizes != list(old.shape)
         copies = made + sum(like == in_layer(name) for like in plan.like.values())
-        tied = weights.constants.tied and name == "unembed.W_U"  # the same tensor as the embedding
+        tied = weights.constants.tied and name == "unembed.W_U"  # shares the embedding's memory
         total += 0 if tied else copies * math.prod(sizes) * old.element_size()
     return total
 
@@ -267,7 +267,7 @@ class ExpansionSequence(Expansion):
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return the reasons against all steps. The steps are tried on tensors without values."""
+        """Return the reasons against each step, after a test on tensors without values."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
@@ -291,8 +291,9 @@ class ExpansionSequence(Expansion):
 def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion that applies several expansions in the given order.
 
-    The order does not affect what the grown model computes, but may affect new entries. Layer
-    indices refer to the model after earlier steps: after `InsertLayer(at=0)`, layer 0 is new.
+    The order does not affect what the grown model computes, but may affect the values of new
+    entries. Layer indices refer to the model after earlier steps: after `InsertLayer(at=0)`, layer
+    0 is new.
 
     Args:
         *expansions: the expansions, e.g. `AddNeurons(256, layers=(0,)), AddHeads(2)`.
@@ -305,7 +306,7 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
 
 
 def is_index(number: object, size: int) -> bool:
-    """Return True if `number` is an int from 0 to size - 1. Floats such as 1.0 are refused."""
+    """Return True if `number` is an int from 0 to size - 1. Floats such as 1.0 are not indices."""
     return is_count(number, 0, size - 1)
 
 
@@ -322,7 +323,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
     n_layers = weights.constants.n_layers
     unknown = not all(is_index(layer, n_layers) for layer in layers or ())
     if unknown or (layers is not None and not layers):
-        reasons.append(f"got layers {list(layers or ())}; expected some of 0 … {n_layers - 1}")
+        reasons.append(f"got layers {list(layers or ())}; expected layers 0 … {n_layers - 1}")
     if layers is not None and len(set(layers)) != len(layers):
         reasons.append(f"got layers {list(layers)}; expected each layer once")
     return reasons
@@ -331,7 +332,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot grow on their own."""
+    """Return every reason why these heads cannot be widened without the other heads."""
     if heads is None:
         return []
     reasons = []
@@ -339,7 +340,7 @@ def reasons_against_heads(
         n_heads, groups = (weights.sizes[Axis(label, layer)] for label in ("head", "kv_head"))
         if not heads or not all(is_index(head, n_heads) for head in heads):
             reasons.append(
-                f"got heads {list(heads)}; expected some of 0 … {n_heads - 1} (layer {layer})"
+                f"got heads {list(heads)}; expected heads 0 … {n_heads - 1} (layer {layer})"
             )
             continue
         whole = {head * groups // n_heads for head in heads}
@@ -354,7 +355,7 @@ def reasons_against_heads(
 def only_for(
     heads: Sequence[int] | None, layers: Sequence[int], tails: Sequence[str], weights: Weights
 ) -> dict[str, frozenset[int]]:
-    """Return the field `Plan.only` for tensors with a head or kv_head axis."""
+    """Return a value for `Plan.only`: for each tensor, the indices that belong to `heads`."""
     if heads is None:
         return {}
     only = {}

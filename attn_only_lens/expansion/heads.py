@@ -4,16 +4,17 @@ The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. So heads whose W
 nothing to the output (equations 11 and 12), whatever their attention patterns are.
 
 If r heads share keys and values, there are two ways to add heads. New groups of r heads may get
-their own key and value. Or all groups get the same number of new heads: then r becomes r̂, and head
-g·r + j becomes head g·r̂ + j.
+their own key and value. Or every group gets the same number of new heads. Then the size r of a
+group becomes r̂, and head j of group g moves from index g·r + j to g·r̂ + j.
 
-If one norm covers the queries of all E heads of width k, its mean square 1/(E k) Σ q² includes new
-heads. So the queries of new heads are zero, and their keys are zero too if new heads have their own
-keys. Such heads always attend uniformly, and only their values learn; with `into_groups`, their
-queries learn too. Old queries are multiplied by √(Ê/E), where Ê is the new number of heads, and the
-norm's gain is divided by this factor, so that ε keeps its effect. Keys have a separate factor.
+One norm may cover the queries of all E heads of width k. Its mean square 1/(E k) Σ q² then includes
+the new heads. So the queries of new heads must be zero, and so must their keys if new heads have
+their own. Such heads always attend uniformly, and only their values are trained (with
+`into_groups`, also their queries). Old queries are multiplied by √(Ê/E), where Ê is the new number
+of heads. The norm's gain is divided by this factor, so that ε keeps its effect. Keys have a
+separate factor.
 
-Models with ALiBi are refused, because the slope of head h depends on the number of heads.
+Models with ALiBi cannot get new heads, because the slope of head h depends on the number of heads.
 """
 
 import math
@@ -29,8 +30,8 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
-    The new heads' W_O is zero. The new heads' W_Q, W_K, W_V, biases and sinks are free. If one norm
-    covers all heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
+    The new heads' W_O is zero. Their W_Q, W_K, W_V, biases and sinks can have any values. If one
+    norm covers all heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
 
     Attributes:
         n: how many heads to add to each layer.
@@ -52,11 +53,9 @@ class AddHeads(Expansion):
         """Return every reason why these weights cannot be expanded."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         if weights.constants.positions == "alibi":
-            reasons.append(
-                "its ALiBi slopes depend on the number of heads, so old heads would change"
-            )
+            reasons.append("ALiBi slopes depend on the number of heads, so old heads would change")
         if weights.constants.qk_norm == "all heads" and weights.constants.clip_qkv is not None:
-            reasons.append("its clip_qkv bounds queries, which must be scaled for their norm")
+            reasons.append("clip_qkv bounds queries, which must be scaled for their norm")
         if reasons:
             return reasons
         sizes = weights.sizes

@@ -1,16 +1,16 @@
 """Initialization of the new entries that the theorems leave free.
 
 Free entries affect how the grown model learns, but not what it computes at first. In the first
-step, only the entries that must be zero have a nonzero gradient (the new units' activations
-multiply these entries). Once these entries change, the free entries have a gradient too. If the
-free entries are zero as well, all gradients stay zero: `zeros` makes dead units.
+training step, only the entries that must start at zero have a nonzero gradient. Once these entries
+change, the free entries have a nonzero gradient too. If the free entries are zero as well, all
+gradients stay zero: `zeros` makes dead units.
 
-Random values depend on the seed and on the tensor's name, axis and size. Random values do not
-depend on the device or on the order in which tensors are made.
+Random values depend on the seed and on the tensor's name, axis and size, but not on the device or
+on the order in which tensors are made.
 
-**New units without zeros** are made by `cancelling` and `splits`. Section 5 of the growth paper
-leaves room for such definitions. Along a growing axis, a sublayer's output, or an attention score,
-is Σ_i f(r_i; x) w_i. Unit i has input weights r_i and output weights w_i; f acts on each unit.
+**Nonzero output weights.** With `cancelling` and `splits`, the output weights of new units are not
+zero (section 5 of the growth paper allows this). A sublayer's output, or an attention score, is a
+sum Σ_i f(r_i; x) w_i over units. Unit i has input weights r_i and output weights w_i.
 
 Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so their sum is 0. Their gradients with
     respect to r are opposite, so the units differ after the first step.
@@ -66,8 +66,8 @@ __all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "split
 class Units:
     """Indices of the old and the new units along a dimension of the grown model.
 
-    The units are divided into `runs` runs of equal length (one run per group if heads are added to
-    existing groups). Every `block` successive units share a key and a value.
+    The units are divided into `runs` contiguous ranges of equal length (one per group if heads are
+    added to existing groups). Every `block` consecutive units share a key and a value.
     """
 
     dim: int
@@ -77,7 +77,7 @@ class Units:
     block: int = 1
 
     def blocks(self, units: Sequence[int]) -> list[list[list[int]]]:
-        """Return old or new units as nested lists: by run, then by block, in order."""
+        """Return the units as nested lists: for each range, the groups that share a key."""
         blocks: list[list[list[int]]] = np.reshape(units, (self.runs, -1, self.block)).tolist()
         return blocks
 
@@ -147,7 +147,7 @@ class Made:
 def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Made:
     """Return new entries in the dtype and on the device of the tensor that grows.
 
-    Initialisers get and return true gains, even if the model stores gain - 1.
+    Initialisers receive and return true gains, even if the model stores gain - 1.
     """
     if new.old.device.type == "meta":  # meta tensors have no values
         return Made(new.old.new_empty(new.shape))
@@ -169,19 +169,18 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
 
 
 def _generator(seed: int, *what: object) -> torch.Generator:
-    """Return a random generator for one tensor, so that the order of tensors has no effect."""
+    """Return a random generator that depends only on the arguments, not on earlier calls."""
     digest = hashlib.sha256(repr((seed, *what)).encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _key_of(new: New, seed: int) -> torch.Generator:
-    # A second growth step must not repeat random values of the first step. The shape differs if one
-    # tensor grows twice; the number of layers differs if inserted layers shift tensor names.
+    # A second growth step has another shape or number of layers, and so gets other random values.
     return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
 
 
 def _axis_of_units(axis: Axis) -> Axis:
-    """Return one axis for heads and kv_heads, so that both draw the same old heads to copy."""
+    """Return the same axis for heads and kv_heads, so that the same old heads are copied."""
     return Axis(axis.label.removeprefix("kv_"), axis.layer)
 
 
@@ -190,7 +189,7 @@ def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _deviation(old: Tensor) -> float:
-    """Return the standard deviation of a tensor, or the absolute value of a single entry."""
+    """Return the standard deviation of a tensor, or the absolute value if it has one entry."""
     return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
 
 
@@ -245,9 +244,7 @@ class _Copies:
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
         made = old = new.old.detach().cpu().double()
         if new.dim is not None and new.axis is not None:
-            # Copy the same old unit in every tensor with this axis, so that a copied neuron keeps
-            # its gate and its bias, and a copied head keeps its keys. (If heads share keys, old
-            # heads and old groups are drawn separately.)
+            # Copy the same old unit in every tensor, so that a neuron keeps its gate and its bias.
             size, n_new = old.shape[new.dim], new.shape[new.dim]
             key = _generator(seed, _axis_of_units(new.axis), size, new.constants.n_layers)
             units = torch.randint(size, (n_new,), generator=key, device="cpu")
@@ -272,7 +269,7 @@ class WithoutZeros(ABC):
 
     @abstractmethod
     def together(self, new: New, units: Units, seed: int, *, writes: bool) -> Made:
-        """Return one tensor's entries for new units, in float64 on the CPU."""
+        """Return a tensor's entries for all new units, in float64 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +345,7 @@ def _index(positions: list[int]) -> Tensor:
 
 
 def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
-    """Return factors along one dimension, as a tensor that broadcasts to `ndim` dimensions."""
+    """Return the factors as a tensor with `ndim` dimensions, of size 1 except for `dim`."""
     shape = [-1 if axis == dim else 1 for axis in range(ndim)]
     return torch.tensor(factors, dtype=torch.float64, device="cpu").reshape(shape)
 
@@ -375,13 +372,13 @@ def normal(std: float) -> Initialiser:
 def zeros() -> Initialiser:
     """Set new entries to zero, for control experiments: new units have zero gradients at all steps.
 
-    New coordinates of a stream with LayerNorm are an exception, because they affect the mean.
+    New coordinates of a stream with LayerNorm are an exception: its mean includes them.
     """
     return _Zeros()
 
 
 def copies(noise: float = 0.1) -> Initialiser:
-    """Copy randomly drawn old units, with noise relative to the tensor's standard deviation.
+    """Copy randomly drawn old units, and add noise of `noise` standard deviations.
 
     Raises:
         ValueError: the noise is not positive; without noise, equal units would stay equal.
@@ -394,10 +391,10 @@ def copies(noise: float = 0.1) -> Initialiser:
 def cancelling(std: float | None = None) -> Initialiser:
     """Draw new units in pairs with equal input weights and opposite output weights.
 
-    So all new entries have a gradient from the first step. If the number of units is odd, the last
-    unit has zero output weights. Units that cannot cancel have zero output weights too: coordinates
-    of a stream with norms, and coordinates of queries and keys that are normalized or rotated as a
-    whole (`expansion/initialise.py` has the full list).
+    So all new entries have a nonzero gradient from the first training step. If the number of units
+    is odd, the last unit has zero output weights. Units that cannot cancel have zero output weights
+    too: coordinates of a stream with norms, and coordinates of queries and keys that are normalized
+    or rotated as a whole (`expansion/initialise.py` has the full list).
 
     Args:
         std: the standard deviation; by default, entries are drawn as in `own`.

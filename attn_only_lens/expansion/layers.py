@@ -2,12 +2,11 @@
 
 A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
 b_out are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if
-it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so early training steps
-change the new layer's output a lot (logits change ten times as much for OLMo 2 and Gemma 2): use a
-warm-up.
+it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training steps
+change logits ten times as much as before growth (OLMo 2, Gemma 2). Use a warm-up.
 
-Post-norm models such as BERT compute norm(x + f(x)), which is not x even if f(x) is 0, and no gain
-and bias turn the norm into the identity. So post-norm models cannot get new layers.
+Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if f(x) is 0,
+whatever the norm's gain and bias are. So post-norm models cannot get new layers.
 
 Layers above the new layer move up by one. If attention scores in layer l are divided by l + 1
 (`scale_attn_by_inverse_layer_idx`), the keys of a moved layer are multiplied by a factor that
@@ -29,7 +28,8 @@ _AFTER = {"ln1.b", "ln2.b"}  # the biases of norms after sublayers
 class InsertLayer(Expansion):
     """Grow n_layers by one: Definition and Theorem 3.6.
 
-    The new layer's output weights W_O, b_O, W_out and b_out are zero. Its other weights are free.
+    The new layer's output weights W_O, b_O, W_out and b_out are zero. Its other weights can have
+    any values.
 
     Attributes:
         at: the new layer's index; layers with this index or a larger index move up. `at=n_layers`
@@ -62,13 +62,13 @@ class InsertLayer(Expansion):
             reasons.append(f"got copy={self.copy!r}; expected True or False")
         if constants.norm_place == "stream":
             reasons.append(
-                "it is post-norm: a new layer with zero outputs would still apply LayerNorm to "
+                "the model is post-norm: a new layer with zero outputs would apply LayerNorm to "
                 "the residual stream x, and LayerNorm(x) is not x. The mean and deviation of x "
                 "over d_model differ from token to token, so no gain and bias turn LayerNorm(x) "
                 "back into x; add neurons or heads, or widen d_head, instead"
             )
         elif constants.norm_place != "before" and not constants.eps > 0:
-            reasons.append("its norms after sublayers have eps=0 and would divide 0 by 0")
+            reasons.append("the norms after sublayers have eps=0 and would divide 0 by 0")
         if constants.scale_by_layer and constants.clip_qkv is not None and self.at < n_layers:
             reasons.append(
                 "scores are divided by layer + 1, so the keys of moved layers must be scaled, but "

@@ -2,7 +2,7 @@
 
 The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. So neurons
 whose rows of W_out are zero add nothing to the output (equations 6 to 10), whatever their
-activations are. The activation function must act on neurons separately, unlike SoLU's softmax.
+activations are. The activation function must act on each neuron separately, which SoLU does not.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class AddNeurons(Expansion):
     """Grow d_mlp: Definition and Theorem 3.1.
 
-    The new rows of W_out are zero. The new columns of W_in, W_gate and b_in are free.
+    The new rows of W_out are zero. The new columns of W_in, W_gate and b_in can have any values.
 
     Attributes:
         n: how many neurons to add to each layer.

@@ -1,8 +1,9 @@
 """Maps from the parts of a model (heads, neurons, layers, coordinates, tensors) to a grown model.
 
-An expansion gives new indices to the old layers and to the old entries along each axis. The old
-entries of a tensor, multiplied by the tensor's scale, are at the new indices of its axes. A head's
-new name has the new indices of its layer and of the head. Provenances compose like functions.
+An expansion gives new indices to the old layers and to the old entries along each axis. In the
+grown tensor, old entries are at their new indices, and are multiplied by the tensor's scale. A
+head's new name consists of the new indices of its layer and of the head. `then` composes two
+provenances.
 """
 
 import re
@@ -33,7 +34,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return successive indices as ranges, each a pair (start, stop)."""
+    """Return the ranges of consecutive indices, each a pair (start, stop)."""
     ranges = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
     return [(run[0][1], run[-1][1] + 1) for run in ranges]
 
@@ -42,7 +43,7 @@ def _indices(ranges: list[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(index for start, stop in ranges for index in range(start, stop))
 
 
-# Pydantic stores indices as ranges in `provenance.json`.
+# In `provenance.json`, indices are stored as ranges.
 Indices: TypeAlias = Annotated[
     tuple[int, ...],
     PlainSerializer(_ranges, return_type=list[tuple[int, int]]),
@@ -53,7 +54,7 @@ _FROM_PAIRS = BeforeValidator(lambda pairs: {Axis(*axis): value for axis, value 
 
 @dataclass(frozen=True)
 class IndexMap:
-    """A map from old to new indices, along an axis or for layers, with the new size."""
+    """A map from the old indices of an axis, or of layers, to the new indices."""
 
     new_of: Indices
     size: int
@@ -97,7 +98,7 @@ class IndexMap:
         return tuple(index for index in range(self.size) if index not in self.old_of)
 
     def combine(self, old: Tensor, new: Tensor, dim: int) -> Tensor:
-        """Return a tensor that has both old and new entries at their indices along a dimension."""
+        """Combine old and new entries into one tensor, in the order of their new indices."""
         if old.device.type == "meta":  # meta tensors have no values
             return old.new_empty((*old.shape[:dim], self.size, *old.shape[dim + 1 :]))
         # Keep the memory layout of a transposed matrix, so that its parameter needs no second copy.
@@ -118,7 +119,7 @@ class IndexMap:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A map from an old tensor to its entries (old + offset) · scale - offset in a grown tensor.
+    """A map from an old tensor to a grown tensor with entries (old + offset) · scale - offset.
 
     The offset is 1 for a gain that is stored as gain - 1, and otherwise 0.
     """
@@ -134,7 +135,7 @@ class TensorMap:
         return tuple(axis.size for axis in self.axes)
 
     def scaled(self, old: Tensor) -> Tensor:
-        """Return old entries as they are in the grown tensor, multiplied by the scale."""
+        """Return the old entries multiplied by the scale, as in the grown tensor."""
         if self.scale == 1.0:
             return old
         return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
@@ -146,7 +147,7 @@ class TensorMap:
         return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown tensor, which are still multiplied by the scale."""
+        """Return the old entries of a grown tensor, without dividing them by the scale."""
         for dim, axis in enumerate(self.axes):
             grown = axis.select_old(grown, dim)
         return grown
@@ -174,7 +175,7 @@ class ZeroEntries:
     since: int = field(default=0, kw_only=True)
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return the deviation of the entries from what they must be."""
+        """Return the difference between the entries and zero."""
         return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ class TiedEntries(ZeroEntries):
     factor: float
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return the deviation of the entries from what they must be."""
+        """Return the difference between the entries and `factor` times the other entries."""
         others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
         return self.entries(tensor) - self.factor * ZeroEntries(self.name, others).entries(tensor)
 
@@ -223,7 +224,7 @@ class Shares:
     written: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
 
     def kept(self) -> dict[int, float]:
-        """Return, by old unit, the fraction of its output that the old unit kept."""
+        """Return, for each old unit that was split, the fraction of its output that it kept."""
         rest: dict[int, float] = {}
         for of, share in zip(self.of, self.share, strict=True):
             rest[of] = rest.get(of, 1.0) - share
@@ -293,7 +294,7 @@ class Provenance:
     source: Identity | None = None
 
     def then(self, after: "Provenance") -> "Provenance":
-        """Return the provenance of this growth step and the next step, `after`, together."""
+        """Return the provenance of two growth steps together: this step, then `after`."""
         like = {after.layers.new_of[new]: old for new, old in self.like.items()}
         sources = {**self.layers.old_of, **self.like}
         like |= {new: sources[middle] for new, middle in after.like.items()}
@@ -404,7 +405,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return a tensor's old name, or the name of a similar old tensor if its layer is new."""
+        """Return a tensor's old name; in a new layer, the name of an old tensor of its shape."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -423,7 +424,7 @@ class Provenance:
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
     def _times(self, first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-        """Return the products of the factors from this step and the next step, by old name."""
+        """Return, for each old name, the product of the factors of this and the next step."""
         names = {*first, *(old for new in second if (old := self.old_name(new)) is not None)}
         return {
             name: first.get(name, 1.0) * second.get(self.name(name), 1.0) for name in sorted(names)
@@ -438,7 +439,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Return the entries from a later step, with `since` increased by this step's shares."""
+        """Return entries of a later step; add the number of this step's shares to `since`."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -454,12 +455,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return an old tensor's entries in a grown model, with the shares of copies added."""
+        """Return an old tensor's entries in a grown model, and add back the shares of copies."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the grown tensors that violate a condition, and the violated conditions."""
+        """Return the names of tensors that violate a condition, each with this condition."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -472,7 +473,7 @@ class Provenance:
         return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
-        """Return a grown tensor, with output weights of copies added to those of old units."""
+        """Add the output weights of copies to those of the units from which they were copied."""
         for shares in reversed(self.shares[since:]):
             if name in shares.written:
                 dim = axes_of(name, self.constants).index(shares.axis)
@@ -486,7 +487,7 @@ class Provenance:
         return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
     def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """Return the head or neuron, or None for a layer, and the layer's index."""
+        """Parse a name into a head or neuron (None for a layer's name) and a layer index."""
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)

@@ -1,23 +1,23 @@
 """Theorem 3.4: wider queries and keys.
 
 An attention score is q · k / √k̂, where k̂ is the new width. New coordinates of the key that are
-zero add nothing to the score (equation 20), whatever the query's coordinates are. Growth replaces
-the divisor √k of the old width k by √k̂, so old keys are multiplied by √(k̂/k) (equation 19). If
-the model sets its own score scale, the scale and the keys do not change. (b_K adds the same amount
-to the scores of all keys, so b_K has no effect on a plain softmax. But scores, soft caps, sinks and
-rotary positions depend on b_K, so b_K is scaled like W_K.)
+zero add nothing to the score (equation 20), whatever the query's coordinates are. The old model, of
+width k, divides by √k instead of √k̂, so old keys are multiplied by √(k̂/k) (equation 19). If the
+configuration sets another divisor, the divisor and the keys do not change. The bias b_K is scaled
+like W_K, because scores, soft caps, sinks and rotary positions depend on it.
 
 If rotary positions rotate only the first coordinates, new coordinates come last and are not
 rotated. If rotary positions rotate whole heads (coordinates i and i + k/2 by θ^(-2i/k) per
-position), old coordinates stay in the same half of the head: i ≥ k/2 becomes i + (k̂ - k)/2. θ
-becomes θ^(k̂/k), which preserves the rotation angles of old coordinates.
+position), old coordinates stay in the same half of the head: an index i ≥ k/2 becomes i + (k̂ -
+k)/2. The base θ becomes θ^(k̂/k), which preserves the rotation angles of old coordinates.
 
 A norm of queries and keys divides by the root of the mean square 1/k̂ Σ q², which includes the new
-coordinates. So the new coordinates of queries are zero as well, and all gradients of new
-coordinates stay zero: the effective width of queries and keys does not grow. Old coordinates are
-multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε keeps its effect.
+coordinates. So the new coordinates of queries must be zero as well. All gradients of new
+coordinates then stay zero, so the effective width of queries and keys does not grow. Old
+coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε
+keeps its effect.
 
-Models with `clip_qkv` are refused if keys must be scaled, because the clipping follows the scaling.
+Models with `clip_qkv` cannot grow if keys must be scaled, because keys are clipped after scaling.
 """
 
 import math
@@ -44,7 +44,7 @@ class WidenQueriesAndKeys(Expansion):
     """Grow the width k of queries and keys (Definition and Theorem 3.4).
 
     The new columns of W_K and b_K are zero, and the old columns are multiplied by √(k̂/k). The new
-    columns of W_Q and b_Q are free, but must be zero too if queries and keys are normalized.
+    columns of W_Q and b_Q can have any values, but are zero too if queries and keys are normalized.
 
     Attributes:
         n: how many coordinates to add to each head's query and key.
@@ -78,7 +78,7 @@ class WidenQueriesAndKeys(Expansion):
             constants.scale is None or constants.qk_norm is not None
         ):
             reasons.append(
-                "its clip_qkv bounds keys, which must be multiplied because scores are divided by "
+                "clip_qkv bounds keys, which must be multiplied because scores are divided by "
                 "√d_head, or because keys are normalized"
             )
         return reasons

@@ -41,7 +41,7 @@ class WidenStream(Expansion):
 
     The new columns of W_E, W_pos, W_O, b_O, W_out and b_out are zero, and so are the norms' new
     biases. Gains are scaled by √(h/ĥ), and ε by h/ĥ. The new rows of the weights that read the
-    stream (W_Q, W_K, W_V, W_in, W_gate, W_U) and new gains are free.
+    stream (W_Q, W_K, W_V, W_in, W_gate, W_U) and new gains can have any values.
 
     Attributes:
         n: how many coordinates to add to the residual stream.
@@ -62,11 +62,9 @@ class WidenStream(Expansion):
         if is_layer_norm(weights):
             reasons += CentreStream().reasons_against(weights)
         if constants.norm in ("LNPre", "RMSPre") and constants.norm_place != "before":
-            reasons.append("its norms after sublayers have no gain to scale for a wider stream")
+            reasons.append("the norms after sublayers have no gain to scale for a wider stream")
         if constants.qk_norm is not None and constants.clip_qkv is not None:
-            reasons.append(
-                "its clip_qkv bounds queries and keys, which must be scaled for their norm"
-            )
+            reasons.append("clip_qkv bounds queries and keys, which must be scaled for their norm")
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
@@ -103,11 +101,11 @@ class WidenStream(Expansion):
         return grown, before.then(provenance)
 
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
-        """Return, by tensor, the factors that compensate for the division of norm outputs by s."""
+        """Return each tensor's factor. The factors compensate for norm outputs divided by s."""
         constants = weights.constants
         twice = constants.embed_scaled and _stays_tied(
             constants
-        )  # the unembedding W_E is scaled too
+        )  # W_E, the tied unembedding, is scaled too
         through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
         if constants.embed_scaled:
             through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
@@ -140,7 +138,7 @@ def _after_folded_norm(weights: Weights) -> bool:
 
 
 def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
-    """Return the factors by which activations change, by hook point."""
+    """Return, for each hook point, the factor by which its activation changes."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
     norms = [block_name(layer, norm) for layer in layers for norm in _BLOCK_NORMS]

@@ -23,11 +23,11 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class WidenValues(Expansion):
     """Grow the width v of values (Definition and Theorem 3.3).
 
-    The new rows of W_O are zero in every head. The new columns of W_V and b_V are free.
+    The new rows of W_O are zero in every head. The new columns of W_V and b_V can have any values.
 
-    All heads of a layer share one tensor, so every head gets new entries. If `heads` is given, new
-    entries are free in those heads only. For other heads, the new columns of W_V and b_V are zero
-    too, and stay zero during training: W_V gets no gradient while W_O is zero, and vice versa.
+    All heads of a layer share one tensor, so every head gets new entries. If `heads` is given, the
+    new columns of W_V and b_V are zero in other heads. They stay zero during training, because W_V
+    gets no gradient while W_O is zero, and vice versa.
 
     Attributes:
         n: how many coordinates to add to each head's value.

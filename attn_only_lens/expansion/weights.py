@@ -9,17 +9,16 @@ kv_head    a key and value head (fewer than query heads if queries are grouped)
 d_query    a coordinate of queries and keys (k in the growth paper)
 d_value    a coordinate of values (v in the growth paper). TransformerLens uses d_head for both
 
-`d_model` is one axis of the whole model. Every other axis in this list belongs to one layer.
+The whole model has one axis `d_model`. Every other axis in this list belongs to one layer.
 
-An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor w
-consists of the norm ‖w‖ and the sum s of its entries, weighted by pseudorandom numbers r:
+An `Identity` is a fingerprint that identifies a model, whatever its dtype, device or kind. For each
+tensor w, it has the norm ‖w‖, and a sum s weighted by pseudorandom numbers r (n is 2¹¹):
 
     s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
 
 A change Δ of the weights changes s by about ‖Δ‖ / 3, whichever entries change. So if s changed by
 no more than rounding errors of ‖w‖, the tensor is the same, perhaps with another dtype or computed
-on another machine. A training step changes s by more. (A hash of the bytes would depend on the
-dtype.)
+on another machine. A training step changes s by more.
 """
 
 import math
@@ -209,7 +208,7 @@ class Weights:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {axes}")
             for axis, size in zip(axes, tensor.shape, strict=True):
                 if sizes.setdefault(axis, size) != size:
-                    raise ValueError(f"{name} has {size} along {axis}; expected {sizes[axis]}")
+                    raise ValueError(f"{name} has size {size} along {axis}; expected {sizes[axis]}")
         return sizes
 
     def in_layers(self, of: str) -> list[int]:
@@ -241,7 +240,7 @@ class Identity:
     def differences(self, second: "Identity") -> list[str]:
         """Return the names of tensors that differ, and of nonzero tensors that only one model has.
 
-        A missing tensor equals zeros: transformer-lens 3.9's bridge adds a zero unembedding bias.
+        A missing tensor counts as zeros, because transformer-lens 3.9's bridge adds a zero bias.
         """
         tolerance = max(self.precision, second.precision)
         both = {**self.marks, **second.marks}
@@ -254,7 +253,7 @@ class Identity:
 
 
 def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
-    """Return the identity of a model with these tensors."""
+    """Return the numbers that identify a model with these tensors."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     return Identity(
         {name: _mark(tensor) for name, tensor in tensors.items()},

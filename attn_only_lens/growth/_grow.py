@@ -50,12 +50,11 @@ class Grown:
     model: Any
     provenance: Provenance
     notes: tuple[str, ...] = ()
-    # Original tensors that growth changed, with digests of their entries in the grown model. As
-    # long as these entries do not change, `shrink` returns the original tensor.
+    # Original values of tensors that growth changed; `shrink` returns them if the digests match.
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
-        """Return the model without new parts.
+        """Return the model without the parts that growth added.
 
         Right after growth, the result equals the original model exactly. After training, the result
         consists of the trained old entries, without the factors that growth applied. If growth
@@ -98,11 +97,12 @@ class Grown:
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
-        """Return an optimizer that continues the training of the original with the grown model.
+        """Return an optimizer that continues the training, with the grown model's parameters.
 
         The first step after growth changes old parameters exactly as the old optimizer would. If
-        d_model grew under LayerNorm, the steps differ (`growth/optimizer.py` says by how much).
-        Learning-rate schedulers must be created anew, with `last_epoch`.
+        d_model grew under LayerNorm, its steps differ from the old optimizer's
+        (`growth/optimizer.py` says by how much). Create learning-rate schedulers again, with
+        `last_epoch`.
 
         Args:
             optimizer: torch's `SGD`, `Adam` or `AdamW`; it is not changed.
@@ -277,7 +277,7 @@ def _checked_expansion(
 def _rounded(
     larger: Weights, source: Weights, provenance: Provenance
 ) -> tuple[Weights, float | None]:
-    """Return tensors rounded to the original dtypes, and the largest relative change (or None)."""
+    """Round tensors to the original dtypes; also return the largest relative error, or None."""
     tensors, errors = dict(larger.tensors), []
     for name, tensor in larger.tensors.items():
         tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
@@ -342,10 +342,10 @@ def read(model: Any) -> Weights:
 
 
 def identity(model: Any) -> Identity:
-    """Return the identity of a model, computed from its current weights.
+    """Return numbers that identify a model, computed from its current weights.
 
-    The identity does not depend on the device, the dtype or the kind of model: it stays the same if
-    the model is cast, converted, exposed, or saved and loaded. Training changes the identity.
+    They do not depend on the device, the dtype or the kind of model: they stay the same if the
+    model is cast, converted, exposed, or saved and loaded. Training changes them.
 
     Args:
         model: any model that `grow` or `compare` accepts.

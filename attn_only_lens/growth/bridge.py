@@ -66,10 +66,10 @@ class BridgeModel(Growable):
     """A TransformerBridge."""
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why growth cannot read this model."""
+        """Return every reason why this model cannot be grown."""
         model = self.model
         if exposed_heads(model):
-            return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
+            return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
         if any(parameter.is_meta for parameter in model.parameters()):
             return ["its weights are on the meta device and have no values; load them"]
         reasons = reasons_against_copying(model)
@@ -141,7 +141,7 @@ def _part(owner: Any, path: str) -> Any:
 
 
 def _transposed(pattern: str) -> str:
-    """Return the pattern for a matrix whose first axis is the input axis."""
+    """Adapt the pattern to a matrix whose first axis is the input axis."""
     left, right = pattern.split(" -> ")
     rows, columns = re.findall(r"\([^)]*\)|\w+", left)
     return f"{columns} {rows} -> {right}"

@@ -21,8 +21,8 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 class Parameter:
     """The layout of a parameter: the tensor of `Weights` that the parameter stores, and its shape.
 
-    The einops pattern converts the parameter to the tensor; `sizes` has the sizes of axes that the
-    pattern splits. The pattern is None if the parameter and the tensor have the same shape.
+    The einops pattern converts the parameter to the tensor; `sizes` gives the sizes of axes that
+    the pattern splits. The pattern is None if the parameter and the tensor have the same shape.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Parameter:
 
 
 class Growable(ABC):
-    """Base class of models that growth can read and write, with one subclass per kind of model."""
+    """Reads and writes the weights of a model; each kind of model has a subclass."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
@@ -58,11 +58,11 @@ class Growable(ABC):
 
     @abstractmethod
     def reasons_against(self) -> list[str]:
-        """Return every reason why growth cannot read this model."""
+        """Return every reason why this model cannot be grown."""
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return the model's weights, detached and not copied. `reasons_against` must be empty."""
+        """Return the model's weights, detached and not copied, if they can be read."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
@@ -98,7 +98,7 @@ class Growable(ABC):
             if axis.layer is not None and axis.label not in self.may_differ_by_layer:
                 sizes[axis.label].add(size)
         reasons = [
-            f"its layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), but the "
+            f"layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), but the "
             f"layers of a {type(self.model).__name__} cannot differ; grow all of them"
             f"{self._instead}"
             for label, values in sizes.items()
@@ -128,7 +128,7 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Test a grown model, and return every reason why it computes another function."""
+        """Test whether a grown model computes the same function; return every reason if not."""
         return []
 
 

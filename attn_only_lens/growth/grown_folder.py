@@ -3,7 +3,7 @@
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files
 
-The folder does not contain original values of changed tensors, which `Grown.shrink` needs.
+Original values of tensors that growth changed are not in the folder, only in the `Grown` object.
 """
 
 import os
@@ -67,9 +67,9 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     if not path.exists():
         raise CheckpointError(
             f"{path} is missing: this model has no provenance; expected a folder that "
-            "`grown.save_pretrained` or `attn-only-lens grow` wrote (if the model was trained "
+            "`grown.save_pretrained` or `attn-only-lens grow` wrote. If the model was trained "
             "after growth and saved elsewhere, pass the folder of the grown model to "
-            "`attn-only-lens compare … --provenance`)"
+            "`attn-only-lens compare … --provenance`"
         )
     fields = _DOCUMENT.read(path)["provenance"]
     if _n_indices(fields) > _LONGEST:

@@ -53,10 +53,10 @@ class HookedModel(Growable):
         return isinstance(model, HookedTransformer) and not converted
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why growth cannot read this model."""
+        """Return every reason why this model cannot be grown."""
         model = self.model
         if exposed_heads(model):
-            return ["its neurons are exposed as heads in place; first `exposed.undo()`"]
+            return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
         return reasons_against(model, needs_mlp=False) or configuration_reasons(model, _BLOCK_NORMS)
 
     def read(self) -> Weights:
@@ -82,7 +82,7 @@ class HookedModel(Growable):
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder that `source_folder` reads."""
         model = self.model
-        # The folder contains the tokenizer, so it need not be downloaded.
+        # The folder contains the tokenizer, which then need not be downloaded.
         config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         state = model.state_dict()

@@ -91,7 +91,7 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # tolerance relative to the largest logit; rotary angles are float32
+_DIFFERENCE = 1e-3  # tolerance relative to the largest logit, because rotary angles are float32
 _ROUNDED = 5e-2  # the tolerance if weights were rounded to half precision
 
 
@@ -123,15 +123,15 @@ class HuggingFaceBridge(BridgeModel):
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why growth cannot read this model."""
+        """Return every reason why this model cannot be grown."""
         quantised = weight_reasons(self.model.original_model)
         if reasons := quantised or super().reasons_against():
             return reasons
         config = self.config
         if getattr(config, "scale_attn_weights", True) is False:
-            reasons.append("its config.scale_attn_weights is False, which its bridge ignores")
+            reasons.append("config.scale_attn_weights is False, which the bridge ignores")
         if getattr(config, "add_cross_attention", False):
-            reasons.append("it has cross-attention to an encoder, whose width would have to grow")
+            reasons.append("the model attends to an encoder, whose width would have to grow")
         reasons += differing_modules(self.model.original_model, self._usual)
         if reasons:
             return reasons
@@ -140,7 +140,7 @@ class HuggingFaceBridge(BridgeModel):
         known = set(map(id, [*named.values(), *self.named_parameters().values()]))
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
-            reasons.append(f"its family has no parameters named {', '.join(unknown[:5])}")
+            reasons.append(f"models of this family have no parameters {', '.join(unknown[:5])}")
         fresh = dict(self._usual.named_buffers())
         if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
@@ -192,7 +192,7 @@ class HuggingFaceBridge(BridgeModel):
             )
         if kinds and sizes[Axis("d_query", 0)] != self.model.cfg.d_head:
             reasons.append(
-                f"its rotary positions have type {', '.join(map(repr, sorted(kinds)))}, whose "
+                f"the rotary positions have type {', '.join(map(repr, sorted(kinds)))}, whose "
                 "angles depend on d_head in a way that a new θ cannot correct"
             )
         return reasons
@@ -234,7 +234,7 @@ class HuggingFaceBridge(BridgeModel):
         trained = [name for name in self._beside() if self.tensors()[name].any()]
         if trained:
             return [
-                f"its {', '.join(trained)} is not zero, but transformers' "
+                f"{', '.join(trained)} is not zero, but transformers' "
                 f"{type(self.model.original_model).__name__} has no such parameter "
                 "(transformer-lens 3.9 adds it); set it to zero, and do not train it"
             ]
@@ -245,7 +245,7 @@ class HuggingFaceBridge(BridgeModel):
             return [f"{type(config).__name__} refuses its sizes ({message}); {_INSTEAD}"]
         if getattr(config, BY_LAYER, None):
             return [
-                f"its layers differ in d_mlp, but {type(config).__name__} has one d_mlp for all "
+                f"layers differ in d_mlp, but {type(config).__name__} has one d_mlp for all "
                 f"layers; grow all of them, or {_SAVE}"
             ]
         if has_head_dim(config) or cfg.n_heads * cfg.d_head == cfg.d_model:
@@ -280,14 +280,14 @@ class HuggingFaceBridge(BridgeModel):
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return a reason if a grown bridge computes different logits for a few tokens."""
+        """Return a reason if the logits of a grown bridge differ from the original's."""
         difference = _difference(self._few_logits(self.model), self._few_logits(grown))
         is_half = next(grown.parameters()).dtype not in (torch.float32, torch.float64)
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
             return []
         return [
-            f"the logits would differ by {difference:.2g} of the largest logit: the configuration "
-            "has a setting that growth does not know"
+            f"the grown model's logits would differ by {difference:.2g} of the largest logit: the "
+            "configuration has a setting that `grow` does not support"
         ]
 
     @torch.no_grad()
@@ -394,7 +394,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """The tails of the tensors that transformers' parameters store, by `_rule`."""
+        """For each `_rule`, the tails of the tensors that transformers stores in the parameter."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
         for name, layout in layouts.items():  # if the weights are tied, the embedding comes first
@@ -456,7 +456,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return a device map with as few entries as possible. Empty modules are put on `first`."""
+    """Return a device map with as few entries as possible; empty modules are on `first`."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}

@@ -1,7 +1,7 @@
 """Growth of a TransformerBridge around TransformerLens' own model (`boot_native`).
 
-In any dtype, such a bridge computes all norms in float32, except LayerNorm with gains. So growth
-with these norms is exact only to float32 precision.
+Whatever its dtype, such a bridge computes all norms in float32, except LayerNorm with gains. So
+growth of models with these norms is exact only to float32 precision.
 """
 
 import copy
@@ -35,7 +35,7 @@ class NativeBridge(BridgeModel):
         return isinstance(model, TransformerBridge) and architecture == "TransformerLensNative"
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why growth cannot read this model."""
+        """Return every reason why this model cannot be grown."""
         if reasons := super().reasons_against():
             return reasons
         model = self.model

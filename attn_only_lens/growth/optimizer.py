@@ -16,9 +16,9 @@ units were split (`expansion.init.splits`), the moments of these units are split
 The transfer is exact, with three exceptions. If gains are stored as gain - 1 (Gemma), weight decay
 moves the stored value towards 0, not -1. If growth unties embeddings, both matrices start with the
 moments of the tied matrix. If d_model grows under LayerNorm, the gradients of old weights that
-write to the stream change by a constant that all old coordinates share, and SGD's step changes by a
-constant too. In tests, Adam's step changed by up to 0.1 lr, or 0.4 lr with weight decay on
-uncentred weights.
+write to the stream change by a constant that is the same for all old coordinates, and so does SGD's
+step. In tests, Adam's step changed by up to 0.1 lr, or 0.4 lr with weight decay on uncentred
+weights.
 """
 
 from collections import defaultdict
@@ -65,8 +65,7 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names, because growth may untie it into two parameters. Unused
-        # parameters of a bridge have no name, because they have no gradient.
+        # A tied embedding has two names, and may become two parameters. Unused ones have none.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
@@ -108,12 +107,12 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
     if stray:
         shapes = ", ".join(str(tuple(p.shape)) for p in stray[:5])
         reasons.append(
-            f"{len(stray)} of its parameters (with shapes {shapes} …) do not belong to the model; "
+            f"{len(stray)} of the parameters (with shapes {shapes} …) do not belong to the model; "
             "pass the model before growth, and the optimizer that trains it"
         )
     odd = {key for state in optimizer.state.values() for key in state} - {*_MOMENTS, "step"}
     if odd:
-        reasons.append(f"its state has {sorted(odd)}; expected {[*_MOMENTS, 'step']}")
+        reasons.append(f"the optimizer's state has {sorted(odd)}; expected {[*_MOMENTS, 'step']}")
     return reasons
 
 

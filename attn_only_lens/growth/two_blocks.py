@@ -53,18 +53,18 @@ class ConvertedModel(Growable):
         return isinstance(model, AttentionOnlyTransformer)
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why growth cannot read this model."""
+        """Return every reason why this model cannot be grown."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
-            return [f"it is a {type(model).__qualname__}, a subclass whose function is unknown"]
+            return [f"the model is a {type(model).__qualname__}, an unknown subclass"]
         reasons = [*module_reasons(model), *configuration_reasons(model, ("ln1", "ln1_post"))]
         sizes = model.cfg.layer_sizes
         if len({size.n_key_value_heads is None for size in sizes}) > 1:
-            reasons.append("only some of its layers have grouped keys and values")
+            reasons.append("only some layers have grouped keys and values")
         scales = {size.attn_scale for size in sizes}
         if model.cfg.use_attn_scale and not self._has_default_scales() and len(scales) > 1:
             reasons.append(
-                f"its layers divide scores by {sorted(scales)}; expected each layer's √d_head, or "
+                f"layers divide scores by {sorted(scales)}; expected each layer's √d_head, or "
                 "one value for all layers"
             )
         return reasons
@@ -104,7 +104,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the original layer from which everything except the weights is copied.
+        # For each layer, the old layer from which everything except the weights is copied.
         layers = [
             layer
             for layer_index in range(constants.n_layers)
@@ -155,7 +155,7 @@ def _converted_name(name: str, *, grouped: bool) -> str:
 
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
-    """Return the sizes of every layer; `attn_scale` is set if scores are not divided by √d_head."""
+    """Return the sizes of every layer, with `attn_scale` unless scores are divided by √d_head."""
     constants, sizes, layers = weights.constants, weights.sizes, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (

@@ -1,8 +1,8 @@
 """Compute top examples and statistics of neurons and heads in one pass over a corpus.
 
-The activations of only one layer and batch are in memory at a time. The results take, per neuron
-and end, k (4 + window) integers and k (1 + 2 window) floats for examples; per neuron, 1,024 + 3 ·
-128 + 4 integers for histograms; per attention head, two floats for each token of the vocabulary.
+Only one layer's activations for one batch are in memory at a time. For each neuron and end,
+examples take k (4 + window) integers and k (1 + 2 window) floats. For each neuron, histograms take
+1,024 + 3 · 128 + 4 integers. Each attention head takes two floats for each token of the vocabulary.
 Attributions need a backward pass, which keeps the activations of all layers.
 """
 
@@ -49,7 +49,7 @@ def top_examples(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> pd.DataFrame:
-    """Return the tokens of a corpus where neurons are largest, and where they are smallest.
+    """Return the tokens of a corpus where neurons have their largest and smallest values.
 
     The corpus is read once, text by text. The BOS token of a text is never an example, because a
     neuron has the same value at BOS in every text.
@@ -206,8 +206,7 @@ def corpus_statistics(
     """Return the statistics of neurons and of attention heads from one pass.
 
     Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
-    means all neurons and heads. `by` is the ranking of neurons; heads are ranked by attribution or
-    norm.
+    means all neurons and heads. `by` ranks neurons; heads are ranked by attribution or norm.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained

@@ -2,14 +2,14 @@
 
 The results are exact, and do not depend on how a corpus is split into batches.
 
-Largest entries. Among equal entries, the earliest are kept. `topk` may return any of the equal
-entries, so those at the threshold are selected again in corpus order. Most batches have no new
-largest entry for most neurons; a comparison with the smallest kept entry skips these neurons.
+Largest entries. Among equal entries, the earliest are kept. `topk` may return any of several equal
+entries, so entries that equal the k-th largest are selected again, in corpus order. In most
+batches, few neurons have an entry to add; the others are skipped.
 
 Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
-side of 0, |x| is counted in BINS bins (i, i + 1] · 2^e / BINS; 0 is in the first bin. When the
-range doubles, pairs of bins are merged. The result is the same as with a larger range from the
-start.
+side of 0, |x| is counted in BINS bins. Bin i is (i, i + 1] · 2^e / BINS, and 0 is in bin 0. When
+the range doubles, pairs of bins are merged. The result is the same as if the larger range had been
+used from the start.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def no_examples(
 def rows_with_new(
     state: State, end: str, score: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "row"]:
-    """Return the neurons of which a batch has an entry to add, given the scores in the batch."""
+    """Return the neurons for which these scores include an entry to add."""
     largest = score.amin(1).neg() if end == "smallest" else score.amax(1)
     return (largest > _least(state, end)[:, -1]).nonzero()[:, 0]
 
@@ -73,7 +73,7 @@ def add_examples(
     batch: Batch,
     before: int,
 ) -> None:
-    """Add the entries of a batch to the largest of each neuron.
+    """Update each neuron's largest entries with the entries of a batch.
 
     Args:
         state: the largest entries so far.
@@ -106,13 +106,13 @@ def add_examples(
 def quadrants(
     q: Float[Tensor, "neuron token"], value: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "neuron token"]:
-    """Return the quadrant of each token, by q = x W_gate and the value of a head, q · x W_in."""
+    """Return each token's quadrant, from q = x W_gate and the value of a head, q · x W_in."""
     negative = q < 0
     return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
 
 
 def _first_of_largest(x: Float[Tensor, "row token"], k: int) -> Int[Tensor, "row k"]:
-    """Return the sorted indices of each row's k largest entries; among equals, the first."""
+    """Return the sorted indices of each row's k largest entries; of equal entries, the first."""
     k = min(k, x.shape[1])
     largest = x.topk(min(k + 1, x.shape[1]), dim=1)
     indices = largest.indices[:, :k].sort(dim=1).values
@@ -204,7 +204,7 @@ def add_counts(
             state["joint"].copy_(wide.flatten(3).flatten(1, 2))
         held.copy_(now)
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
-        # In place, and in few bits, because this takes much of the time of a pass over a corpus.
+        # In place and in few bits, because this step takes much of the time of a pass.
         bins[name] = size.mul_(scale).ceil_().sub_(1).clamp_(min=0, max=BINS - 1).to(torch.uint8)
         bins[name].add_(x >= 0, alpha=BINS)  # 0 is on the positive side
         add_histogram(counts, bins[name].int())
@@ -216,7 +216,7 @@ def add_counts(
 def _halved(
     counts: Int[Tensor, "neuron *any bin"], times: Int[Tensor, "neuron"]
 ) -> Int[Tensor, "neuron *any bin"]:
-    """Return the counts of histograms whose bins are 2^times as wide."""
+    """Return the counts for bins that are 2^times as wide."""
     bins = torch.arange(counts.shape[-1], device=counts.device)
     into = bins >> times.clamp(max=30)[:, None]
     into = into.view(len(into), *[1] * (counts.ndim - 2), -1).expand_as(counts)

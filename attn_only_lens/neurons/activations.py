@@ -63,7 +63,7 @@ def run_by_gradient(
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
-    # Treat the batch as part of a longer list: all its texts may have one token and thus no loss.
+    # Treat the batch as part of a longer list, because a batch of one-token texts has no loss.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     keep = [x.__setitem__ for x in seen]
@@ -89,7 +89,7 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return whether q = x W_gate is collected: in gated MLPs with one head per neuron."""
+    """Return True for gated MLPs with one head per neuron, where q = x W_gate is collected."""
     host = host_of(model)
     return (
         site.kind == "neuron"
@@ -99,7 +99,7 @@ def shows_q(model: Any, site: LayerSites) -> bool:
 
 
 def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_head"]:
-    """Return R with ‖z W_O‖ = ‖R z‖ for each head, the triangular factor of W_Oᵀ = QR."""
+    """Return, for each head, the triangular R of W_Oᵀ = QR, for which ‖z W_O‖ = ‖R z‖."""
     W_O = float32_if_half(host_of(model).attention(site.layer).W_O.detach())
     return torch.linalg.qr(W_O[site.index.to(W_O.device)].transpose(1, 2), mode="r").R
 

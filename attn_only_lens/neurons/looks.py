@@ -1,4 +1,4 @@
-"""Accumulate over batches how much attention heads pay to BOS, each offset and each token.
+"""Accumulate the attention that heads pay to BOS, to each offset and to each token.
 
 The attention of a token has three parts: attention to BOS, to the token itself and to other tokens.
 Sums have the dtype of the model, or float32 for models in half precision.
@@ -32,7 +32,7 @@ def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batc
     counted[batch.counted] = 1
     counted = counted.view(n_batch, n_pos)
     queries = pattern * counted[..., None]
-    # A first token that is not counted is BOS.
+    # If the first token is not counted, it is BOS.
     state["bos"] += (queries[..., 0] * (1 - counted[:, :1])).sum((1, 2))
     queries *= counted[:, None]
     positions = torch.arange(n_pos, device=pattern.device)

@@ -38,7 +38,7 @@ class _Fields(TypedDict):
 
 @dataclass(frozen=True)
 class Example:
-    """A window of text around a token where a neuron is large (or small).
+    """A window of text around a token where a neuron has a large or a small value.
 
     Attributes:
         tokens: the texts of the window's tokens.
@@ -200,7 +200,7 @@ class _Statistics:
     def _row(self, name: str) -> int:
         if name not in self._rows:
             raise InputError(
-                [f"got {name!r}; expected one of their {len(self.names)} names"], _NOT_THERE
+                [f"got {name!r}; expected one of the {len(self.names)} names"], _NOT_THERE
             )
         return self._rows[name]
 
@@ -261,7 +261,7 @@ class NeuronStatistics(_Statistics):
         ]
 
     def quadrant_examples(self) -> pd.DataFrame:
-        """Return the tokens with the largest |z| for each pair of signs; `end` is the pair.
+        """Return the tokens with the largest |z| for each pair of signs; `end` has the pair.
 
         The other columns are the same as in `frame`; the errors are the same as for `quadrants`.
         """
@@ -360,7 +360,7 @@ class CorpusStatistics(NamedTuple):
 
     @property
     def about(self) -> NeuronStatistics | HeadStatistics:
-        """The neurons' or the heads' statistics, which describe the same model and corpus."""
+        """The statistics of neurons or of heads, which have the same model and corpus."""
         part = self.neurons or self.heads
         assert part is not None
         return part
@@ -373,7 +373,7 @@ class CorpusStatistics(NamedTuple):
         """
         known = set(self.names)
         missing = [name for name in names if name not in known]
-        expected = f"expected one of their {len(known)} names"
+        expected = f"expected one of the {len(known)} names"
         InputError.raise_if([f"got {name!r}; {expected}" for name in missing[:1]], _NOT_THERE)
         wanted = set(names)
         parts = [part and part.of([n for n in part.names if n in wanted]) for part in self]

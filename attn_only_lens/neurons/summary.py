@@ -41,7 +41,7 @@ from attn_only_lens.storage.chunks import ChunkStore
 _PROBLEM = "this corpus cannot be used"
 _SECONDS = 30.0
 _KEY = "so-far"
-_IN_CACHE = 2**17  # activations of a chunk of neurons, which the processor's cache should hold
+_IN_CACHE = 2**17  # number of activations that fit into the CPU cache
 ENDS_OF_OPTION = {"both": ENDS, "largest": ENDS[:1], "smallest": ENDS[1:]}
 _NUMBERS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("score",), "attention": ("score", "bos")}
 _WINDOWS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("z", "gate"), "attention": ("pattern",)}
@@ -104,7 +104,7 @@ class Summary:
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield the states of all layers that share a prefix of their tensor names."""
+        """Yield each prefix of tensor names, with the states of all layers for this prefix."""
         for kind in HEAD_KINDS:
             numbers = [i for i, site in enumerate(self.sites) if site.kind == kind]
             for end in self.examples[numbers[0]] if numbers else ():
@@ -229,7 +229,7 @@ class Summary:
                     first += n
 
     def result(self, metric: str) -> CorpusStatistics:
-        """Return the statistics, with a text for each token."""
+        """Return the statistics, with the text of each token that occurs in them."""
         tensors, by = self.tensors(), self.options.by
         neurons = heads = None
         if self.names("neuron"):
@@ -264,12 +264,12 @@ def _rows(state: State, rows: slice) -> State:
 
 
 def _counted(x: Float[Tensor, "neuron place"], batch: Batch) -> Float[Tensor, "neuron token"]:
-    """Return the values at the tokens that are counted."""
+    """Return the values at all tokens except BOS and padding."""
     return x[:, batch.counted] if len(batch.counted) < x.shape[1] else x
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on another device, because layers may be on several devices."""
+    """Copy a batch to a layer's device, because layers may be on several devices."""
     if batch.tokens.device == device:
         return batch
     return Batch(*(None if x is None else x.to(device) for x in vars(batch).values()))  # type: ignore[arg-type]

@@ -73,9 +73,9 @@ def activation_patch(
 ) -> Sweep:
     """Patch each site in turn, and compute the metric after each patch.
 
-    Results are exact: each value equals the metric of a whole forward pass with the patch, up to
+    Results are exact: each value equals the metric of a full forward pass with the patch, up to
     rounding errors. Only activations that a patch can change are computed (see `engine/replay`),
-    for many sites at once. A patch that cannot affect the metric gives the unpatched value.
+    for many sites at once. If a patch cannot affect the metric, its value is the unpatched value.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -196,7 +196,7 @@ class SweepPlan:
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def chunks(self, *, by_cost: bool) -> list[Chunk]:
-        """Split the sweep by prompts and, with `by_cost` (for stored results), also by sites."""
+        """Split the sweep into chunks of prompts and, with `by_cost`, also of sites."""
         if by_cost:
             at_once = self.prompts_at_once
             return split_sweep(self.model, self.pair, self.groups, at_once, self.direction)
@@ -217,7 +217,7 @@ class SweepPlan:
         return PromptChunks(self.model, self.pair, self.metric, self.direction, record, ablated)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that affect values, so that only the same sweep can be resumed."""
+        """Return all settings that affect values. A sweep with other settings is not resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.groups),
             "reference": None if self.reference is None else self.reference.tolist(),
@@ -282,7 +282,7 @@ class SitePatches:
         self._tested: set[tuple[bool, int]] = set()
 
     def compute(self, chunk: Chunk) -> Arrays:
-        """Return the statistics to store: the metric after each patch in a chunk."""
+        """Run the patches of a chunk, and return the statistics to store."""
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)
@@ -290,7 +290,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Return a patch runner for some prompts. First test the edits that the runner uses."""
+        """Make a patch runner for some prompts, test its edits, and return the runner."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)

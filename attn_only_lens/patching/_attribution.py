@@ -100,7 +100,7 @@ from attn_only_lens.tolerances import disagreement
 
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
-_TRACED = ("gradient", "exact_gate")  # methods that need gradients in the recorded target run
+_TRACED = ("gradient", "exact_gate")  # these methods record the target run with an autograd graph
 _STEPS = 5  # the number of steps in the EAP-IG experiments
 
 
@@ -259,7 +259,7 @@ def attribution(
 def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
-    """Return the statistics of a chunk's estimates that are stored."""
+    """Estimate the effects in a chunk, and return the statistics to store."""
     some_prompts = prompts.of(chunk.prompts)
     repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]
@@ -340,7 +340,8 @@ class _Estimator:
     def estimate(self, prompts: PromptChunk) -> tuple[Repairs, Tensor | None]:
         """Estimate the effects of all sites, and replace some estimates by exact values.
 
-        If the attribution is split, also return each row's effect on the metric through patterns.
+        If the attribution is split, also return the part of each row's effect that goes through
+        patterns.
         """
         model, part = self._plan.model, self._plan.part
         target, source = prompts.target, prompts.source
@@ -394,7 +395,7 @@ class _Estimator:
         return result
 
     def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
-        """Return each row's effect on the metric through attention patterns and gates."""
+        """Return the part of each row's effect that goes through attention patterns and gates."""
         model, sign = self._plan.model, 1 if self._plan.direction == "denoise" else -1
         moves = []
         for group in groups:
@@ -472,7 +473,7 @@ def _replace_stream(stream: Residual, _: Residual) -> Residual:
 
 @torch.no_grad()
 def _require_whole(model: Any, target: Recording, source: Recording) -> None:
-    """Refuse models that use the input tokens again after the embedding."""
+    """Raise an error if the model uses the input tokens again after the embedding."""
     with edit_input(model, lambda _: source.streams[0]):
         logits = run(model, target.tokens, target.mask)
     tolerance = logit_tolerance(host_of(model).neurons, logits.dtype)

@@ -1,14 +1,14 @@
 """Split a patch's effect into pattern, value and interaction.
 
 The output of a neuron-head is z = w v, where w is the pattern and v the value. So the difference
-between two runs (the second run has a prime) is
+between two runs, where a prime marks the second run, is
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. In an ordinary MLP, only the left side of the equation can be observed. The metric is not a
-linear function of the three parts. So the interaction in the metric is the effect of patching z
-minus the effects of patching only the pattern and only the value.
+exactly. In an ordinary MLP, only the left side of this equation can be observed. The metric is not
+a linear function of the three parts. So the interaction in the metric is defined as the effect of
+patching z minus the effects of patching only the pattern and only the value.
 """
 
 from collections.abc import Callable, Sequence

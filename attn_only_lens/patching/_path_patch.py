@@ -11,18 +11,18 @@ A path has a sender s and a receiver r. Patches copy from the source run to the 
 Behavior with Path Patching".) The pair (s, r) stands for all paths whose first edge is s → r. If r
 is "logits", the pair stands for the direct path only. The scale of the norm before r is either
 "held" at its value in the target run, so that changes from several senders add up, or computed
-"anew" from x + δ. (`get_act_patch_direct_path` in TransformerLens uses "held" in version 3.9 and
-"anew" in version 4.) A norm after s is part of s. Norms of queries and keys are part of r, and are
-always computed anew.
+"anew" from the changed stream. (`get_act_patch_direct_path` in TransformerLens uses "held" in
+version 3.9 and "anew" in version 4.) A norm after s is part of s. Norms of queries and keys are
+part of r, and are always computed anew.
 
-For each prompt, a pair costs the run after r (2 S Σ_{later blocks} parameters flops) and the
-computation of Δz_r. Here T is the number of positions of δ, and S is the number of positions from
-the first of these to the end. For a neuron, Δz_r costs 2 d_model T flops (4 d_model T if the MLP is
-gated). For an attention head, Δz_r costs a pass through the attention of one layer, once per
-sender. For logits, the pair costs an unembedding.
+For each prompt, a pair costs the computation of Δz_r and the forward pass after r. This pass costs
+2 S Σ_{later blocks} parameters flops, where S is the number of positions from the first changed
+position to the end. For a neuron, Δz_r costs 2 d_model T flops, where T is the number of positions
+of δ (4 d_model T if the MLP is gated). For an attention head, Δz_r costs a pass through the
+attention of one layer, once per sender. A pair with the logits costs only an unembedding.
 
-Paths run in blocks. A block consists of senders from one layer and kind, at one set of positions,
-and receivers from one layer and kind. Tensors of a block have at most about `_NUMBERS` entries.
+Paths are computed in path blocks. A path block has senders from one layer and kind, at one set of
+positions, and receivers from one layer and kind. Its tensors have at most about `_NUMBERS` entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +82,7 @@ _PROBLEM = "these paths cannot be patched"
 _LOGITS = "logits"
 _AT_ONCE = 256  # paths in a chunk of exact values
 _ESTIMATES_AT_ONCE = 2**24  # paths in a chunk of estimates: about ten seconds of work
-_NUMBERS = 2**21  # entries of a block's largest tensor
+_NUMBERS = 2**21  # entries of the largest tensor of a path block
 
 
 @warned_once()
@@ -227,7 +227,7 @@ class _PathPlan:
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that affect values, so that only the same job can be resumed."""
+        """Return all settings that affect values. A job with other settings is not resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.senders),
             "senders": [[*site_rows([group])["name"]] for group in self.senders],
@@ -282,7 +282,7 @@ class _PathPatches:
         return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
-        """Return all paths, and the rows of each chunk. Blocks are not split between chunks."""
+        """Return all paths, and the rows of each chunk. No path block is split."""
         work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
         ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
@@ -290,7 +290,7 @@ class _PathPatches:
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
         """Return the paths with the largest |mean estimate|, and the rows of each chunk."""
-        # Rows of these chunks are blocks. The chunks' keys have no prompts, unlike other keys.
+        # Each row of these chunks is a path block. The chunks' keys contain no prompts.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
@@ -298,7 +298,7 @@ class _PathPatches:
         return work, [range(*bounds) for bounds in pairwise(ends)]
 
     def estimate(self, chunk: Chunk, top: int) -> Arrays:
-        """Return the paths of some blocks with the largest |mean estimate|."""
+        """Estimate the paths of some path blocks, and return those with the largest |mean|."""
         blocks = {number: self.blocks[number] for number in chunk.rows}
         total: dict[int, Any] = dict.fromkeys(blocks, 0.0)
         for some_prompts in self._plan.prompts:
@@ -316,7 +316,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Return the statistics to store: the metric after each patch in a chunk."""
+        """Run the patches of a chunk, and return the statistics to store."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [
@@ -343,7 +343,7 @@ class _PathPatches:
         return Paths(frame=frame, scale=plan.scale, n_paths=self.n_paths, **settings)
 
     def _runner(self, prompts: PromptChunk) -> "_PathRunner":
-        """Return a path runner for some prompts. First test the edits of receivers."""
+        """Make a path runner for some prompts. Also test the edits of receivers."""
         if prompts.runner is None:
             plan, runs = self._plan, self._runs
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
@@ -399,7 +399,7 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
 
 
 def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
-    """Return ranges of blocks. Each range except the last has at least `n_paths` paths."""
+    """Return ranges of path blocks, each with `n_paths` or more paths (except the last)."""
     ends, n = [0], 0
     for number, block in enumerate(blocks):
         n += block.n_paths
@@ -417,7 +417,7 @@ def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
 
 
 def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield, for each block, its number and the senders and receivers of its paths."""
+    """Yield, for each path block, its number and the senders and receivers of its paths."""
     for number, rows in work.groupby("block"):
         i, j = (torch.from_numpy(rows[name].to_numpy(np.int64, copy=True)) for name in "ij")
         yield int(number), i, j  # type: ignore[arg-type]
@@ -442,7 +442,7 @@ class _PathBlock:
         return self.shape[0] * self.shape[1]
 
     def paths(self, number: int) -> pd.DataFrame:
-        """Return a frame with one row per path: the block's number, sender i and receiver j."""
+        """Return a frame with one row per path: its path block, sender i and receiver j."""
         i, j = (index.ravel() for index in np.indices(self.shape))
         return pd.DataFrame({"block": number, "i": i, "j": j})
 
@@ -471,9 +471,9 @@ def _path_blocks(
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
 ) -> Iterator[_PathBlock]:
-    """Yield blocks with all pairs in which the receiver comes after the sender.
+    """Yield path blocks with all pairs whose receiver comes after the sender.
 
-    The order and the sizes of blocks depend only on the prompts, the heads and `prompts_at_once`.
+    Their order and sizes depend only on the prompts, the heads and `prompts_at_once`.
     """
     for group in senders:
         for place, position in enumerate(group.positions):
@@ -495,7 +495,7 @@ def _in_order(run: Decomposition, sending: LayerSites, receiving: LayerSites | N
 
 
 def _split(run: Decomposition, whole: _PathBlock, prompts_at_once: int) -> Iterator[_PathBlock]:
-    """Split a block into blocks whose tensors fit in memory."""
+    """Split a path block into smaller ones whose tensors fit in memory."""
     chosen, receivers = whole.positions.chosen, whole.receivers
     batch, n_pos = prompts_at_once, chosen.shape[1]
     some = chosen.any(dim=0)
@@ -558,7 +558,7 @@ class _PathRunner:
         For paths that cannot affect the metric, the result is the baseline, without a forward pass.
         """
         values = self.baseline.repeat(len(i), 1)
-        if not block.positions.chosen.any():  # these prompts lack the positions
+        if not block.positions.chosen.any():  # no prompt in this chunk has these positions
             self.batching.on_done(len(i))
             return values
         senders, i = i.unique(return_inverse=True)
@@ -621,7 +621,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return each receiver's change in z by sender × prompt, and the changed positions."""
+        """Return the changes of each receiver's z, by sender and prompt, and their positions."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)

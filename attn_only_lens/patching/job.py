@@ -3,7 +3,8 @@
 All long computations are jobs. The work is split into chunks, and a function computes named arrays
 for each chunk. The arrays can be stored in a folder, so that an interrupted job can be resumed.
 Processes started by `accelerate launch` share the chunks: with n processes, process i mod n
-computes chunk i. A patching method only has to define chunks and how to compute one:
+computes chunk i. A patching method only has to define chunks, and a function that computes one
+chunk:
 
     job = Job(resume, settings, progress)
     for chunk, arrays in job.run(chunks, compute, unit="site"):
@@ -27,7 +28,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for a missing chunk, and in total
+_POLL, _PATIENCE = 0.2, 3600.0  # seconds between two checks for a missing chunk, and until an error
 # Environment variables of torchrun, accelerate and MPI: number of processes, and process rank.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -42,7 +43,7 @@ class Chunk(Protocol):
 
     @property
     def size(self) -> int:
-        """The number of progress-bar units that the chunk counts for."""
+        """How many units of the progress bar the chunk counts for."""
 
 
 _Chunk = TypeVar("_Chunk", bound=Chunk)
@@ -114,7 +115,7 @@ class Job:
         return arrays
 
     def _collected(self, chunk: Chunk) -> Arrays:
-        """Return a chunk's stored arrays, and wait if another process is still computing them."""
+        """Return a chunk's stored arrays; if another process computes them, wait for them."""
         assert self._store is not None
         start = time.monotonic()
         while (arrays := self._store.get(chunk.key)) is None:
@@ -138,7 +139,7 @@ def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
 
 
 def require_folder(folder: str | Path | None) -> None:
-    """Refuse several processes without a shared folder for their results."""
+    """Raise an error if several processes have no shared folder for their results."""
     if folder is None and n_launched() > 1:
         raise InputError(
             [

@@ -1,8 +1,8 @@
 """Collect values over chunks of prompts: means with standard errors, or values per prompt.
 
 Let v_b be the metric of prompt b after a patch, u_b the metric before the patch, and w_b the
-prompt's weight in the mean (Σ w_b = 1; w_b is 1/n except for a loss). The metric's range, span =
-clean - corrupted (of the means), is treated as a constant. Then
+prompt's weight in the mean (Σ w_b = 1; w_b is 1/n except for a loss). The difference between the
+mean metrics, span = clean - corrupted, is treated as a constant. Then
 
     value                  Σ w_b v_b
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
@@ -34,7 +34,7 @@ SPREAD = ("value_standard_error", "score_standard_error")
 
 @dataclass(eq=False)
 class OverPrompts:
-    """The metric of both runs and after each patch, accumulated over chunks of prompts.
+    """The metric in both runs and after each patch, collected over chunks of prompts.
 
     Attributes:
         name: the name of the metric.
@@ -75,7 +75,7 @@ class OverPrompts:
         values: Float[Tensor, "row prompt"],
         shares: tuple[float, ...],
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return statistics of the clean run, the corrupted run and each row for a chunk."""
+        """Return a chunk's statistics for the clean run, the corrupted run and each row."""
         scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
             return scores
@@ -85,7 +85,7 @@ class OverPrompts:
         return torch.cat([_moments(scores, shares), _moments(scores - unpatched, shares)], dim=1)
 
     def add(self, chunk: Chunk, by_row: Float[Tensor, "end_or_row number"]) -> None:
-        """Add a chunk's result from `reduced`. Chunks must be added in order."""
+        """Add the result of `reduced` for a chunk. Chunks must be added in order."""
         rows = slice(2 + chunk.rows.start, 2 + chunk.rows.stop)
         for there, new in ((slice(2), by_row[:2]), (rows, by_row[2:])):
             if self.per_prompt:
@@ -157,7 +157,7 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return the weighted mean over prompts, with the same rounding for any number of rows."""
+    """Return the weighted mean over prompts, with rounding that does not depend on other rows."""
     if len(shares) == 1:
         return values[:, 0]
     # Sum as in `BoundMetric.mean`, so that patches without effect give exactly the unpatched value.
@@ -168,7 +168,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value, given the change in the mean that the prompt contributes."""
+    """Return each prompt's value, given how much the prompt changes the mean."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # the metric has one value for all prompts, or there is only one prompt
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

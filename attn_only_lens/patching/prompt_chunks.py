@@ -62,7 +62,7 @@ class PromptChunk:
     def reduced(
         self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return the statistics of these prompts' values that are stored."""
+        """Reduce these prompts' values to the statistics that are stored."""
         runs = self.runs
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 
@@ -86,7 +86,7 @@ class PromptChunks:
         self._first = int(differ.int().argmax())
 
     def of(self, prompts: range) -> PromptChunk:
-        """Return the runs for a chunk of prompts, which are recorded unless they are in memory."""
+        """Return the runs for a chunk of prompts, and record them unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
             # Keep padding in bidirectional HookedTransformers, because they attend to padding.
@@ -121,7 +121,7 @@ class PromptChunks:
 class AblatedRuns:
     """The source runs of an ablation: for each chunk of prompts, the clean run with z ablated.
 
-    For "mean", another pass computes means. For "resample", prompts that supply z are run too.
+    For "mean", one more pass computes the means. For "resample", the prompts that supply z are run.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class AblatedRuns:
         return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
 
     def _mean(self) -> Recording:
-        """Return the mean of z over all real tokens, in the form of a recorded one-token run."""
+        """Return the mean of z over all real tokens, as if it were recorded from one token."""
         tokens, mask, real = self._pair.clean, self._pair.mask, self._pair.real
         if self._reference is not None:
             tokens, mask, real = self._reference, None, torch.ones_like(self._reference).bool()
@@ -224,7 +224,7 @@ def prompts_per_chunk(
 
 
 def _numbers_that_fit(model: Any) -> int:
-    """Return how many numbers may be recorded. All processes on a machine get the same result."""
+    """Return how many numbers fit into memory. All processes on a machine get the same result."""
     parameter = next(model.parameters())
     if parameter.device.type == "cuda":
         memory = torch.cuda.mem_get_info(parameter.device)[1]
@@ -243,7 +243,7 @@ def _numbers_per_prompt(
 ) -> int:
     """Estimate how many numbers one prompt needs in memory at once.
 
-    On SmolLM2, the estimate is within a quarter of torch's allocation, with and without gradients.
+    On SmolLM2, the estimate differs by at most a quarter from what torch allocates.
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model

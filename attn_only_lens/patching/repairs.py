@@ -23,8 +23,8 @@ the change), summed over tokens. The lengths a_t are
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the estimated scores. The next patch should be the one that increases the correlation of e
-with exact scores most per flop. So we patch the site with the largest
+Let e be the estimated scores. The next patch should be the one that most increases, per flop, the
+correlation of e with exact scores. So we patch the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
@@ -34,13 +34,13 @@ kind. The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-The factor 4 is a safety margin. The sum over unpatched sites is computed with the fitted c, and
-with a c fitted to the half of the patched sites with smaller keys, and the larger sum is used. The
-expected correlation is not a bound. The expected correlation is None if fewer than 16 sites of a
-kind were patched, or if the budget is below 3 forward passes. The budget "auto" spends at least 3
-forward passes or .2 Gflop. "auto" then continues until the expected correlation is .99 for both
-kinds of heads, but spends at most 7 forward passes (10 with the estimates) or 4 Gflop. Of the two
-limits (passes and Gflop), the larger one applies.
+The factor 4 is a safety margin. The sum over unpatched sites is computed twice: with the fitted c,
+and with a c fitted to the half of the patched sites with smaller keys. The larger sum is used. The
+expected correlation is not a bound. It is None if fewer than 16 sites of a kind were patched, or if
+the budget is below 3 forward passes. The budget "auto" spends at least 3 forward passes or .2
+Gflop. It then continues until the expected correlation is .99 for both kinds of heads, but spends
+at most 7 forward passes (10 with the estimates) or 4 Gflop. Of the two limits (passes and Gflop),
+the larger one applies.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -68,9 +68,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
-_TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, growth factor of the budget
+_TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, and factor by which the budget grows
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
-_TINY = 1e-100  # used if all errors or all effects are 0
+_TINY = 1e-100  # replaces 0 if all errors or all effects are 0
 _LEAST_COST = 1e-3  # overhead of a patch, in forward passes
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Rows: TypeAlias = npt.NDArray[np.int64]
@@ -114,7 +114,7 @@ def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Number
 
 
 def budget_reasons(budget: object) -> list[str]:
-    """Return a reason if the budget is invalid, or else an empty list."""
+    """Return a reason if the budget is invalid, otherwise an empty list."""
     if budget == "auto" or is_number(as_plain(budget), 0):
         return []
     return [f"got budget={budget!r}; expected 0 or more forward passes, or 'auto'"]
@@ -166,7 +166,7 @@ class Repairer:
 
     @property
     def _scores(self) -> _Numbers:
-        """Each row's mean over prompts, from exact values where available."""
+        """Each row's mean metric over prompts; if the row was patched, the mean of exact values."""
         scores: _Numbers = self._mean(self._values).numpy()
         return scores
 
@@ -186,9 +186,9 @@ class Repairer:
         return costs
 
     def _positive(self, keys: _Numbers) -> _Numbers:
-        """Return keys that are positive if a patch can have an effect, and 0 otherwise.
+        """Make a key positive if the patch can have an effect, and 0 otherwise.
 
-        If a model saturates, the gradient of a site may be 0 although its patch has an effect. Such
+        In a saturated model, the gradient of a site may be 0 although its patch has an effect. Such
         sites are patched last.
         """
         least = keys[keys > 0].min(initial=np.inf)
@@ -349,7 +349,7 @@ class _Keys:
     ) -> None:
         self._host, self._model, self._part = host_of(model), model, part
         self._target, self._source, self._gradients = target, source, gradients
-        self.replaced: dict[str, Tensor] = {}  # from a pass with all heads patched
+        self.replaced: dict[str, Tensor] = {}  # by hook point, from `run_with_part`
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
         """Return the keys of these heads at each token."""
@@ -410,7 +410,7 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Rerun the target run with one part from the source run, and return each layer's z by name.
+    """Repeat the target run with one part from the source run; return each layer's z by name.
 
     If the part is "k", also return the patterns. One forward pass is enough for all heads, because
     the part of one head affects only the z of this head, and z is restored before later layers read

@@ -256,7 +256,7 @@ class ScoredFrame:
         if unknown or halves or missing or not self.frame.columns.is_unique:
             reason = (
                 f"got columns {list(self.frame.columns)}; expected {required}, and any of "
-                f"{columns[end:]}, with {_BY_PROMPT} and {SPREAD} together, each once"
+                f"{columns[end:]} (both or neither of {_BY_PROMPT}, and of {SPREAD}), each once"
             )
             raise InputError([reason], _PROBLEM)
 
@@ -498,7 +498,7 @@ class Sweep(ScoredFrame):
     ) -> "Sweep":
         """Return the results of a sweep over all prompts.
 
-        `exact` marks rows with exact values. `by_pattern` is the metric's change via patterns.
+        `exact` marks rows with exact values. `by_pattern` is how much patterns change the metric.
         """
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)

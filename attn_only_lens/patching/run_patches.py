@@ -34,9 +34,8 @@ from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup, position_sets
 from attn_only_lens.precision import full_precision
 
-# For a model with GPT-2 small's shape on one thread, run times with 512, 1024 and 2048 tokens
-# differ by less than a tenth. Batches of 128 tokens are slower by a tenth, and batches of 4096 and
-# 8192 tokens by a sixth, because they exceed the caches.
+# Batches of 512 to 2048 tokens are the fastest (GPT-2 small's shape, one thread). Batches of 128
+# tokens take a tenth longer. Batches of 4096 or more exceed the caches, and take a sixth longer.
 _CPU_TOKENS = 2048
 _SHARE = 0.5  # the fraction of free memory to use
 
@@ -116,7 +115,7 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
 
 @dataclass(eq=False)
 class PatchRunner:
-    """Runs patches of groups of sites into one target run.
+    """Patches groups of sites in one target run.
 
     Attributes:
         replay: the replay of the target run.
@@ -135,7 +134,7 @@ class PatchRunner:
     def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
         """Return, for each group, the metric of each prompt after each row's patch.
 
-        A patch that cannot affect the metric gives the baseline, without a forward pass.
+        If a patch cannot affect the metric, its value is the baseline, without a forward pass.
         """
         if not groups:
             return []
@@ -175,7 +174,7 @@ class PatchRunner:
         return block, self._starts(group, changed, block)
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position at which patches can start, given only the tokens."""
+        """Return the first position that a patch can change, judged only from the tokens."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))
@@ -203,7 +202,8 @@ class PatchRunner:
 
         Rows with later first positions join a pass that starts earlier, if the extra tokens in this
         pass cost less than a separate pass. If the metric reads the logits at all positions, rows
-        never join an earlier pass, so that logits before a patch stay bitwise equal.
+        never join an earlier pass, so that logits before a patch stay bitwise equal to the
+        unpatched logits.
         """
         replay = self.replay
         flops = [replay.flops_per_token(block) for block in range(replay.n_blocks + 1)]
@@ -291,9 +291,9 @@ def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
 def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
-    """Compare edits with hooks in a whole forward pass, from several start positions."""
+    """Test that edits have the same effects as hooks in a full forward pass."""
     somewhere = [position.chosen.any(dim=0) for position in position_sets(groups)]
-    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a role may be absent
+    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # prompts may lack a role
     later = sorted(firsts - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({group.sites.layer for group in groups if group.sites.kind == kind})
@@ -305,7 +305,7 @@ def check_edits(
             require_groups(replay, shared)
         for start in sorted(set(starts or (0, replay.start(block, later[len(later) // 2])))):
             require_same_edit(replay, kind, layers, part, start)
-            if shared:  # such edits also restore the z of other heads
+            if shared:  # edits of shared parts also restore z of other heads
                 require_same_edit(replay, kind, shared, "z", start)
 
 

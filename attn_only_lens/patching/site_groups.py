@@ -36,8 +36,8 @@ from attn_only_lens.heads import host_of
 
 _PROBLEM = "these sites cannot be patched"
 ROWS = 2048  # maximum number of rows in a group of neurons at several positions
-_CHUNKS = 128  # eight processes with equal chunks end within a sixteenth of the running time
-_LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks: one second on a CPU
+_CHUNKS = 128  # so that eight processes end within 1/16 of the running time of each other
+_LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks; it takes a second on a CPU
 
 
 class _PositionSets(tuple[PositionSet, ...]):
@@ -50,7 +50,7 @@ class _PositionSets(tuple[PositionSet, ...]):
 
     @cached_property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions, or None unless every set is a single column."""
+        """The column of each set of positions, or None if a set has several columns."""
         columns = [position.column for position in self]
         return None if None in columns else torch.tensor(columns, device=self[0].chosen.device)
 
@@ -129,7 +129,7 @@ class SiteGroup:
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions, or None unless all sets are single columns."""
+        """The column of each set of positions, or None if a set has several columns."""
         return self._sets.columns
 
     @property
@@ -265,7 +265,7 @@ def _resolve_placed(
         by_role = {str(role.label): role for role in resolve_positions(pair, positions)}
         if unknown := [str(position) for position in asked if position not in by_role]:
             reason = (
-                f"got a site at {unknown[0]}; expected a role of positions: {', '.join(by_role)}"
+                f"got a site at {unknown[0]}; expected a role in positions: {', '.join(by_role)}"
             )
             raise InputError([reason], _PROBLEM)
         return [*by_role.values()] * bool(free), {role: by_role[str(role)] for role in asked}
@@ -288,7 +288,7 @@ def _resolve_placed(
     if asked and any(isinstance(position_set.label, str) for position_set in everywhere):
         raise InputError(
             [
-                f"got positions={positions!r} for {min(free)}, and names that include numbers as "
+                f"got positions={positions!r} for {min(free)}, but other names include numbers as "
                 "positions; expected numbers, or 'each', for both"
             ],
             _PROBLEM,
@@ -319,7 +319,7 @@ def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionS
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a sweep's prompts and a range of its rows, counted over all groups."""
+    """A range of prompts and a range of rows in a sweep; rows are numbered across groups."""
 
     prompts: range
     rows: range
@@ -336,7 +336,7 @@ class Chunk:
         return len(self.rows)
 
     def groups(self, groups: Sequence[SiteGroup], pair: PromptPair) -> list[SiteGroup]:
-        """Return the chunk's part of all groups in the sweep, for the prompts in `pair`."""
+        """Return the rows of this chunk as groups, for the prompts in `pair`."""
         chosen, first = [], 0
         for group in groups:
             start, stop = (

@@ -111,7 +111,7 @@ def attention_view(
     if len(texts) != n_tokens or not all(isinstance(text_, str) for text_ in texts):
         refuse(f"got {len(texts)} tokens; expected the cache's {n_tokens} tokens as texts")
     if (n_cells := len(attention) * n_tokens**2) > MOST_CELLS:
-        refuse(f"these patterns have {n_cells:,} cells; expected {MOST_CELLS:,}: shorten the text")
+        refuse(f"got {n_cells:,} cells; expected at most {MOST_CELLS:,}: shorten the text")
     shown = [{"shown": with_space(text_), "name": visible_token(text_)} for text_ in texts]
     data: dict[str, Any] = {"tokens": shown, "neurons": neurons, "heads": None}
     libraries = []
@@ -163,7 +163,7 @@ def _heads(model: Any, names: Sites) -> list[HeadName]:
     head_names = list(dict.fromkeys(map(str, listed)))
     if not 1 <= len(head_names) <= MOST_HEADS:
         refuse(
-            f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: filter first, such as "
+            f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: select some, as in "
             'sweep.top(7)["name"]'
         )
     resolve_sites(model, head_names)

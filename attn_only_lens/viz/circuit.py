@@ -114,7 +114,7 @@ def circuit_page(
 
 
 def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
-    """Return the state with one group per layer and kind of head, if there are many nodes."""
+    """If there are many nodes, add a group for each layer and kind of head to the state."""
     if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
         return state
     free = nodes[
@@ -170,7 +170,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the picture's data, in which node names from the state replace labels."""
+    """Return the picture's data, with node names from the state instead of labels."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)

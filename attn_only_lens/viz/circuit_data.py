@@ -1,6 +1,6 @@
 """The data of a circuit's page, and checks that these data are consistent.
 
-A page with a missing node or a misplaced edge looks correct, so inconsistent data are refused.
+A page with a missing node or a misplaced edge looks correct, so inconsistent data raise an error.
 """
 
 import reprlib
@@ -40,7 +40,7 @@ class _Group(BaseModel):
 
 
 class _State(BaseModel):
-    """A page's saved state, as far as it is checked in Python."""
+    """The parts of a page's saved state that are checked in Python."""
 
     pinned: list[str] = []
     names: dict[str, str] = {}
@@ -217,7 +217,7 @@ def _numbers(
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
-    """Return an error text if a column contains a word that is not expected."""
+    """Return a reason if a column contains an unexpected word."""
     allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
     words = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in words if word not in allowed]

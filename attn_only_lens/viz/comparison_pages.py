@@ -95,7 +95,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         comparison: the result of `compare`.
 
     Returns:
-        The page, which shows the 300 nodes with the largest effects, if there are more.
+        The page. If there are more than 300 nodes, it shows those with the largest effects.
 
     Raises:
         InputError: neither circuit has a node.
@@ -143,7 +143,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
 
 
 def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
-    """Return the n rows with the largest absolute values in these columns, sorted by this value."""
+    """Return the n rows with the largest absolute values in these columns, in descending order."""
     return frame.loc[frame[columns].abs().max(axis=1).nlargest(n).index]
 
 
@@ -208,7 +208,7 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars and their confidence intervals, which are extended to contain the bar's value."""
+    """Add bars and their confidence intervals, extended if necessary to contain the value."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[pair]

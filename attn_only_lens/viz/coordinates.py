@@ -2,8 +2,8 @@
 
 A row contains the nodes of one kind in one layer; rows are in the order of computation, from bottom
 to top. A column is a position of the prompt; nodes without a position have a column on the left.
-The nodes of a cell are in as few lines as the width allows. If not all tokens fit, columns without
-nodes are folded.
+Nodes with the same row and column are in as few lines as the width allows. If not all tokens fit,
+columns without nodes are folded.
 
 An edge goes up from the top of its source to the bottom of its target. If the curve would cross
 another node, the edge is bent through the nearest gap in that node's line. Edges at the same end of
@@ -44,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rows (from below), columns (-1: none), widths, and which boxes may exceed their column."""
+    """Each box's row (from below), column (or -1) and width, and whether it may overhang."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -56,8 +56,8 @@ class Boxes:
 class Layout:
     """The layout of a drawing: the centres of boxes, the columns, the rows and the size.
 
-    A column is (first position, last position, left edge, width); positions are -1 for nodes
-    without a token, and differ if columns are folded. A row is (index, y, height).
+    A column is (first position, last position, left edge, width); both positions are -1 for nodes
+    without a token, and they differ if columns are folded. A row is (index, y, height).
     """
 
     x: dict[int, float]
@@ -171,7 +171,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Narrow columns until all fit, those with the fewest lines first, then the widest."""
+        """Narrow columns until all fit: first those with the fewest lines, of these the widest."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]
@@ -255,7 +255,7 @@ def _ports(
     *,
     end: int,
 ) -> list[float]:
-    """Return each edge's x at its lower node (end 0) or upper node (end 1)."""
+    """Return the x at which each edge meets its lower node (end 0) or upper node (end 1)."""
     columns: dict[int, list[int]] = {}
     for j, pair in enumerate(pairs):
         columns.setdefault(pair[end], []).append(j)
@@ -291,7 +291,7 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x of a lane in the gap between boxes that is nearest to x."""
+    """Return the x of this lane in the gap between boxes that is nearest to `x`."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:

@@ -1,8 +1,8 @@
 """Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
 
 A page with 1,000 nodes stays under 3 MB, because the page contains only the strongest edges into
-each node, and the patterns and examples of only the strongest nodes. Notes on the page list
-omissions.
+each node, and the patterns and examples of only the strongest nodes. Notes on the page say what was
+left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -232,7 +232,7 @@ def _record_run(
     run = record(model, pair.clean, pair.mask, names=hooks)
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
-    # The tolerance exceeds rounding errors, because many bridged norms always compute in float32.
+    # The tolerance exceeds rounding errors, because bridges compute many norms in float32.
     allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
     for row in np.flatnonzero(~(abs(expected - values) <= allowed)):
         refuse(

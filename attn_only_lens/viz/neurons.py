@@ -240,7 +240,7 @@ def _about(statistics: CorpusStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return the tokens and heads to which weights connect each neuron, and notes on omissions."""
+    """Return the tokens and heads connected to each neuron by weights, and notes on omissions."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []
@@ -284,7 +284,7 @@ def _examples(
 ) -> dict[str, dict[str, Any]]:
     """Pack the examples of each end, as arrays [neuron, k] and [neuron, k, window].
 
-    `windows` maps each quantity to limits, by which each neuron's numbers are divided.
+    `windows` maps each quantity to limits that divide each neuron's numbers, or to None.
     """
     tokens = torch.tensor(ids, device="cpu")
     kind = "<u2" if len(ids) < 2**16 else "<u4"

@@ -82,8 +82,7 @@ class Page(str):
         return unescape(self.partition("<title>")[2].partition("</title>")[0])
 
     def __repr__(self) -> str:
-        # A notebook stores this repr next to the frame. So the repr must not repeat the page's
-        # text or length, which depend on rounding errors.
+        # Notebooks store this repr, so it must not contain text that depends on rounding errors.
         return f"<Page {self._title()!r}>"
 
 
@@ -143,7 +142,7 @@ def import_extra(name: str) -> Any:
 
 
 def refuse(*reasons: str) -> None:
-    """Raise InputError if there are any reasons to refuse a picture."""
+    """Raise InputError if there are reasons why a picture cannot be drawn."""
     if reasons:
         raise InputError(reasons, "this picture cannot be drawn")
 

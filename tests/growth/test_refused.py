@@ -37,7 +37,7 @@ from attn_only_lens.tl import LayerNormPre
         ({"expansion": ex.AddHeads(2, layers=[])}, ["got layers []"]),
         ({"expansion": ex.InsertLayer(4)}, ["got at=4; expected 0 … 3"]),
         ({"expansion": ex.InsertLayer(0, like=3)}, ["got like=3; expected 0 … 2"]),
-        ({"expansion": ex.WidenValues(2, heads=[2])}, ["got heads [2]; expected some of 0 … 1"]),
+        ({"expansion": ex.WidenValues(2, heads=[2])}, ["got heads [2]; expected heads 0 … 1"]),
         ({"expansion": ex.WidenValues(2)}, ["one d_head for both", "convert(model) first"]),
         ({"expansion": ex.WidenQueriesAndKeys(2)}, ["one d_head for both"]),
         ({"expansion": ex.AddNeurons(2, layers=[1])}, ["differ in d_mlp", "convert(model) first"]),

@@ -281,7 +281,7 @@ def test_names_that_say_where(model):
         (["L0N5", "L0N5@-1"], "each", "L0N5@4 more than once"),
         (["L0N5@9", "L0N7@-9"], "each", "got 9.*got -9"),
         (["L0N5@1"], [1], "names that all include a position"),
-        (["L0N5@1", "L0N7"], {"end": -1}, "a site at 1; expected a role of positions: end"),
+        (["L0N5@1", "L0N7"], {"end": -1}, "a site at 1; expected a role in positions: end"),
         (["L9N5@1"], "each", "layers 0 to 2"),
     ],
 )
