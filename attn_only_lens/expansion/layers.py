@@ -3,8 +3,7 @@
 A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
 b_out are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if
 it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training steps
-change logits ten times as much as before growth (OLMo 2, Gemma 2). Use a warm-up.
-change logits ten times as far as a training step of the old model does (OLMo 2, Gemma 2). Use a warm-up.
+move logits ten times as far as a step of the old model does (OLMo 2, Gemma 2). Use a warm-up.
 Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if f(x) is 0,
 whatever the norm's gain and bias are. So post-norm models cannot get new layers.
 
