@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import pandas as pd
@@ -21,12 +22,13 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.model_answers import answer_warnings, answers_table, model_answers
 from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
@@ -38,8 +40,19 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
 _LONGEST = 9  # the most characters of a token in a label
+_WIDTH = 80  # of the printed text
+_MEANINGS = (
+    "share: the part of the difference that passes through the site, by its pattern and by its "
+    "value. A path through several sites counts at each of them, so shares can add up to more "
+    "than 1. denoise, noise: the part that a patch of this site alone brings back to the corrupted "
+    "run, or removes from the clean run."
+)
+_OF_SEVERAL = (
+    " Ranks of answers are medians and probabilities are means over {} prompts; tokens and "
+    "attention are those of the first clean prompt."
+)
 _FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
-_COLUMNS = ("id", "does", "share", "by_pattern", "by_value", "denoise", "noise")
+_COLUMNS = ("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,6 +64,9 @@ class Explanation:
         circuit: a small circuit that keeps most of the difference.
         graph: the attribution graph of the difference, with the sites of the circuit as nodes.
         patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
+        answers: what the model answers: for each run ("clean", "corrupted") and prompt, the most
+            probable token and its probability, and each answer of the metric ("correct" and
+            "wrong", or "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id.
         labels: the label of each node, by id: its name with the token that it attends to or
             promotes most.
@@ -62,6 +78,7 @@ class Explanation:
     circuit: Circuit
     graph: CircuitGraph
     patches: dict[str, Sweep]
+    answers: pd.DataFrame
     does: dict[str, str]
     labels: dict[str, str]
     model: Any
@@ -82,7 +99,7 @@ class Explanation:
     def table(self) -> pd.DataFrame:
         """Return a frame with one row per site of the circuit, the strongest first.
 
-        The columns are `id`; `does`; `share` (the site's share of the difference, the sum of
+        The columns are `id`; `token`, in the first clean prompt; `does`; `share` (the site's share of the difference, the sum of
         `by_pattern` and `by_value`); and `denoise` and `noise`. These two are the exact effects of
         patching the site alone in the corrupted run, and in the clean run, as shares of the
         difference; they are missing for sites that were not patched.
@@ -90,6 +107,7 @@ class Explanation:
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
         rows["share"] = rows["by_pattern"] + rows["by_value"]
+        rows["token"] = [self.graph.tokens[0][pos] for pos in self.graph.heads["position"]]
         rows["does"] = rows["id"].map(self.does).fillna("")
         for way, sweep in self.patches.items():
             effect = sweep.effect.set_axis(_ids(sweep))
@@ -120,10 +138,13 @@ class Explanation:
             kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
             names[row["id"]] = f"{labels[row['id']]}, by {kind}"
         circuit = self.circuit
-        clean, corrupted = self.attribution.clean_value, self.attribution.corrupted_value
         notes = [
             f"{self.title}; everything else keeps {circuit.completeness:.0%}.",
-            f"The metric is {clean:.4g} for the clean prompts, {corrupted:.4g} for the corrupted.",
+            *(
+                f"{run.capitalize()} run: {'; '.join(' '.join(cell) for cell in cells.items())}."
+                for run, cells in answers_table(self.answers).iterrows()
+            ),
+            *answer_warnings(self.answers),
         ]
         return viz.circuit_view(
             self.graph,
@@ -144,12 +165,34 @@ class Explanation:
             self.attribution.save(new / "attribution.parquet")
             self.page(new / "page.html")
 
+    def text(self, k: int = 10) -> str:
+        """Return the model's answers and the k strongest rows of `table`, in 80 columns."""
+        table, n = self.table(), self.attribution.n_prompts
+        rows = table.head(k).round(2).drop(columns="does")
+        numbers = rows.select_dtypes("number").columns
+        rows[numbers] += 0.0  # turn -0.00 into 0.00
+        rows["token"] = rows["token"].map(repr)
+        for name in ("id", "token"):  # pandas aligns texts to the right
+            width = rows[name].str.len().max()
+            rows[name] = rows[name].str.ljust(width)
+            rows = rows.rename(columns={name: name.ljust(width)})
+        printed = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
+        head, *lines = printed.splitlines()
+        lines = [f"{x}\n    {does:.76}" for x, does in zip(lines, table["does"], strict=False)]
+        lines += [f"... {len(table) - k} more rows; see .table()"] * (len(table) > k)
+        meanings = _MEANINGS + _OF_SEVERAL.format(n) * (n > 1)
+        return "\n".join(
+            [
+                f"{self.title}; everything else keeps {self.circuit.completeness:.0%}",
+                self.attribution.clean_and_corrupted,
+                answers_table(self.answers).to_string(),
+                *(fill(warning, _WIDTH) for warning in answer_warnings(self.answers)),
+                *("", head, *lines, "", fill(meanings, _WIDTH)),
+            ]
+        )
+
     def __repr__(self) -> str:
-        table = self.table().head(10).round(2)
-        numbers = table.select_dtypes("number").columns
-        table[numbers] += 0.0  # turn -0.00 into 0.00
-        rows = table.to_string(index=False, float_format="{:.2f}".format)
-        return f"{self.title}; everything else keeps {self.circuit.completeness:.0%}\n{rows}"
+        return self.text()
 
     def _repr_html_(self) -> str:
         html: str = self.view()._repr_html_()
@@ -219,21 +262,23 @@ def explain(
         options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
         ways = ("denoise", "noise")
         patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
-        what = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
+        nodes = [(str(name), int(position)) for name, position in keys]
+        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, nodes)
         return Explanation(whole, circuit, graph, patches, *what, model, clean)
 
 
 @torch.no_grad()
 def _what_nodes_do(
-    model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what each node reads and writes in the first clean prompt, and a label for it."""
-    pair, host = prompt_pair(model, clean, corrupted), host_of(model)
-    heads = [HeadName.parse(name) for name, _ in nodes]
+    model: Any, pair: PromptPair, metric: AnyMetric, nodes: Sequence[tuple[str, int]]
+) -> tuple[pd.DataFrame, dict[str, str], dict[str, str]]:
+    """Return the model's answers; what each node reads and writes in the first prompt; labels."""
+    host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
     hooks = {
         host.hook_name(head.layer, head.kind, point) for head in heads for point in ("z", "pattern")
     }
     run = record(model, pair.clean, pair.mask, names=sorted(hooks))
+    corrupted = record(model, pair.corrupted, pair.mask)
+    answers = model_answers(model, pair, metric, run.logits, corrupted.logits)
     written = DirectEffects(model).promoted_tokens(run.hooked, nodes, 2)
     texts = [token_text(model, token) for token in pair.clean[0].tolist()]
     does, labels = dict[str, str](), dict[str, str]()
@@ -244,13 +289,12 @@ def _what_nodes_do(
         if head.kind == "attention":
             weights = pattern[position, : len(texts)]
             most = int(weights.argmax())
-            reads = f"{texts[position]!r} looks at {texts[most]!r} ({float(weights[most]):.0%})"
+            reads = f"looks at {texts[most]!r} ({float(weights[most]):.0%})"
             label = f"{name} ← {texts[most].strip()[:_LONGEST]}"
         else:
             shared = host.neurons[head.layer].heads_per_neuron > 1
-            gate = "" if shared else f", gate {float(pattern[position, SELF]):.2f}"
-            reads = f"at {texts[position]!r}{gate}"
+            reads = "" if shared else f"gate {float(pattern[position, SELF]):.2f}"
             label = f"{name} → {tokens[0].strip()[:_LONGEST]}" if tokens else name
         key = f"{name}@{position}"
-        does[key], labels[key] = f"{reads}; {writes}".rstrip("; "), label
-    return does, labels
+        does[key], labels[key] = "; ".join(filter(None, (reads, writes))), label
+    return answers, does, labels

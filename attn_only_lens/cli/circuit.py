@@ -71,10 +71,8 @@ def explain(
 ) -> None:
     """Explain which heads and neurons make a model answer two prompts differently, and how.
 
-    The table divides the difference among the sites of a small circuit, through their patterns and
-    their values, and compares the shares with exact patches: "denoise" puts the site's clean output
-    into the corrupted run, "noise" puts the corrupted output into the clean run. The page draws how
-    the sites act on each other.
+    The command prints what the model answers, and how the difference divides among the sites of a
+    small circuit. The page draws how the sites act on each other.
     """
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -90,10 +88,7 @@ def explain(
             n_patched=top,
             resamples=resamples,
         )
-    table = why.table().head(top)
-    title = f"{why.title}; everything else keeps {why.circuit.completeness:.0%}"
-    rows = [["" if x != x else x for x in row] for row in table.itertuples(index=False)]
-    print_table(title, ["site", "does", *table.columns[2:]], rows, number=".2f")
+    typer.echo(why.text(top))
     if why.circuit.stability is not None:
         typer.echo(f"Stability: {why.circuit.stability!r}")
     examples = None

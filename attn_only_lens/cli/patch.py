@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 _MANY = 50_000  # with more patches, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # numbers of sites that are timed; the first run includes model tests
 _WHAT = "What is patched"
-_METRIC_NAMES = {
-    "logit_diff": "Logit difference", "log_probability": "Log probability", "kl": "KL divergence"
-}  # fmt: skip
 
 
 @command(
@@ -164,15 +161,11 @@ def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any
 def _print_effects(sweep: "Sweep", top: int) -> None:
     from attn_only_lens.patching.over_prompts import SPREAD
 
-    name = sweep.metric.partition("(")[0]
-    values = (f"{x:.3g}".replace("-", "−") for x in (sweep.clean_value, sweep.corrupted_value))
-    title = "{} {} (clean), {} (corrupted)".format(
-        _METRIC_NAMES.get(name, name.capitalize()), *values
-    )
     shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
     columns = ["name", "position", "value", *shares]
     frame = sweep.frame.loc[sweep.top(top).index, columns]
     for name in shares:
         frame[name] = frame[name].map("{:.4f}".format)
     subtitle = f"{sweep.metric}: effects of patching {sweep.part} ({sweep.direction})"
-    print_table(f"{title}\n{subtitle}", columns, frame.to_numpy(dtype=object).tolist())
+    title = f"{sweep.clean_and_corrupted}\n{subtitle}"
+    print_table(title, columns, frame.to_numpy(dtype=object).tolist())
