@@ -42,10 +42,10 @@ from attn_only_lens.storage.atomic import atomic_folder, write_text
 _LONGEST = 9  # the most characters of a token in a label
 _WIDTH = 80  # of the printed text
 _MEANINGS = (
-    "share: the part of the difference that passes through the site, by its pattern and by its "
-    "value. A path through several sites counts at each of them, so shares can add up to more "
-    "than 1. denoise, noise: the part that a patch of this site alone brings back to the corrupted "
-    "run, or removes from the clean run."
+    "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
+    "and by its value (by_value). A path through several sites counts at each of them, so shares "
+    "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
+    "back to the corrupted run, or removes from the clean run."
 )
 _OF_SEVERAL = (
     " Ranks of answers are medians and probabilities are means over {} prompts; tokens and "
@@ -99,10 +99,11 @@ class Explanation:
     def table(self) -> pd.DataFrame:
         """Return a frame with one row per site of the circuit, the strongest first.
 
-        The columns are `id`; `token`, in the first clean prompt; `does`; `share` (the site's share of the difference, the sum of
-        `by_pattern` and `by_value`); and `denoise` and `noise`. These two are the exact effects of
-        patching the site alone in the corrupted run, and in the clean run, as shares of the
-        difference; they are missing for sites that were not patched.
+        The columns are `id`; `token`, in the first clean prompt; `does`; `share` (the site's share
+        of the difference, the sum of `by_pattern` and `by_value`); and `denoise` and `noise`. These
+        two are the exact effects of patching the site alone in the corrupted run, and in the clean
+        run, as shares of the difference; they are missing for sites that were not patched. A path
+        through several sites counts at each of them, so shares can add up to more than 1.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -216,6 +217,7 @@ def explain(
     n_patched: int = 20,
     resamples: int = 0,
     progress: bool = False,
+    positions: None = None,
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
@@ -230,9 +232,11 @@ def explain(
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
         progress: show a progress bar for the search.
+        positions: must be None: all positions are explained. For a task's roles, pass `positions`
+            to `discover` and to `attribution_graph`.
 
     Raises:
-        InputError: with every reason: invalid numbers; invalid prompts or metric.
+        InputError: with every reason: invalid numbers, positions, prompts or metric.
         UnsupportedModelError: the model has an operation without a secant rule
             (`engine/secants.py`).
 
@@ -246,6 +250,11 @@ def explain(
     """
     reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
     reasons += resamples_reasons(resamples)
+    if positions is not None:
+        reasons.append(
+            "got positions; explain always looks at every position. For positions or roles, use "
+            "circuits.discover(…, positions=…) and circuits.attribution_graph(…, positions=…)"
+        )
     InputError.raise_if(reasons, "nothing can be explained")
     prompts = model, clean, corrupted, metric
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):

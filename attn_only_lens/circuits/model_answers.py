@@ -43,7 +43,7 @@ def answers_table(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_run(rows: pd.DataFrame) -> dict[str, str]:
-    """Return the cells of one run; for several prompts, with median ranks and mean probabilities."""
+    """Return the cells of one run: median ranks and mean probabilities over its prompts."""
     counts, n = rows["top"].value_counts(), len(rows)
     top = f"on {counts.iloc[0]} of {n}" if n > 1 else _percent(rows["top_probability"].iloc[0])
     cells = {"top token": f"{counts.index[0]!r} {top}"}

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @command(
     "Start here",
-    'attn-only-lens explain small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens explain small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out explanation.html',
-    'attn-only-lens explain gpt2 --clean "When Mary and John went out, John gave a drink to"\n'
-    '--corrupted "When Mary and John went out, Mary gave a drink to"\n'
+    'attn-only-lens explain gpt2 --clean "When Mary and John went out, John gave a drink to" '
+    '--corrupted "When Mary and John went out, Mary gave a drink to" '
     '--answer " Mary" --wrong " John" --faithfulness 0.8 --out ioi.html',
-    'attn-only-lens explain small-english --clean "The keys near the cabinet"\n'
-    '--corrupted "The key near the cabinet" --answer " are" --wrong " is"\n'
+    'attn-only-lens explain small-english --clean "The keys near the cabinet" '
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
     "--texts corpus.txt --out with_examples.html",
 )
 def explain(
@@ -99,11 +99,11 @@ def explain(
 
 @command(
     "Find what matters",
-    'attn-only-lens circuit small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens circuit small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out circuit.html',
-    'attn-only-lens circuit gpt2 --clean "The keys near the cabinet" --answer " are"\n'
+    'attn-only-lens circuit gpt2 --clean "The keys near the cabinet" --answer " are" '
     "--metric log_probability --nodes 100 --out one_prompt.html",
-    'attn-only-lens circuit small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens circuit small-english --clean "The keys near the cabinet" '
     '--answer " are" --wrong " is" --out circuit.json',
 )
 def circuit(

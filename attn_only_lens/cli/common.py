@@ -3,6 +3,7 @@
 Commands import torch and pandas only when they run, so that --help is quick.
 """
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ Panel = Literal["Start here", "Find what matters", "Look at a model", "Make mode
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
+_LINE = 74  # of an example: 80 columns, less the margin of the help text and " \\"
 _TEXT = ("name", "site", "does")  # left-aligned table columns
 
 _START = """\
@@ -91,11 +93,24 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
             if kind in (Path, Path | None):
                 declarations[0].parser = path
         # In click, \b keeps the line breaks of a paragraph.
-        shown = "\n \n".join(f"  {text}".replace("\n", " \\\n    ") for text in examples)
-        help_text = f"{getdoc(function)}\n\n\b\nExamples:\n{shown}"
+        shown = "\n \n".join(map(_in_80_columns, examples))
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", str(getdoc(function)))
+        help_text = f"{text}\n\n\b\nExamples:\n{shown}"
         return app.command(rich_help_panel=panel, help=help_text)(run)
 
     return add
+
+
+def _in_80_columns(example: str) -> str:
+    """Break a command before options, so that it can be copied from a narrow terminal."""
+    start, *options = re.split(r" (?=--)", example)
+    lines = [f"  {start}"]
+    for option_text in options:
+        if len(lines[-1]) + len(option_text) > _LINE:
+            lines.append(f"    {option_text}")
+        else:
+            lines[-1] += f" {option_text}"
+    return " \\\n".join(lines)
 
 
 def path(value: str | Path) -> Path:

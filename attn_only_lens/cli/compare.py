@@ -48,7 +48,7 @@ class _LossOptions(MetricOptions):
     "Make models, and compare",
     "attn-only-lens compare gpt2 grown/ --tokens prompts.txt --out report/",
     "attn-only-lens compare gpt2 trained/ --provenance grown/ --tokens prompts.txt --out report/",
-    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --tokens clean.txt\n"
+    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --tokens clean.txt "
     '--corrupted corrupted.txt --metric logit_diff --answer " are" --wrong " is" --out report/',
 )
 def compare(

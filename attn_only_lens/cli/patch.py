@@ -36,12 +36,12 @@ _WHAT = "What is patched"
 
 @command(
     "Find what matters",
-    'attn-only-lens patch small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens patch small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out sweep.parquet',
-    'attn-only-lens patch gpt2 --clean "The keys near the cabinet"\n'
-    '--corrupted "The key near the cabinet" --answer " are" --wrong " is"\n'
+    'attn-only-lens patch gpt2 --clean "The keys near the cabinet" '
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
     "--sites neurons --layers 8,9,10 --positions=-1 --out last_token.csv",
-    'attn-only-lens patch small-english --clean "The keys near the cabinet" --answer " are"\n'
+    'attn-only-lens patch small-english --clean "The keys near the cabinet" --answer " are" '
     "--metric probability --direction zero --sites heads --out ablations.csv",
 )
 def patch(
@@ -61,7 +61,8 @@ def patch(
     positions: Annotated[
         str,
         option(
-            "each (one patch per position), all (one patch for all positions), or numbers: 3,4,-1",
+            "each (one patch per position), all (one patch for all positions), or numbers: 3,4,-1 "
+            "(-1 is the last token)",
             _WHAT,
         ),
     ] = "each",
@@ -94,7 +95,7 @@ def patch(
     metric, clean, other = prompts.parse(corrupted)
     numbers: Any = positions
     if positions not in ("each", "all"):
-        numbers = parse_numbers(positions, "--positions")
+        numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
     loaded = model.with_neuron_heads()
     clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
     run = (loaded, clean, other, metric)
@@ -120,7 +121,13 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
         return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))
     if layers is not None:
         raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
-    return parse_names(sites)
+    names = parse_names(sites)
+    if words := [name for name in names if not name.startswith("L")]:
+        raise AttnOnlyLensError(
+            f"--sites: got {', '.join(words)}; expected {', '.join(selections)}, or names: "
+            "L5H3,L5N1234@13"
+        )
+    return names
 
 
 def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:

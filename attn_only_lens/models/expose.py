@@ -64,6 +64,12 @@ class ExposedNeurons:
         self.model = model
         self._first = first
 
+    def __repr__(self) -> str:
+        layers = exposed_heads(self.model)
+        n_neurons = sum(layer.n_neurons for layer in layers)
+        heads = f"{n_neurons:,} neurons as heads in {len(layers)} layers" if layers else "hidden"
+        return f"<ExposedNeurons of {self.model.cfg.model_name}: {heads}>"
+
     def undo(self) -> None:
         """Restore the model's class, hook points and hook registries.
 
@@ -179,10 +185,8 @@ def _model_reasons(
             "(n_devices=1), or as a TransformerBridge with a device_map"
         ]
     if copy and (reasons := reasons_against_copying(model)):
-        try:
+        with UnsupportedModelError.collected(reasons):
             known_mlps(model, _PROBLEM, silu)
-        except UnsupportedModelError as error:
-            reasons += error.reasons
         return reasons
     return []
 

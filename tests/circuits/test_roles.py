@@ -191,7 +191,7 @@ def test_names_say_their_role(model):
             p.activation_patch(*arguments, sites=[bad], **how)
     with pytest.raises(InputError, match="L0N3@end more than once"):
         p.activation_patch(*arguments, sites=["L0N3", "L0N3@end"], **how)
-    with pytest.raises(InputError, match="at the role 'end'; expected its position in each prompt"):
+    with pytest.raises(InputError, match="got L0N3@end; expected the role's position in each"):
         p.activation_patch(*arguments, sites=["L0N3@end"], mask=mask, progress=False)
     with pytest.raises(InputError, match="has no roles"), p.ablated(model, ["L0N3@end"]):
         pass
