@@ -55,6 +55,8 @@ class ExposedNeurons:
         >>> exposed = expose_neuron_heads(model)
         >>> isinstance(exposed, ExposedNeurons), "blocks.0.mlp.hook_neuron_act" in model.hook_dict
         (True, True)
+        >>> exposed
+        <ExposedNeurons of modular-addition-silu-1l: 512 neurons as heads (layers: 1)>
         >>> exposed.undo()
         >>> "blocks.0.mlp.hook_neuron_act" in model.hook_dict
         False
@@ -67,7 +69,7 @@ class ExposedNeurons:
     def __repr__(self) -> str:
         layers = exposed_heads(self.model)
         n_neurons = sum(layer.n_neurons for layer in layers)
-        heads = f"{n_neurons:,} neurons as heads in {len(layers)} layers" if layers else "hidden"
+        heads = f"{n_neurons:,} neurons as heads (layers: {len(layers)})" if layers else "hidden"
         return f"<ExposedNeurons of {self.model.cfg.model_name}: {heads}>"
 
     def undo(self) -> None:

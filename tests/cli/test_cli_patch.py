@@ -66,8 +66,8 @@ def test_the_title_is_one_line(folder, tmp_path):
     """However narrow the table."""
     result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", "L0H1")
     sweep = p.Sweep.load(tmp_path / "sweep.csv")
-    values = [f"{x:.3g}".replace("-", "−") for x in (sweep.clean_value, sweep.corrupted_value)]
-    title = "Logit difference {} (clean), {} (corrupted)".format(*values)
+    ends = sweep.clean_value, sweep.corrupted_value
+    title = "Logit difference {:.3g} (clean), {:.3g} (corrupted)".format(*ends)
     assert title in result.stdout.splitlines()
 
 
@@ -158,6 +158,12 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--sites", "L9N3"), "the model has layers 0 to 1"),
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
+        ((*TEXTS, "--out", out, "--positions", "last"), "expected each, all, or numbers"),
+        ((*TEXTS, "--out", out, "--sites", "L0N3,mlp"), "got mlp; expected neurons, heads, all"),
+        (
+            (*TEXTS, "--out", out, "--sites", "L0H1@9,L0H7"),
+            "got 'L0H7'; layer 0 has attention heads 0 to 1 - L0H1@9: got 9",
+        ),
         ((*TEXTS, "--out", out, "--part", "k", "--sites", "all"), "got part='k'"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),
