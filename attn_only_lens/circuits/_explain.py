@@ -22,7 +22,12 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.model_answers import answer_warnings, answers_table, model_answers
+from attn_only_lens.circuits.model_answers import (
+    answer_notes,
+    answer_warnings,
+    answers_table,
+    model_answers,
+)
 from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import float32_slopes
@@ -141,11 +146,7 @@ class Explanation:
         circuit = self.circuit
         notes = [
             f"{self.title}; everything else keeps {circuit.completeness:.0%}.",
-            *(
-                f"{run.capitalize()} run: {'; '.join(' '.join(cell) for cell in cells.items())}."
-                for run, cells in answers_table(self.answers).iterrows()
-            ),
-            *answer_warnings(self.answers),
+            *answer_notes(self.answers),
         ]
         return viz.circuit_view(
             self.graph,

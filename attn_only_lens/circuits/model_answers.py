@@ -11,6 +11,7 @@ from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 
+_RUNS = ("clean", "corrupted")
 _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 
 
@@ -22,7 +23,7 @@ def model_answers(
     named = dict(zip(_ROLES[len(answers)], answers, strict=True))
     of_roles = answer_tokens(model, pair, named, None, several=True)
     rows = []
-    for run, logits in (("clean", clean), ("corrupted", corrupted)):
+    for run, logits in zip(_RUNS, (clean, corrupted), strict=True):
         for prompt, position in enumerate(pair.last.tolist()):
             last = float32_if_half(logits[prompt, position]).cpu().double()
             probabilities, top = last.softmax(dim=-1), int(last.argmax())
@@ -39,11 +40,18 @@ def model_answers(
 
 def answers_table(answers: pd.DataFrame) -> pd.DataFrame:
     """Return texts for readers: a row for each run, a column for the top token and each answer."""
-    return pd.DataFrame({run: _of_run(rows) for run, rows in answers.groupby("run")}).T
+    return pd.DataFrame({run: _of_run(answers, run) for run in _RUNS}).T
 
 
-def _of_run(rows: pd.DataFrame) -> dict[str, str]:
+def answer_notes(answers: pd.DataFrame) -> list[str]:
+    """Return a sentence about each run's answers, and the warnings."""
+    runs = {run: "; ".join(map(" ".join, _of_run(answers, run).items())) for run in _RUNS}
+    return [f"The {run} run: {text}." for run, text in runs.items()] + answer_warnings(answers)
+
+
+def _of_run(answers: pd.DataFrame, run: str) -> dict[str, str]:
     """Return the cells of one run: median ranks and mean probabilities over its prompts."""
+    rows = answers[answers["run"] == run]
     counts, n = rows["top"].value_counts(), len(rows)
     top = f"on {counts.iloc[0]} of {n}" if n > 1 else _percent(rows["top_probability"].iloc[0])
     cells = {"top token": f"{counts.index[0]!r} {top}"}
@@ -64,7 +72,7 @@ def answer_warnings(answers: pd.DataFrame) -> list[str]:
     if "wrong" not in answers:
         return []
     prefers = answers["correct_probability"] > answers["wrong_probability"]
-    clean, corrupted = (prefers[answers["run"] == run].to_numpy() for run in ("clean", "corrupted"))
+    clean, corrupted = (prefers[answers["run"] == run].to_numpy() for run in _RUNS)
     cases = (
         (clean == corrupted, "same answer on both prompts", "prompts with different answers"),
         (~clean, "wrong answer on the clean prompt", "prompts that it answers correctly"),

@@ -183,8 +183,8 @@ def test_names_say_their_role(model):
     assert circuit.n_sites == len(asked)
     assert set(circuit.frame[key].itertuples(index=False, name=None)) <= asked
     for bad, match in {
-        "L0N3@object": "a site at object; expected a role of positions: subject, verb, end",
-        "L0N3@2": "a site at 2; expected a role",
+        "L0N3@object": "got L0N3@object; expected a role of positions: subject, verb, end",
+        "L0N3@2": "got L0N3@2; expected a role",
         "L0N3@-": "or a role, such as",
     }.items():
         with pytest.raises(InputError, match=match):
