@@ -181,7 +181,9 @@ class Explanation:
         printed = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
         head, *lines = printed.splitlines()
         lines = [f"{x}\n    {does:.76}" for x, does in zip(lines, table["does"], strict=False)]
-        lines += [f"... {len(table) - k} more rows; see .table()"] * (len(table) > k)
+        lines += [f"... {len(table) - k} more rows; see .table(), or --top in a shell"] * (
+            len(table) > k
+        )
         meanings = _MEANINGS + _OF_SEVERAL.format(n) * (n > 1)
         return "\n".join(
             [

@@ -24,22 +24,25 @@ PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _LINE = 74  # of an example: 80 columns, less the margin of the help text and " \\"
-_TEXT = ("name", "site", "does")  # left-aligned table columns
+_TEXT = ("name", "token")  # left-aligned table columns
 
 _START = """\
-Which heads and neurons make the difference between the answers to two prompts? Start here:
+Which heads and neurons make the difference between the answers to two prompts?
+Start here:
 
-  attn-only-lens explain MODEL \\
-    --clean "The keys near the cabinet" --corrupted "The key near the cabinet" \\
-    --answer " are" --wrong " is" --out explanation.html
+  attn-only-lens explain MODEL --clean "The keys near the cabinet" \\
+    --corrupted "The key near the cabinet" --answer " are" --wrong " is" \\
+    --out explanation.html
 
-MODEL is the Hugging Face name of your model, or its folder. small-english ships with this package:
-use it as MODEL to try the command, or run `attn-only-lens demo`.
+MODEL is the Hugging Face name of your model, or its folder. small-english ships
+with this package: use it as MODEL to try the command.
 
-  attn-only-lens verify MODEL --text "The keys"   check that your model, with neurons as attention
-                                                  heads, has the same logits
+  attn-only-lens demo                             draw a circuit of small-english
+  attn-only-lens verify MODEL --text "The keys"   check that your model, with
+                                                  neurons as attention heads, has
+                                                  the same logits
   attn-only-lens --help                           list all commands
-  attn-only-lens COMMAND --help                   show the options of a command, and examples
+  attn-only-lens COMMAND --help                   show options and examples
 """
 
 

@@ -28,10 +28,11 @@ def demo(
     source = pretrained.small_english()
     model = expose_neuron_heads(source, copy=True).model
     same = "bitwise the same" if verify(source, model, CLEAN).bitwise else "NOT THE SAME"
-    typer.echo(f"A 4-layer language model; with its neurons as heads, its logits are {same}.")
+    typer.echo(f"A 4-layer language model. With neurons as heads, its logits are {same}.")
     typer.echo(
-        f"Why does {CLEAN!r} continue with 'are', and not 'is'? The output of each head\n"
-        f"and neuron is copied into a run on {CORRUPTED!r}: how much of the answer comes back?\n"
+        f"Why does {CLEAN!r} continue with 'are', and not 'is'?\n"
+        f"The output of each head and neuron is copied into a run on\n{CORRUPTED!r}: "
+        "how much of the answer comes back?\n"
     )
     metric = patching.logit_diff(" are", " is")
     sweep = patching.activation_patch(model, CLEAN, CORRUPTED, metric)

@@ -169,10 +169,13 @@ def _print_effects(sweep: "Sweep", top: int) -> None:
     from attn_only_lens.patching.over_prompts import SPREAD
 
     shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
-    columns = ["name", "position", "value", *shares]
-    frame = sweep.frame.loc[sweep.top(top).index, columns]
+    columns, ranked = ["name", "position", "value", *shares], sweep.top(top)
+    frame = sweep.frame.loc[ranked.index].copy()
+    if "token" in ranked:
+        frame["token"] = ranked["token"].map(repr)
+        columns.insert(2, "token")
     for name in shares:
         frame[name] = frame[name].map("{:.4f}".format)
     subtitle = f"{sweep.metric}: effects of patching {sweep.part} ({sweep.direction})"
     title = f"{sweep.clean_and_corrupted}\n{subtitle}"
-    print_table(title, columns, frame.to_numpy(dtype=object).tolist())
+    print_table(title, columns, frame[columns].to_numpy(dtype=object).tolist())

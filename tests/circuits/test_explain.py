@@ -62,7 +62,9 @@ def test_the_text_has_80_columns_and_says_what_it_leaves_out(why):
         assert max(map(len, lines)) <= 80
         shown = [line.split()[0] for line in lines if "@" in line.split(" ")[0]]
         assert shown == table["id"][:k].tolist()
-        assert (f"... {len(table) - k} more rows; see .table()" in lines) == (k < len(table))
+        assert (f"... {len(table) - k} more rows; see .table(), or --top in a shell" in lines) == (
+            k < len(table)
+        )
         assert all(f"{name}:" in why.text(k) for name in ("share", "denoise, noise"))
     assert "Warning" not in why.text()
 

@@ -42,8 +42,8 @@ def test_a_sweep_of_texts(folder, tmp_path):
     assert len(frame) == 2 * (2 + 37) * 5
     assert frame["name"].tolist() == reference["name"].tolist()
     np.testing.assert_allclose(frame["value"], reference["value"], rtol=0, atol=1e-4)
-    for name in p.Sweep.load(out).top(3)["name"]:
-        assert name in result.output
+    for name, token in p.Sweep.load(out).top(3)[["name", "token"]].to_numpy():
+        assert re.search(rf"{name} .* {token!r} ", result.output)
     assert "logit_diff('w13', 'w17')" in result.output
     assert f"{len(frame)} rows" in result.output
 
