@@ -22,12 +22,7 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.model_answers import (
-    answer_notes,
-    answer_warnings,
-    answers_table,
-    model_answers,
-)
+from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
 from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import float32_slopes
@@ -45,7 +40,6 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
 _LONGEST = 9  # the most characters of a token in a label
-_WIDTH = 80  # of the printed text
 _MEANINGS = (
     "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
     "and by its value (by_value). A path through several sites counts at each of them, so shares "
@@ -143,10 +137,11 @@ class Explanation:
         for row in self.table().to_dict("records"):
             kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
             names[row["id"]] = f"{labels[row['id']]}, by {kind}"
-        circuit = self.circuit
+        circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {circuit.completeness:.0%}.",
-            *answer_notes(self.answers),
+            *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
+            *answer_warnings(self.answers),
         ]
         return viz.circuit_view(
             self.graph,
@@ -171,27 +166,23 @@ class Explanation:
         """Return the model's answers and the k strongest rows of `table`, in 80 columns."""
         table, n = self.table(), self.attribution.n_prompts
         rows = table.head(k).round(2).drop(columns="does")
-        numbers = rows.select_dtypes("number").columns
-        rows[numbers] += 0.0  # turn -0.00 into 0.00
+        rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
         rows["token"] = rows["token"].map(repr)
         for name in ("id", "token"):  # pandas aligns texts to the right
-            width = rows[name].str.len().max()
-            rows[name] = rows[name].str.ljust(width)
-            rows = rows.rename(columns={name: name.ljust(width)})
-        printed = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
-        head, *lines = printed.splitlines()
+            rows[name] = rows[name].str.ljust(rows[name].str.len().max())
+        text = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
+        head, *lines = text.splitlines()
         lines = [f"{x}\n    {does:.76}" for x, does in zip(lines, table["does"], strict=False)]
-        lines += [f"... {len(table) - k} more rows; see .table(), or --top in a shell"] * (
-            len(table) > k
-        )
+        if len(table) > k:
+            lines.append(f"... {len(table) - k} more rows; see .table(), or --top in a shell")
         meanings = _MEANINGS + _OF_SEVERAL.format(n) * (n > 1)
         return "\n".join(
             [
                 f"{self.title}; everything else keeps {self.circuit.completeness:.0%}",
                 self.attribution.clean_and_corrupted,
-                answers_table(self.answers).to_string(),
-                *(fill(warning, _WIDTH) for warning in answer_warnings(self.answers)),
-                *("", head, *lines, "", fill(meanings, _WIDTH)),
+                pd.DataFrame(answer_cells(self.answers)).T.to_string(),
+                *(fill(warning, 80) for warning in answer_warnings(self.answers)),
+                *("", head, *lines, "", fill(meanings, 80)),
             ]
         )
 
@@ -235,8 +226,7 @@ def explain(
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
         progress: show a progress bar for the search.
-        positions: must be None: all positions are explained. For a task's roles, pass `positions`
-            to `discover` and to `attribution_graph`.
+        positions: must be None; `discover` and `attribution_graph` take positions and roles.
 
     Raises:
         InputError: with every reason: invalid numbers, positions, prompts or metric.
@@ -255,8 +245,8 @@ def explain(
     reasons += resamples_reasons(resamples)
     if positions is not None:
         reasons.append(
-            "got positions; explain always looks at every position. For positions or roles, use "
-            "circuits.discover(…, positions=…) and circuits.attribution_graph(…, positions=…)"
+            "got positions; explain looks at every position: for positions or roles, use "
+            "circuits.discover and circuits.attribution_graph"
         )
     InputError.raise_if(reasons, "nothing can be explained")
     prompts = model, clean, corrupted, metric

@@ -38,33 +38,20 @@ def model_answers(
     return pd.DataFrame(rows)
 
 
-def answers_table(answers: pd.DataFrame) -> pd.DataFrame:
-    """Return texts for readers: a row for each run, a column for the top token and each answer."""
-    return pd.DataFrame({run: _of_run(answers, run) for run in _RUNS}).T
-
-
-def answer_notes(answers: pd.DataFrame) -> list[str]:
-    """Return a sentence about each run's answers, and the warnings."""
-    runs = {run: "; ".join(map(" ".join, _of_run(answers, run).items())) for run in _RUNS}
-    return [f"The {run} run: {text}." for run, text in runs.items()] + answer_warnings(answers)
-
-
-def _of_run(answers: pd.DataFrame, run: str) -> dict[str, str]:
-    """Return the cells of one run: median ranks and mean probabilities over its prompts."""
-    rows = answers[answers["run"] == run]
-    counts, n = rows["top"].value_counts(), len(rows)
-    top = f"on {counts.iloc[0]} of {n}" if n > 1 else _percent(rows["top_probability"].iloc[0])
-    cells = {"top token": f"{counts.index[0]!r} {top}"}
-    for role in ("correct", "wrong", "answer"):
-        if role in rows:
+def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
+    """Return each run's cells of a table: the top token, and the median rank of each answer."""
+    cells: dict[str, dict[str, str]] = {}
+    for run, rows in answers.groupby("run"):
+        counts, n = rows["top"].value_counts(), len(rows)
+        top = f"on {counts.iloc[0]} of {n}" if n > 1 else f"{rows['top_probability'].iloc[0]:.1%}"
+        cells[str(run)] = {"top token": f"{counts.index[0]!r} {top}"}
+        for role in [name for name in ("correct", "wrong", "answer") if name in rows]:
             texts, rank = rows[role].unique(), rows[f"{role}_rank"].median()
-            probability = _percent(rows[f"{role}_probability"].mean())
-            cells[repr(texts[0]) if len(texts) == 1 else role] = f"rank {rank:.0f}, {probability}"
+            probability = rows[f"{role}_probability"].mean()
+            share = f"{probability:.1%}" if probability >= 0.001 else "< 0.1%"
+            name = repr(texts[0]) if len(texts) == 1 else role
+            cells[str(run)][name] = f"rank {rank:.0f}, {share}"
     return cells
-
-
-def _percent(probability: float) -> str:
-    return f"{probability:.1%}" if probability >= 0.001 else "< 0.1%"
 
 
 def answer_warnings(answers: pd.DataFrame) -> list[str]:

@@ -10,7 +10,7 @@ from attn_only_lens.cli.common import (
     PROMPTS,
     command,
     option,
-    print_table,
+    print_frame,
     require_writable,
     say_page,
     working,
@@ -26,7 +26,7 @@ from attn_only_lens.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from attn_only_lens.circuits import Circuit, CircuitGraph
+    from attn_only_lens.circuits import CircuitGraph
 
 
 @command(
@@ -147,7 +147,8 @@ def circuit(
         write_html(circuit_view(graph, loaded, clean), out)
     _print_attributions(graph, top)
     if minimal is not None:
-        _print_circuit(minimal, top)
+        columns = ["name", "position", "effect"]
+        print_frame(repr(minimal).partition("\n")[0], minimal.frame[columns].head(top))
     if is_json:
         typer.echo(f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html")
     else:
@@ -160,16 +161,4 @@ def _print_attributions(graph: "CircuitGraph", top: int) -> None:
     columns = ["name", "position", "value", "attribution"]
     change = "change of " * bool(graph.corrupted)
     title = f"{change}{graph.metric} = {graph.value:.4g}: the largest attributions"
-    print_table(title, columns, strongest[columns].to_numpy().tolist())
-
-
-def _print_circuit(circuit: "Circuit", top: int) -> None:
-    columns = ["name", "position", "effect"]
-    title = (
-        f"A circuit of {len(circuit)} of {circuit.n_sites} sites keeps {circuit.faithfulness:.1%} "
-        f"of the effect; all other sites keep {circuit.completeness:.1%}"
-    )
-    if circuit.random:
-        random = ", ".join(f"{value:.1%}" for value in circuit.random)
-        title += f"; random circuits of this size keep {random}"
-    print_table(title, columns, circuit.frame[columns].head(top).to_numpy().tolist())
+    print_frame(title, strongest[columns])

@@ -1,21 +1,23 @@
-"""The application, and code that all commands use to report errors, check outputs, print tables.
+"""The application, and code that all commands use to report errors, check outputs, print frames.
 
 Commands import torch and pandas only when they run, so that --help is quick.
 """
 
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -24,7 +26,6 @@ PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _LINE = 74  # of an example: 80 columns, less the margin of the help text and " \\"
-_TEXT = ("name", "token")  # left-aligned table columns
 
 _START = """\
 Which heads and neurons make the difference between the answers to two prompts?
@@ -197,18 +198,7 @@ def say_page(page: Path, what: str = "") -> None:
     typer.echo(f"{page}{what and ': '}{what}\nOpen it in a browser: {page.resolve().as_uri()}")
 
 
-def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
-) -> None:
-    """Print a title line and a table, with numbers in the given format (-0 as 0)."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="left" if column in _TEXT else "right")
-    for row in rows:
-        table.add_row(*(format(x + 0.0, number) if isinstance(x, float) else str(x) for x in row))
-    console = Console(file=sys.stdout)
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-    console.print(table)
+def print_frame(title: str, frame: "pd.DataFrame") -> None:
+    """Print a title line and a frame, in 80 columns."""
+    rows = frame.to_string(index=False, line_width=80, float_format="{:.4g}".format)
+    typer.echo(f"{title}\n{rows}")

@@ -14,7 +14,7 @@ from attn_only_lens.cli.common import (
     PROMPTS,
     command,
     option,
-    print_table,
+    print_frame,
     require_folder,
     say_page,
 )
@@ -155,5 +155,6 @@ def _print_summary(comparison: "Comparison") -> None:
         ("By layer: means over components", comparison.summary()),
         ("Circuits at equal faithfulness", comparison.circuits[estimates]),
     ):
-        columns = [str(column).removesuffix("_correlation") for column in frame.columns]
-        print_table(title, columns, frame.to_numpy(dtype=object).tolist(), number=".3g")
+        print_frame(
+            title, frame.rename(columns=lambda name: str(name).removesuffix("_correlation"))
+        )

@@ -109,10 +109,8 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
         title = re.sub("<.*?>", " ", picture.layout.title.text or "").partition("  ")[0]
         figure = picture.to_html(full_html=False, default_height="100vh")
-        text = (
-            f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f"<title>{title}</title>\n</head>\n<body style='margin: 0'>\n{figure}</body>\n</html>\n"
-        )
+        head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>'
+        text = f'{head}\n<body style="margin: 0">\n{figure}\n</body>\n</html>\n'
     else:
         raise TypeError(f"got a {type(picture).__name__}; expected a page or a plotly figure")
     write_text(path, text)

@@ -150,7 +150,7 @@ def test_what_makes_no_sense_is_refused(model):
         ({"n_patched": 0}, "got n_patched=0"),
         ({"faithfulness": 2}, "got faithfulness=2"),
         ({"resamples": None}, "got resamples=None"),
-        ({"positions": [1]}, "got positions; .* use circuits.discover"),
+        ({"positions": [1]}, "got positions; .* use circuits.discover and"),
     ):
         with pytest.raises(InputError, match=reason):
             circuits.explain(model, CLEAN, CORRUPTED, METRIC, **settings)

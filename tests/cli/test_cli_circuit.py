@@ -112,10 +112,10 @@ def test_a_pair_finds_a_minimal_circuit(folder, expected, tmp_path):
                  "--faithfulness", 0.7, "--top", 3)  # fmt: skip
     assert result.exit_code == 0, result.output
     circuit = circuits.discover(model, CLEAN, CORRUPTED, metric, faithfulness=0.7)
-    text = " ".join(result.output.split())
-    assert f"{len(circuit)} of {circuit.n_sites} sites" in text
-    assert f"keeps {circuit.faithfulness:.1%} of the effect" in text
-    assert circuit.frame["name"].iloc[0] in text
+    kept = f"{len(circuit)} of {circuit.n_sites} sites keep {circuit.faithfulness:.0%}"
+    assert f"{kept} of the effect, all others {circuit.completeness:.0%}" in result.output
+    shown = result.output.partition(kept)[2].split()
+    assert [x for x in shown if x.startswith("L")] == circuit.frame["name"].head(3).tolist()
 
 
 def test_tokens_and_a_saved_model(folder, tmp_path):
