@@ -46,10 +46,7 @@ _MEANINGS = (
     "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
     "back to the corrupted run, or removes from the clean run."
 )
-_OF_SEVERAL = (
-    " Ranks of answers are medians and probabilities are means over {} prompts; tokens and "
-    "attention are those of the first clean prompt."
-)
+_OF_SEVERAL = " Ranks are medians, and probabilities means, over {} prompts; tokens are the first's."
 _FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
 _COLUMNS = ("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
