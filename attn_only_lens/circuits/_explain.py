@@ -46,7 +46,7 @@ _MEANINGS = (
     "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
     "back to the corrupted run, or removes from the clean run."
 )
-_OF_SEVERAL = " Ranks are medians, and probabilities means, over {} prompts; tokens are the first's."
+_OF_SEVERAL = " Ranks are medians, probabilities means, over {} prompts; tokens are of the first."
 _FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
 _COLUMNS = ("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
