@@ -1,6 +1,7 @@
 """The package's errors; each message says what was given, what was expected, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
@@ -52,6 +53,15 @@ class InputError(AttnOnlyLensError, ValueError):
         """Raise this error if there are any reasons."""
         if reasons:
             raise cls(reasons, *problem)
+
+    @classmethod
+    @contextmanager
+    def collected(cls, reasons: list[str]) -> Iterator[None]:
+        """Add the reasons of an error in the block to a list, so that others can follow."""
+        try:
+            yield
+        except cls as error:
+            reasons += error.reasons
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
         """Pickle the reasons and the problem; by default, pickle would store only the message."""

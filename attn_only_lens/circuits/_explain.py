@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import pandas as pd
@@ -21,12 +22,13 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import Circuit, discover
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
 from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
@@ -37,9 +39,16 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
-_LONGEST = 9  # the maximum length of a token in a label
+_LONGEST = 9  # the most characters of a token in a label
+_MEANINGS = (
+    "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
+    "and by its value (by_value). A path through several sites counts at each of them, so shares "
+    "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
+    "back to the corrupted run, or removes from the clean run."
+)
+_OF_SEVERAL = " Ranks are medians, probabilities means, over {} prompts; tokens are of the first."
 _FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
-_COLUMNS = ("id", "does", "share", "by_pattern", "by_value", "denoise", "noise")
+_COLUMNS = ("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,6 +60,9 @@ class Explanation:
         circuit: a small circuit that keeps most of the difference.
         graph: the attribution graph of the difference, with the sites of the circuit as nodes.
         patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
+        answers: what the model answers: for each run ("clean", "corrupted") and prompt, the most
+            probable token and its probability, and each answer of the metric ("correct" and
+            "wrong", or "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id.
         labels: the label of each node, by id: its name with the token that it attends to or
             promotes most.
@@ -62,6 +74,7 @@ class Explanation:
     circuit: Circuit
     graph: CircuitGraph
     patches: dict[str, Sweep]
+    answers: pd.DataFrame
     does: dict[str, str]
     labels: dict[str, str]
     model: Any
@@ -82,14 +95,16 @@ class Explanation:
     def table(self) -> pd.DataFrame:
         """Return a frame with one row per site of the circuit, sorted by decreasing |share|.
 
-        The site's `share` of the difference is the sum of `by_pattern` and `by_value`. Columns
-        `denoise` and `noise` are the exact effects, as shares of the difference, if only this site
-        is patched in the corrupted run or in the clean run. For sites that were not patched,
-        `denoise` and `noise` are missing.
+        The columns are `id`; `token`, in the first clean prompt; `does`; `share` (the site's share
+        of the difference, the sum of `by_pattern` and `by_value`); and `denoise` and `noise`. These
+        two are the exact effects of patching the site alone in the corrupted run, and in the clean
+        run, as shares of the difference; they are missing for sites that were not patched. A path
+        through several sites counts at each of them, so shares can add up to more than 1.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
         rows["share"] = rows["by_pattern"] + rows["by_value"]
+        rows["token"] = [self.graph.tokens[0][pos] for pos in self.graph.heads["position"]]
         rows["does"] = rows["id"].map(self.does).fillna("")
         for way, sweep in self.patches.items():
             effect = sweep.effect.set_axis(_ids(sweep))
@@ -119,11 +134,11 @@ class Explanation:
         for row in self.table().to_dict("records"):
             kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
             names[row["id"]] = f"{labels[row['id']]}, by {kind}"
-        circuit = self.circuit
-        clean, corrupted = self.attribution.clean_value, self.attribution.corrupted_value
+        circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {circuit.completeness:.0%}.",
-            f"The metric is {clean:.4g} for the clean prompts, {corrupted:.4g} for the corrupted.",
+            *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
+            *answer_warnings(self.answers),
         ]
         return viz.circuit_view(
             self.graph,
@@ -144,12 +159,32 @@ class Explanation:
             self.attribution.save(new / "attribution.parquet")
             self.page(new / "page.html")
 
+    def text(self, k: int = 10) -> str:
+        """Return the model's answers and the k strongest rows of `table`, in 80 columns."""
+        table, n = self.table(), self.attribution.n_prompts
+        rows = table.head(k).round(2).drop(columns="does")
+        rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
+        rows["token"] = rows["token"].map(repr)
+        for name in ("id", "token"):  # pandas aligns texts to the right
+            rows[name] = rows[name].str.ljust(rows[name].str.len().max())
+        text = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
+        head, *lines = text.splitlines()
+        lines = [f"{x}\n    {does:.76}" for x, does in zip(lines, table["does"], strict=False)]
+        if len(table) > k:
+            lines.append(f"... {len(table) - k} more rows; see .table(), or --top in a shell")
+        meanings = _MEANINGS + _OF_SEVERAL.format(n) * (n > 1)
+        return "\n".join(
+            [
+                f"{self.title}; everything else keeps {self.circuit.completeness:.0%}",
+                self.attribution.clean_and_corrupted,
+                pd.DataFrame(answer_cells(self.answers)).T.to_string(),
+                *(fill(warning, 80) for warning in answer_warnings(self.answers)),
+                *("", head, *lines, "", fill(meanings, 80)),
+            ]
+        )
+
     def __repr__(self) -> str:
-        table = self.table().head(10).round(2)
-        numbers = table.select_dtypes("number").columns
-        table[numbers] += 0.0  # turn -0.00 into 0.00
-        rows = table.to_string(index=False, float_format="{:.2f}".format)
-        return f"{self.title}; everything else keeps {self.circuit.completeness:.0%}\n{rows}"
+        return self.text()
 
     def _repr_html_(self) -> str:
         html: str = self.view()._repr_html_()
@@ -173,6 +208,7 @@ def explain(
     n_patched: int = 20,
     resamples: int = 0,
     progress: bool = False,
+    positions: None = None,
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
@@ -187,9 +223,10 @@ def explain(
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
         progress: show a progress bar for the search.
+        positions: must be None; `discover` and `attribution_graph` take positions and roles.
 
     Raises:
-        InputError: with every reason: invalid numbers; invalid prompts or metric.
+        InputError: with every reason: invalid numbers, positions, prompts or metric.
         UnsupportedModelError: the model has an operation without a secant rule
             (`engine/secants.py`).
 
@@ -203,6 +240,11 @@ def explain(
     """
     reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
     reasons += resamples_reasons(resamples)
+    if positions is not None:
+        reasons.append(
+            "got positions; explain looks at every position: for positions or roles, use "
+            "circuits.discover and circuits.attribution_graph"
+        )
     InputError.raise_if(reasons, "nothing can be explained")
     prompts = model, clean, corrupted, metric
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
@@ -219,21 +261,23 @@ def explain(
         options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
         ways = ("denoise", "noise")
         patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
-        what = _what_nodes_do(model, clean, corrupted, [(str(n), int(p)) for n, p in keys])
+        nodes = [(str(name), int(position)) for name, position in keys]
+        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, nodes)
         return Explanation(whole, circuit, graph, patches, *what, model, clean)
 
 
 @torch.no_grad()
 def _what_nodes_do(
-    model: Any, clean: Prompts, corrupted: Prompts, nodes: Sequence[tuple[str, int]]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return, for each node, what it reads and writes in the first clean prompt, and a label."""
-    pair, host = prompt_pair(model, clean, corrupted), host_of(model)
-    heads = [HeadName.parse(name) for name, _ in nodes]
+    model: Any, pair: PromptPair, metric: AnyMetric, nodes: Sequence[tuple[str, int]]
+) -> tuple[pd.DataFrame, dict[str, str], dict[str, str]]:
+    """Return the model's answers; what each node reads and writes in the first prompt; labels."""
+    host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
     hooks = {
         host.hook_name(head.layer, head.kind, point) for head in heads for point in ("z", "pattern")
     }
     run = record(model, pair.clean, pair.mask, names=sorted(hooks))
+    corrupted = record(model, pair.corrupted, pair.mask)
+    answers = model_answers(model, pair, metric, run.logits, corrupted.logits)
     written = DirectEffects(model).promoted_tokens(run.hooked, nodes, 2)
     texts = [token_text(model, token) for token in pair.clean[0].tolist()]
     does, labels = dict[str, str](), dict[str, str]()
@@ -244,13 +288,12 @@ def _what_nodes_do(
         if head.kind == "attention":
             weights = pattern[position, : len(texts)]
             most = int(weights.argmax())
-            reads = f"{texts[position]!r} looks at {texts[most]!r} ({float(weights[most]):.0%})"
+            reads = f"looks at {texts[most]!r} ({float(weights[most]):.0%})"
             label = f"{name} ← {texts[most].strip()[:_LONGEST]}"
         else:
             shared = host.neurons[head.layer].heads_per_neuron > 1
-            gate = "" if shared else f", gate {float(pattern[position, SELF]):.2f}"
-            reads = f"at {texts[position]!r}{gate}"
+            reads = "" if shared else f"gate {float(pattern[position, SELF]):.2f}"
             label = f"{name} → {tokens[0].strip()[:_LONGEST]}" if tokens else name
         key = f"{name}@{position}"
-        does[key], labels[key] = f"{reads}; {writes}".rstrip("; "), label
-    return does, labels
+        does[key], labels[key] = "; ".join(filter(None, (reads, writes))), label
+    return answers, does, labels

@@ -114,6 +114,13 @@ class Circuit:
     def __len__(self) -> int:
         return len(self.frame)
 
+    def __repr__(self) -> str:
+        title = (
+            f"{len(self):,} of {self.n_sites:,} sites keep {self.faithfulness:.0%} of the effect"
+        )
+        random = f", random sites {max(self.random):.0%}" if self.random else ""
+        return f"{title}, all others {self.completeness:.0%}{random}\n{self.frame}"
+
     def to_frame(self) -> pd.DataFrame:
         """Return the circuit's sites, or, if prompts were resampled, the sites of all resamples."""
         if self.stability is None:

@@ -10,7 +10,7 @@ from attn_only_lens.cli.common import (
     PROMPTS,
     command,
     option,
-    print_table,
+    print_frame,
     require_writable,
     say_page,
     working,
@@ -26,18 +26,18 @@ from attn_only_lens.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from attn_only_lens.circuits import Circuit, CircuitGraph
+    from attn_only_lens.circuits import CircuitGraph
 
 
 @command(
     "Start here",
-    'attn-only-lens explain small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens explain small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out explanation.html',
-    'attn-only-lens explain gpt2 --clean "When Mary and John went out, John gave a drink to"\n'
-    '--corrupted "When Mary and John went out, Mary gave a drink to"\n'
+    'attn-only-lens explain gpt2 --clean "When Mary and John went out, John gave a drink to" '
+    '--corrupted "When Mary and John went out, Mary gave a drink to" '
     '--answer " Mary" --wrong " John" --faithfulness 0.8 --out ioi.html',
-    'attn-only-lens explain small-english --clean "The keys near the cabinet"\n'
-    '--corrupted "The key near the cabinet" --answer " are" --wrong " is"\n'
+    'attn-only-lens explain small-english --clean "The keys near the cabinet" '
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
     "--texts corpus.txt --out with_examples.html",
 )
 def explain(
@@ -71,10 +71,8 @@ def explain(
 ) -> None:
     """Explain which heads and neurons make a model answer two prompts differently.
 
-    The table shows how much each site of a small circuit contributes to the difference, through its
-    pattern and through its value. It also shows the exact effects of patching the site: "denoise"
-    puts the site's clean output into the corrupted run, "noise" the corrupted output into the clean
-    run. The page draws the edges between the sites.
+    The command prints what the model answers, and how the difference divides among the sites of a
+    small circuit. The page draws how the sites act on each other.
     """
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -90,10 +88,7 @@ def explain(
             n_patched=top,
             resamples=resamples,
         )
-    table = why.table().head(top)
-    title = f"{why.title}; everything else keeps {why.circuit.completeness:.0%}"
-    rows = [["" if x != x else x for x in row] for row in table.itertuples(index=False)]
-    print_table(title, ["site", "does", *table.columns[2:]], rows, number=".2f")
+    typer.echo(why.text(top))
     if why.circuit.stability is not None:
         typer.echo(f"Stability: {why.circuit.stability!r}")
     examples = None
@@ -104,11 +99,11 @@ def explain(
 
 @command(
     "Find what matters",
-    'attn-only-lens circuit small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens circuit small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out circuit.html',
-    'attn-only-lens circuit gpt2 --clean "The keys near the cabinet" --answer " are"\n'
+    'attn-only-lens circuit gpt2 --clean "The keys near the cabinet" --answer " are" '
     "--metric log_probability --nodes 100 --out one_prompt.html",
-    'attn-only-lens circuit small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens circuit small-english --clean "The keys near the cabinet" '
     '--answer " are" --wrong " is" --out circuit.json',
 )
 def circuit(
@@ -152,7 +147,8 @@ def circuit(
         write_html(circuit_view(graph, loaded, clean), out)
     _print_attributions(graph, top)
     if minimal is not None:
-        _print_circuit(minimal, top)
+        columns = ["name", "position", "effect"]
+        print_frame(repr(minimal).partition("\n")[0], minimal.frame[columns].head(top))
     if is_json:
         typer.echo(f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html")
     else:
@@ -165,16 +161,4 @@ def _print_attributions(graph: "CircuitGraph", top: int) -> None:
     columns = ["name", "position", "value", "attribution"]
     change = "change of " * bool(graph.corrupted)
     title = f"{change}{graph.metric} = {graph.value:.4g}: the largest attributions"
-    print_table(title, columns, strongest[columns].to_numpy().tolist())
-
-
-def _print_circuit(circuit: "Circuit", top: int) -> None:
-    columns = ["name", "position", "effect"]
-    title = (
-        f"A circuit of {len(circuit)} of {circuit.n_sites} sites keeps {circuit.faithfulness:.1%} "
-        f"of the effect; all other sites keep {circuit.completeness:.1%}"
-    )
-    if circuit.random:
-        random = ", ".join(f"{value:.1%}" for value in circuit.random)
-        title += f"; random circuits of this size keep {random}"
-    print_table(title, columns, circuit.frame[columns].head(top).to_numpy().tolist())
+    print_frame(title, strongest[columns])

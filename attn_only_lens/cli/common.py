@@ -1,20 +1,23 @@
-"""The typer application, and functions for options, errors and tables that commands share.
+"""The application, and code that all commands use to report errors, check outputs, print frames.
 
 Commands import torch and pandas only when they run, so that --help is quick.
 """
 
-import sys
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -22,22 +25,25 @@ Panel = Literal["Start here", "Find what matters", "Look at a model", "Make mode
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
-_TEXT = ("name", "site", "does")  # left-aligned table columns
+_LINE = 74  # of an example: 80 columns, less the margin of the help text and " \\"
 
 _START = """\
-Which heads and neurons make the difference between the answers to two prompts? Start here:
+Which heads and neurons make the difference between the answers to two prompts?
+Start here:
 
-  attn-only-lens explain MODEL \\
-    --clean "The keys near the cabinet" --corrupted "The key near the cabinet" \\
-    --answer " are" --wrong " is" --out explanation.html
+  attn-only-lens explain MODEL --clean "The keys near the cabinet" \\
+    --corrupted "The key near the cabinet" --answer " are" --wrong " is" \\
+    --out explanation.html
 
-MODEL is the Hugging Face name of your model, or its folder. small-english ships with this package:
-use it as MODEL to try the command, or run `attn-only-lens demo`.
+MODEL is the Hugging Face name of your model, or its folder. small-english ships
+with this package: use it as MODEL to try the command.
 
-  attn-only-lens verify MODEL --text "The keys"   check that your model, with neurons as attention
-                                                  heads, has the same logits
+  attn-only-lens demo                             draw a circuit of small-english
+  attn-only-lens verify MODEL --text "The keys"   check that your model, with
+                                                  neurons as attention heads, has
+                                                  the same logits
   attn-only-lens --help                           list all commands
-  attn-only-lens COMMAND --help                   show the options of a command, and examples
+  attn-only-lens COMMAND --help                   show options and examples
 """
 
 
@@ -90,12 +96,25 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
             kind, *declarations = get_args(hint)
             if kind in (Path, Path | None):
                 declarations[0].parser = path
-        # click keeps the line breaks of a paragraph that starts with \b.
-        shown = "\n \n".join(f"  {text}".replace("\n", " \\\n    ") for text in examples)
-        help_text = f"{getdoc(function)}\n\n\b\nExamples:\n{shown}"
+        # In click, \b keeps the line breaks of a paragraph.
+        shown = "\n \n".join(map(_in_80_columns, examples))
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", str(getdoc(function)))
+        help_text = f"{text}\n\n\b\nExamples:\n{shown}"
         return app.command(rich_help_panel=panel, help=help_text)(run)
 
     return add
+
+
+def _in_80_columns(example: str) -> str:
+    """Break a command before options, so that it can be copied from a narrow terminal."""
+    start, *options = re.split(r" (?=--)", example)
+    lines = [f"  {start}"]
+    for option_text in options:
+        if len(lines[-1]) + len(option_text) > _LINE:
+            lines.append(f"    {option_text}")
+        else:
+            lines[-1] += f" {option_text}"
+    return " \\\n".join(lines)
 
 
 def path(value: str | Path) -> Path:
@@ -179,18 +198,7 @@ def say_page(page: Path, what: str = "") -> None:
     typer.echo(f"{page}{what and ': '}{what}\nOpen it in a browser: {page.resolve().as_uri()}")
 
 
-def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], number: str = ".4g"
-) -> None:
-    """Print a title line and a table, with floats in the given format (-0 is printed as 0)."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="left" if column in _TEXT else "right")
-    for row in rows:
-        table.add_row(*(format(x + 0.0, number) if isinstance(x, float) else str(x) for x in row))
-    console = Console(file=sys.stdout)
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-    console.print(table)
+def print_frame(title: str, frame: "pd.DataFrame") -> None:
+    """Print a title line and a frame, in 80 columns."""
+    rows = frame.to_string(index=False, line_width=80, float_format="{:.4g}".format)
+    typer.echo(f"{title}\n{rows}")

@@ -14,7 +14,7 @@ from attn_only_lens.cli.common import (
     PROMPTS,
     command,
     option,
-    print_table,
+    print_frame,
     require_folder,
     say_page,
 )
@@ -48,7 +48,7 @@ class _LossOptions(MetricOptions):
     "Make models, and compare",
     "attn-only-lens compare gpt2 grown/ --tokens prompts.txt --out report/",
     "attn-only-lens compare gpt2 trained/ --provenance grown/ --tokens prompts.txt --out report/",
-    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --tokens clean.txt\n"
+    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --tokens clean.txt "
     '--corrupted corrupted.txt --metric logit_diff --answer " are" --wrong " is" --out report/',
 )
 def compare(
@@ -155,5 +155,6 @@ def _print_summary(comparison: "Comparison") -> None:
         ("By layer: means over components", comparison.summary()),
         ("Circuits at equal faithfulness", comparison.circuits[estimates]),
     ):
-        columns = [str(column).removesuffix("_correlation") for column in frame.columns]
-        print_table(title, columns, frame.to_numpy(dtype=object).tolist(), number=".3g")
+        print_frame(
+            title, frame.rename(columns=lambda name: str(name).removesuffix("_correlation"))
+        )

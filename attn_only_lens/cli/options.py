@@ -15,15 +15,13 @@ if TYPE_CHECKING:
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
     from attn_only_lens.engine.prompts import Prompts
 
-SHIPPED = "small-english"
-"""The name of the shipped language model on the command line."""
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
 _DTYPES = "float32, float64, bfloat16 or float16; default: the dtype of a saved model, else float32"
 
 Model = Annotated[
     str,
     typer.Argument(
-        help=f"a Hugging Face name, a folder with a model, or {SHIPPED}, which ships with this "
+        help="a Hugging Face name, a folder with a model, or small-english, which ships with this "
         "package"
     ),
 ]
@@ -128,13 +126,9 @@ class PromptOptions(MetricOptions):
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
     """Load a model by name or from a folder, and print a one-line description."""
     from attn_only_lens.models.load import load
-    from attn_only_lens.pretrained import small_english
 
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
-        if model == SHIPPED and not Path(model).exists():
-            loaded = small_english(device, dtype or "float32", hooked=hooked)
-        else:
-            loaded = load(model, dtype=dtype, device=device, hooked=hooked)
+        loaded = load(model, dtype=dtype, device=device, hooked=hooked)
     typer.echo(f"{model}: {_describe(loaded)}", err=True)
     return loaded
 
@@ -194,14 +188,14 @@ def parse_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def parse_numbers(text: str, option: str) -> list[int]:
-    """Parse comma-separated integers."""
+def parse_numbers(
+    text: str, option: str, expected: str = "whole numbers, separated by commas"
+) -> list[int]:
+    """Parse whole numbers, separated by commas."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise AttnOnlyLensError(
-            f"{option}: got {text!r}; expected whole numbers, separated by commas"
-        ) from None
+        raise AttnOnlyLensError(f"{option}: got {text!r}; expected {expected}") from None
 
 
 def _one_token(text: str) -> int:

@@ -1,8 +1,7 @@
 """`attn-only-lens patch`: activation patching of heads and neuron-heads."""
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +10,8 @@ from attn_only_lens.cli.common import (
     OUTPUT,
     command,
     option,
-    print_table,
+    print_frame,
     require_writable,
-    working,
 )
 from attn_only_lens.cli.options import (
     Corrupted,
@@ -26,25 +24,18 @@ from attn_only_lens.cli.options import (
 )
 from attn_only_lens.errors import AttnOnlyLensError
 
-if TYPE_CHECKING:
-    from attn_only_lens.patching import Sweep
-
-_MANY = 50_000  # with more patches than this, the command first estimates the time
-_SAMPLES = 16, 16, 128  # sites per timed run; the first run is a warm-up
+_MANY = 10_000  # with more heads and neurons, the command names faster methods
 _WHAT = "What is patched"
-_METRIC_NAMES = {
-    "logit_diff": "Logit difference", "log_probability": "Log probability", "kl": "KL divergence"
-}  # fmt: skip
 
 
 @command(
     "Find what matters",
-    'attn-only-lens patch small-english --clean "The keys near the cabinet"\n'
+    'attn-only-lens patch small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out sweep.parquet',
-    'attn-only-lens patch gpt2 --clean "The keys near the cabinet"\n'
-    '--corrupted "The key near the cabinet" --answer " are" --wrong " is"\n'
+    'attn-only-lens patch gpt2 --clean "The keys near the cabinet" '
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
     "--sites neurons --layers 8,9,10 --positions=-1 --out last_token.csv",
-    'attn-only-lens patch small-english --clean "The keys near the cabinet" --answer " are"\n'
+    'attn-only-lens patch small-english --clean "The keys near the cabinet" --answer " are" '
     "--metric probability --direction zero --sites heads --out ablations.csv",
 )
 def patch(
@@ -64,7 +55,8 @@ def patch(
     positions: Annotated[
         str,
         option(
-            "each (one patch per position), all (one patch for all positions), or numbers: 3,4,-1",
+            "each (one patch per position), all (one patch for all positions), or numbers: 3,4,-1 "
+            "(-1 is the last token)",
             _WHAT,
         ),
     ] = "each",
@@ -97,17 +89,18 @@ def patch(
     metric, clean, other = prompts.parse(corrupted)
     numbers: Any = positions
     if positions not in ("each", "all"):
-        numbers = parse_numbers(positions, "--positions")
+        numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
     loaded = model.with_neuron_heads()
     clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
     run = (loaded, clean, other, metric)
     options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
     if is_first():
-        _print_estimate(run, selection, options)
+        _name_faster_methods(loaded, selection)
     sweep = activation_patch(*run, sites=selection, resume=resume, **options)
     if is_first():
         sweep.save(out)
-        _print_effects(sweep, top)
+        subtitle = f"{sweep.metric}: effects of patching {part} ({direction})"
+        print_frame(f"{sweep.clean_and_corrupted}\n{subtitle}", sweep.top(top))
         typer.echo(
             f"{out}: {len(sweep)} rows\nDraw it: attn-only-lens picture {out} --out sweep.html"
         )
@@ -123,56 +116,25 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
         return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))
     if layers is not None:
         raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
-    return parse_names(sites)
+    names = parse_names(sites)
+    if words := [name for name in names if not name.startswith("L")]:
+        raise AttnOnlyLensError(
+            f"--sites: got {', '.join(words)}; expected {', '.join(selections)}, or names: "
+            "L5H3,L5N1234@13"
+        )
+    return names
 
 
-def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:
-    """Print an estimate of the total time if there are many patches."""
-    from attn_only_lens.engine.prompts import single_prompts
+def _name_faster_methods(model: Any, selection: Any) -> None:
+    """Name faster methods if there are many heads and neurons to patch."""
     from attn_only_lens.engine.sites import resolve_sites
-    from attn_only_lens.patching import activation_patch
 
-    if isinstance(selection, list):
-        return
-    names = [name for group in resolve_sites(run[0], selection) for name in group.names]
-    positions = options["positions"]
-    n_positions = 1 if positions == "all" else len(positions)
-    if positions == "each":
-        n_positions = single_prompts(run[0], run[1]).clean.shape[1]
-    n_patches = len(names) * n_positions
-    if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # sampling takes time too
-        return
-    seconds = {}
-    with working("estimating the time"):
-        for n in _SAMPLES:
-            sample = names[:: max(1, len(names) // n)]
-            start = time.perf_counter()
-            activation_patch(*run, sites=sample, progress=False, **options)
-            seconds[len(sample)] = time.perf_counter() - start
-    (few, first), (many, second) = seconds.items()
-    estimate = first + max(second - first, 0) / (many - few) * (len(names) - few)
-    shown = f"{estimate / 60:.0f} minutes" if estimate > 90 else f"{estimate:.0f} seconds"
-    typer.echo(
-        f"{n_patches:,} patches: {len(names):,} heads and neurons at {n_positions} positions. This "
-        f"takes about {shown}, an estimate from {many} of them.\n"
-        "Faster: `attn-only-lens explain` finds the important sites in a few passes.\n"
-        "Fewer patches: --sites, --layers and --positions.",
-        err=True,
-    )
-
-
-def _print_effects(sweep: "Sweep", top: int) -> None:
-    from attn_only_lens.patching.over_prompts import SPREAD
-
-    name = sweep.metric.partition("(")[0]
-    values = (f"{x:.3g}".replace("-", "−") for x in (sweep.clean_value, sweep.corrupted_value))
-    title = "{} {} (clean), {} (corrupted)".format(
-        _METRIC_NAMES.get(name, name.capitalize()), *values
-    )
-    shares = ["score", *(name for name in SPREAD[1:] if name in sweep.frame)]
-    columns = ["name", "position", "value", *shares]
-    frame = sweep.frame.loc[sweep.top(top).index, columns]
-    for name in shares:
-        frame[name] = frame[name].map("{:.4f}".format)
-    subtitle = f"{sweep.metric}: effects of patching {sweep.part} ({sweep.direction})"
-    print_table(f"{title}\n{subtitle}", columns, frame.to_numpy(dtype=object).tolist())
+    groups = () if isinstance(selection, list) else resolve_sites(model, selection)
+    n_sites = sum(len(sites.names) for sites in groups)
+    if n_sites > _MANY:
+        typer.echo(
+            f"Patching {n_sites:,} heads and neurons takes long; the bar shows the time left.\n"
+            "Faster: `attn-only-lens explain` finds the important sites in a few passes.\n"
+            "Fewer patches: --sites, --layers and --positions.",
+            err=True,
+        )

@@ -53,7 +53,7 @@ def picture(
 
 @command(
     "Look at a model",
-    'attn-only-lens pattern small-english --prompt "The keys near the cabinet are"\n'
+    'attn-only-lens pattern small-english --prompt "The keys near the cabinet are" '
     "--names L0N259,L3H3 --out patterns.html",
     'attn-only-lens pattern gpt2 --prompt "The keys near the cabinet are" --layer 5 --out l5.html',
     "attn-only-lens pattern small-english --prompt 0,7,9 --tokens --names L0N7 --out neuron.html",

@@ -60,9 +60,10 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
             return tuple(PositionSet(pos, real & _column(real, pos)) for pos in with_tokens)
     wanted = as_plain(positions)
     wanted = [wanted] if isinstance(wanted, int) else wanted
-    expected = f"expected 'each', 'all', or numbers from {-n_pos} to {n_pos - 1}"
+    numbers = f"numbers from {-n_pos} to {n_pos - 1} (-1 is the last token)"
+    expected = f"expected 'each', 'all', or {numbers}"
     if not isinstance(wanted, list | tuple | range) or not wanted:
-        raise InputError([f"got {positions!r}; {expected}"], _PROBLEM)
+        raise InputError([f"got positions={positions!r}; {expected}"], _PROBLEM)
     reasons: list[str] = []
     sets: list[PositionSet] = []
     for pos in wanted:

@@ -55,6 +55,8 @@ class ExposedNeurons:
         >>> exposed = expose_neuron_heads(model)
         >>> isinstance(exposed, ExposedNeurons), "blocks.0.mlp.hook_neuron_act" in model.hook_dict
         (True, True)
+        >>> exposed
+        <ExposedNeurons of modular-addition-silu-1l: 512 neurons as heads (layers: 1)>
         >>> exposed.undo()
         >>> "blocks.0.mlp.hook_neuron_act" in model.hook_dict
         False
@@ -63,6 +65,12 @@ class ExposedNeurons:
     def __init__(self, model: Any, *, first: bool) -> None:
         self.model = model
         self._first = first
+
+    def __repr__(self) -> str:
+        layers = exposed_heads(self.model)
+        n_neurons = sum(layer.n_neurons for layer in layers)
+        heads = f"{n_neurons:,} neurons as heads (layers: {len(layers)})" if layers else "hidden"
+        return f"<ExposedNeurons of {self.model.cfg.model_name}: {heads}>"
 
     def undo(self) -> None:
         """Restore the model's class, hook points and hook registries.
@@ -177,10 +185,8 @@ def _model_reasons(
             "(n_devices=1), or as a TransformerBridge with a device_map"
         ]
     if copy and (reasons := reasons_against_copying(model)):
-        try:
+        with UnsupportedModelError.collected(reasons):
             known_mlps(model, _PROBLEM, silu)
-        except UnsupportedModelError as error:
-            reasons += error.reasons
         return reasons
     return []
 

@@ -1,6 +1,7 @@
 """Load a model by its name or from a folder."""
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +23,10 @@ from attn_only_lens.storage import open_folder, read_json
 from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet, require_hooked_transformer
 
 _EXPECTED = (
-    "a Hugging Face name or folder, a folder that `save` or `grow` wrote, or the folder of a "
-    "HookedTransformer (transformer-lens 3.9)"
+    "a Hugging Face name or folder, small-english, a folder that `save` or `grow` wrote, or the "
+    "folder of a HookedTransformer (transformer-lens 3.9)"
 )
+_SHIPPED = "small-english"
 FolderKind = Literal["saved", "Hugging Face", "HookedTransformer"]
 
 
@@ -38,6 +40,7 @@ def load(
 ) -> Any:
     """Load a model by its name or from a folder.
 
+        small-english                        the model that ships with this package
         gpt2, EleutherAI/pythia-70m          from the Hugging Face hub: a TransformerBridge
         a Hugging Face folder                config.json and safetensors: a TransformerBridge
         a folder that grown.save_pretrained  or the command `grow` wrote: a TransformerBridge or a
@@ -46,9 +49,9 @@ def load(
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 
-    If `model` is both a name and an existing folder, the folder is loaded. Only safetensors and
-    JSON files are read, never pickles, and code in the folder is not run. Loading a folder needs no
-    network access. Loading by name needs network access, unless the model is in the hub's cache.
+    If a folder has the given name, the folder is loaded. Only safetensors and JSON files are read:
+    pickles are not read, and code in the folder is not run. Only a name on the hub needs a network,
+    unless the model is in the hub's cache.
 
     A BOS token is prepended to texts if TransformerLens does so for the model family (GPT-2, LLaMA
     and Gemma, but not Qwen, Phi and GPT-NeoX) and the tokenizer has a BOS token.
@@ -86,6 +89,10 @@ def load(
     to_device = parse_device("cpu" if device is None else device)
     to_dtype = None if dtype is None else parse_dtype(dtype)
     if isinstance(model, str) and not _is_path(model):
+        if model.replace("_", "-") == _SHIPPED:
+            # `pretrained` imports this module, so it is imported only here.
+            pretrained = import_module("attn_only_lens.pretrained")
+            return pretrained.small_english(to_device, to_dtype or torch.float32, hooked=hooked)
         by_name = _hooked_by_name if hooked else _bridge_by_name
         return by_name(model, to_device, to_dtype or torch.float32)
     folder, kind = open_folder(model), folder_kind(model)

@@ -53,6 +53,12 @@ _DETAILS: tuple[tuple[str, ...], ...] = (
 )
 _SAME_RUN = 0.01  # fraction of the metric's range; above rounding errors in any dtype
 _PROBLEM = "these are not results of patching"
+_METRIC_NAMES = {
+    "logit_diff": "Logit difference",
+    "probability_diff": "Probability difference",
+    "log_probability": "Log probability",
+    "kl": "KL divergence",
+}
 _Column: TypeAlias = "pd.Series[Any]"
 _Results = TypeVar("_Results", bound="ScoredFrame")
 
@@ -299,6 +305,13 @@ class ScoredFrame:
     def to_frame(self) -> pd.DataFrame:
         """Return a copy of the frame."""
         return self.frame.copy()
+
+    @property
+    def clean_and_corrupted(self) -> str:
+        """The metric in both runs, for a title: "Logit difference 7.57 (clean), …"."""
+        kind = self.metric.partition("(")[0].partition(" of ")[0]
+        name = _METRIC_NAMES.get(kind, kind[:1].upper() + kind[1:])
+        return f"{name} {self.clean_value:.3g} (clean), {self.corrupted_value:.3g} (corrupted)"
 
     @property
     def baseline(self) -> float:

@@ -196,12 +196,20 @@ def site_groups(
     """Return the sites to patch, in groups whose order depends only on the sites and prompts."""
     if sites is None:
         sites = heads() if part == "k" else all_heads()
-    split = split_positions(sites)
+    split, reasons = split_positions(sites), list[str]()
+    with InputError.collected(reasons):
+        names = sites if split is None else list(dict.fromkeys(name for name, _ in split))
+        resolved = resolve_sites(model, names)
+    with InputError.collected(reasons):
+        if split is None:
+            everywhere = resolve_positions(pair, positions)
+        else:
+            placed = _resolve_placed(pair, split, positions)
+    InputError.raise_if(reasons, _PROBLEM)
     if split is None:
-        resolved = resolve_sites(model, sites)
-        groups = _products(resolved, resolve_positions(pair, positions), most_rows)
+        groups = _products(resolved, everywhere, most_rows)
     else:
-        groups = _placed_groups(model, pair, split, positions)
+        groups = _placed_groups(resolved, split, *placed)
     neurons = [group.sites.names[0] for group in groups if group.sites.kind == "neuron"]
     if part == "k" and neurons:
         raise InputError(
@@ -230,15 +238,14 @@ def _products(
 
 
 def _placed_groups(
-    model: Any,
-    pair: PromptPair,
+    resolved: Sequence[LayerSites],
     split: Sequence[tuple[str, int | str | None]],
-    positions: Positions,
+    everywhere: Sequence[PositionSet],
+    placed: Mapping[int | str, PositionSet],
 ) -> tuple[SiteGroup, ...]:
-    """Group sites whose names may include a position, such as L0N5@1."""
-    everywhere, placed = _resolve_placed(pair, split, positions)
+    """Group sites by name; some names include a position, such as L0N5@1."""
     labels = [position_set.label for position_set in everywhere]
-    sets = everywhere + [placed[p] for p in placed if p not in labels]
+    sets = [*everywhere, *(placed[p] for p in placed if p not in labels)]
     index = {position_set.label: i for i, position_set in enumerate(sets)}
     rows = [
         (name, i)
@@ -247,7 +254,7 @@ def _placed_groups(
     ]
     _require_each_once(rows, sets)
     groups = []
-    for site in resolve_sites(model, list(dict.fromkeys(name for name, _ in split))):
+    for site in resolved:
         head_index = {name: head for head, name in enumerate(site.names)}
         pairs = sorted((i, head_index[name]) for name, i in rows if name in head_index)
         place, head = torch.tensor(pairs, device="cpu").T
@@ -263,18 +270,19 @@ def _resolve_placed(
     asked = dict.fromkeys(position for _, position in split if position is not None)
     if isinstance(positions, Mapping):
         by_role = {str(role.label): role for role in resolve_positions(pair, positions)}
-        if unknown := [str(position) for position in asked if position not in by_role]:
-            reason = (
-                f"got a site at {unknown[0]}; expected a role in positions: {', '.join(by_role)}"
-            )
-            raise InputError([reason], _PROBLEM)
+        unknown = [
+            f"got {name}@{position}; expected a role of positions: {', '.join(by_role)}"
+            for name, position in split
+            if position is not None and position not in by_role
+        ]
+        InputError.raise_if(unknown, _PROBLEM)
         return [*by_role.values()] * bool(free), {role: by_role[str(role)] for role in asked}
-    if named := [position for position in asked if isinstance(position, str)]:
-        reason = (
-            f"got a site at the role {named[0]!r}; expected the role's position in each prompt: "
-            f"pass positions={{{named[0]!r}: …}}"
-        )
-        raise InputError([reason], _PROBLEM)
+    reasons = [
+        f"got {name}@{role}; expected the role's position in each prompt: pass "
+        f"positions={{{role!r}: …}}"
+        for name, role in split
+        if isinstance(role, str)
+    ]
     if not free and not (isinstance(positions, str) and positions == "each"):
         first = f"{split[0][0]}@{split[0][1]}"
         raise InputError(
@@ -293,12 +301,13 @@ def _resolve_placed(
             ],
             _PROBLEM,
         )
-    placed, reasons = dict[int | str, PositionSet](), list[str]()
-    for position in asked:
-        try:
-            (placed[position],) = resolve_positions(pair, int(position))
-        except InputError as error:
-            reasons += error.reasons
+    placed = dict[int | str, PositionSet]()
+    for position in (position for position in asked if isinstance(position, int)):
+        found = list[str]()
+        with InputError.collected(found):
+            (placed[position],) = resolve_positions(pair, position)
+        sites = ", ".join(f"{name}@{number}" for name, number in split if number == position)
+        reasons += [f"{sites}: {reason}" for reason in found]
     InputError.raise_if(reasons, _PROBLEM)
     return everywhere, placed
 

@@ -59,9 +59,10 @@ def circuit_page(
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
-            metric). Optional: `exact`, the meaning of the column `exact`; `notes`, texts that the
-            page shows; `additive`, the kinds of edges that sum to attributions (by default
-            "value"); and `groups`, the `members`, `effect` and `sum_of_effects` of patched groups.
+            metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
+            meaning of that column; `notes`, texts that the page shows; `additive`, the kinds of
+            edges that sum to attributions (by default "value"); and `groups`, the `members`,
+            `effect` and `sum_of_effects` of groups that were measured.
         details: by id, or by name for all positions of a node; fields of an id take precedence.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
@@ -102,7 +103,8 @@ def circuit_page(
         "additive": list(meta.get("additive", ("value",))),
         **{key: list(meta.get(key, ())) for key in ("notes", "groups")},
     }
-    title = f"{model_title(meta['model'])}: {meta['metric']} = {float(meta['value']):.5g}"
+    of_metric = meta.get("title") or f"{meta['metric']} = {float(meta['value']):.5g}"
+    title = f"{model_title(meta['model'])}: {of_metric}"
     picture = circuit_picture(_named(data, state), title)
     body = [
         asset("assets/circuit.html").replace("TITLE", escape(title)),

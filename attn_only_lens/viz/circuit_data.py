@@ -30,6 +30,7 @@ class _Meta(BaseModel):
     metric: str
     value: FiniteFloat
     model: str
+    title: str = ""
     notes: list[str] = []
 
 

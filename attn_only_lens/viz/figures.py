@@ -97,7 +97,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         customdata=named.fillna("").to_numpy(),
         hoverongaps=False,
     )
-    figure.update_traces(x=[labels[position] for position in positions])
+    figure.update_traces(x=[plotly_text(labels[position]) for position in positions])
     figure.update_xaxes(
         title={"text": _position_title(sweep, labels.values()), "standoff": 12},
         tickmode="linear"
@@ -107,11 +107,13 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     )
     figure.update_layout(plot_bgcolor="#e4e4e4")  # the colour of cells without a patch
     notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
-    return _titled(figure, sweep, (14 if len(order) > 30 else 20) * len(order), *notes)
+    return _titled(figure, sweep, len(order) * max(14, min(32, 600 // len(order))), *notes)
 
 
 def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     """Draw a bar chart of the k patches with the largest |effect|.
+
+    The title has the tokens at the bars' positions.
 
     Args:
         sweep: the results.
@@ -141,9 +143,8 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     n_patches, frame = len(frame), frame.head(k)
     if len(frame) > MOST_ROWS:
         refuse(f"got k={k}; expected at most {MOST_ROWS}")
-    labels = _position_labels(sweep, frame["position"].unique().tolist())
-    places = frame["position"].astype(object).map(labels)
-    frame["label"] = frame["name"].map(plotly_text) + " at " + places
+    labels = _position_labels(sweep, sorted(frame["position"].unique().tolist()))
+    frame["label"] = (frame["name"] + " at " + frame["position"].astype(str)).map(plotly_text)
     frame["said"] = _errors_as_text(frame)
     figure = empty_figure()
     for kind, part in frame.groupby("kind", observed=True, sort=False):
@@ -171,8 +172,9 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         ticklabelstandoff=5,
     )
     figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1, "yanchor": "bottom"})
-    notes = f"{len(frame)} of {n_patches} patches", _mean_note(sweep, bars=True)
-    return _titled(figure, sweep, 22 * len(frame), *notes, legend=25)
+    notes = f"{len(frame)} of {n_patches:,} patches", _mean_note(sweep, bars=True)
+    tokens = "" if sweep.tokens is None else f"positions: {'; '.join(labels.values())}"
+    return _titled(figure, sweep, 22 * len(frame), *notes, last_line=tokens, legend=25)
 
 
 def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
@@ -242,7 +244,7 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
         hovertemplate=f"{hover}<extra></extra>",
         colorscale=_DIVERGING,
         **{"zmid": 0, "zmin": -limit, "zmax": limit, "xgap": 1, "ygap": 1},
-        colorbar={"title": title},
+        colorbar={"title": title, "thickness": 15},
         **more,
     )
     shared = {"type": "category", "automargin": True, "tickmode": "linear", "showgrid": False}
@@ -271,13 +273,13 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
     """Return each position's label, which contains the index or role and the tokens."""
     if sweep.tokens is None:
-        return {position: plotly_text(str(position)) for position in positions}
+        return {position: str(position) for position in positions}
     numbers = sweep.frame.get("prompt")
     prompts = None if numbers is None else np.unique(numbers).tolist()
     text = sweep.tokens.text
     texts = [text(position, prompts, visible_token) for position in positions]
     return {
-        position: plotly_text(f"{position} {text}".rstrip())
+        position: f"{position} {text}".rstrip()
         for position, text in zip(positions, texts, strict=True)
     }
 
@@ -304,14 +306,22 @@ def _mean_note(sweep: Sweep, bars: bool = False) -> str:
 
 
 def _titled(
-    figure: "go.Figure", sweep: Sweep, height: int, *notes: str, legend: int = 0
+    figure: "go.Figure",
+    sweep: Sweep,
+    height: int,
+    *notes: str,
+    last_line: str = "",
+    legend: int = 0,
 ) -> "go.Figure":
     method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
-    title = f"{model_title(sweep.model)}: {sweep.part}, {sweep.direction} · {sweep.metric}"
-    below = " · ".join(note for note in (method, *notes) if note)
+    title = f"{model_title(sweep.model)}: {sweep.clean_and_corrupted}"
+    patched = f"{sweep.part}, {sweep.direction}"
+    below = " · ".join(note for note in (sweep.metric, patched, method, *notes) if note)
     lines = [plotly_text(line) for line in wrap(title, _LINE)]
     lines += [
-        f"<span style='font-size:12px'>{plotly_text(line)}</span>" for line in wrap(below, _LINE)
+        f"<span style='font-size:12px'>{plotly_text(line)}</span>"
+        for small in (below, last_line)
+        for line in wrap(small, _LINE * 15 // 12)
     ]
     top = 50 + 20 * len(lines) + legend
     return style_figure(

@@ -156,6 +156,7 @@ def circuit_view(
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model or "model",
+        "title": exact.clean_and_corrupted if exact is not None and graph.corrupted else "",
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
         "groups": measured,

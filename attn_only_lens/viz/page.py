@@ -11,6 +11,7 @@ A page contains its scripts and styles, and a Content-Security-Policy that forbi
 """
 
 import json
+import re
 import sys
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -105,7 +106,10 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
     if isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
-        text = picture.to_html(include_plotlyjs=True, full_html=True)
+        title = re.sub("<.*?>", " ", picture.layout.title.text or "").partition("  ")[0]
+        figure = picture.to_html(full_html=False, default_height="100vh")
+        head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>'
+        text = f'{head}\n<body style="margin: 0">\n{figure}\n</body>\n</html>\n'
     else:
         raise TypeError(f"got a {type(picture).__name__}; expected a page or a plotly figure")
     write_text(path, text)

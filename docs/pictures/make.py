@@ -78,7 +78,7 @@ def main() -> None:
     pages: dict[str, tuple[Any, int, int]] = {
         "circuit_page": (circuit, PAGE, 760),
         "sweep_bars": (viz.sweep_bars(sweep, k=12), FIGURE, 500),
-        "sweep_heatmap": (viz.sweep_heatmap(pair), FIGURE, 360),
+        "sweep_heatmap": (viz.sweep_heatmap(pair), FIGURE, 450),
         "attention": (viz.attention_view(model, strongest[:4], TEXT), FIGURE, 1280),
         "neuron": (viz.neuron_page(model, read, texts), PAGE, 900),
         "comparison": (viz.comparison_circuit(found), PAGE, 760),

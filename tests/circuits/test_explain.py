@@ -36,6 +36,71 @@ def test_the_explanation_says_what_patching_says(why):
     assert np.corrcoef(patched["share"], patched[["denoise", "noise"]].mean(axis=1))[0, 1] > 0.9
 
 
+def test_it_says_what_the_model_answers(model, why):
+    """By hand: the most probable token, and the rank and the probability of each answer."""
+    for row, text in zip(why.answers.to_dict("records"), (CLEAN, CORRUPTED), strict=True):
+        last = model(text)[0, -1].detach().double()
+        probabilities, order = last.softmax(-1), last.argsort(descending=True).tolist()
+        assert row["top"] == {CLEAN: " are", CORRUPTED: " is"}[text]
+        assert row["top_probability"] == pytest.approx(float(probabilities.max()))
+        for role, answer in (("correct", " are"), ("wrong", " is")):
+            token = model.to_single_token(answer)
+            assert row[role] == answer
+            assert row[f"{role}_rank"] == 1 + order.index(token)
+            assert row[f"{role}_probability"] == pytest.approx(float(probabilities[token]))
+    lines = repr(why).splitlines()
+    clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
+    assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"
+    assert f"<title>small-english-4l: {lines[1]}</title>" in str(why.view())
+    assert lines[3].startswith(f"clean      ' are' {why.answers['top_probability'][0]:.1%}")
+
+
+def test_the_text_has_80_columns_and_says_what_it_leaves_out(why):
+    table = why.table()
+    for k in (3, len(table)):
+        lines = why.text(k).splitlines()
+        assert max(map(len, lines)) <= 80
+        shown = [line.split()[0] for line in lines if "@" in line.split(" ")[0]]
+        assert shown == table["id"][:k].tolist()
+        assert (f"... {len(table) - k} more rows; see .table(), or --top in a shell" in lines) == (
+            k < len(table)
+        )
+        assert all(f"{name}:" in why.text(k) for name in ("share", "denoise, noise"))
+    assert "Warning" not in why.text()
+
+
+@pytest.mark.parametrize(
+    ("corrupted", "metric", "warnings"),
+    [
+        (CORRUPTED, p.logit_diff(" is", " are"), ["wrong answer on the clean prompt"]),
+        ("The keys near the cabinets", METRIC, ["same answer on both prompts"]),
+        (
+            "The keys near the cabinets",
+            p.logit_diff(" is", " are"),
+            ["same answer on both prompts", "wrong answer on the clean prompt"],
+        ),
+        (CORRUPTED, p.probability(" are"), []),
+        (CORRUPTED, p.custom(lambda logits: logits[:, -1, 7]), []),
+    ],
+)
+def test_it_warns_if_the_model_does_not_change_its_answer(model, corrupted, metric, warnings):
+    why = circuits.explain(model, CLEAN, corrupted, metric, n_patched=1)
+    text = " ".join(repr(why).split())
+    assert text.count("Warning: ") == len(warnings)
+    assert all(f"the model prefers the {warning}" in text for warning in warnings)
+    assert all(warning in str(why.view()) for warning in warnings)
+
+
+def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
+    clean, corrupted = [CLEAN, CLEAN, CORRUPTED], [CORRUPTED, "The keys near the cabinets", CLEAN]
+    why = circuits.explain(model, clean, corrupted, METRIC, n_patched=1)
+    assert why.answers.groupby("run").size().to_dict() == {"clean": 3, "corrupted": 3}
+    text = " ".join(repr(why).split())
+    assert "for 1 of 3 pairs, the model prefers the same answer" in text
+    assert "for 1 of 3 pairs, the model prefers the wrong answer on the clean prompt" in text
+    assert "' are' on 2 of 3" in text
+
+
 def test_patches_of_the_table_are_those_of_a_sweep(model, why):
     row = why.table().set_index("id").loc["L0H3@2"]
     for way, sign in (("denoise", 1), ("noise", -1)):
@@ -85,6 +150,7 @@ def test_what_makes_no_sense_is_refused(model):
         ({"n_patched": 0}, "got n_patched=0"),
         ({"faithfulness": 2}, "got faithfulness=2"),
         ({"resamples": None}, "got resamples=None"),
+        ({"positions": [1]}, "got positions; .* use circuits.discover and"),
     ):
         with pytest.raises(InputError, match=reason):
             circuits.explain(model, CLEAN, CORRUPTED, METRIC, **settings)

@@ -42,32 +42,27 @@ def test_a_sweep_of_texts(folder, tmp_path):
     assert len(frame) == 2 * (2 + 37) * 5
     assert frame["name"].tolist() == reference["name"].tolist()
     np.testing.assert_allclose(frame["value"], reference["value"], rtol=0, atol=1e-4)
-    for name in p.Sweep.load(out).top(3)["name"]:
-        assert name in result.output
+    for name, token in p.Sweep.load(out).top(3)[["name", "token"]].to_numpy():
+        assert re.search(rf"{name} .* {token} ", result.output)
     assert "logit_diff('w13', 'w17')" in result.output
     assert f"{len(frame)} rows" in result.output
 
 
-def test_many_patches_begin_with_an_estimate_of_the_time(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.cli.patch._MANY", 300)
-    monkeypatch.setattr("attn_only_lens.cli.patch._SAMPLES", (2, 2, 7))
-    shown = {}
-    for sites in ("all", "L0N3,L0N5"):
+def test_before_many_patches_it_names_faster_methods(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_only_lens.cli.patch._MANY", 77)
+    for sites, said in (("all", True), ("L0N3,L0N5", False)):
         result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", sites)
         assert result.exit_code == 0, result.output
-        shown[sites] = " ".join(result.stderr.split())
-    assert "390 patches: 78 heads and neurons at 5 positions" in shown["all"]
-    assert re.search(r"about \d+ seconds, an estimate", shown["all"])
-    assert "attn-only-lens explain" in shown["all"]
-    assert "estimate" not in shown["L0N3,L0N5"]
+        assert ("Patching 78 heads and neurons takes long" in result.stderr) == said
+        assert ("attn-only-lens explain" in result.stderr) == said
 
 
 def test_the_title_is_one_line(folder, tmp_path):
     """However narrow the table."""
     result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", "L0H1")
     sweep = p.Sweep.load(tmp_path / "sweep.csv")
-    values = [f"{x:.3g}".replace("-", "−") for x in (sweep.clean_value, sweep.corrupted_value)]
-    title = "Logit difference {} (clean), {} (corrupted)".format(*values)
+    ends = sweep.clean_value, sweep.corrupted_value
+    title = "Logit difference {:.3g} (clean), {:.3g} (corrupted)".format(*ends)
     assert title in result.stdout.splitlines()
 
 
@@ -158,6 +153,12 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--sites", "L9N3"), "the model has layers 0 to 1"),
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
+        ((*TEXTS, "--out", out, "--positions", "last"), "expected each, all, or numbers"),
+        ((*TEXTS, "--out", out, "--sites", "L0N3,mlp"), "got mlp; expected neurons, heads, all"),
+        (
+            (*TEXTS, "--out", out, "--sites", "L0H1@9,L0H7"),
+            "got 'L0H7'; layer 0 has attention heads 0 to 1 - L0H1@9: got 9",
+        ),
         ((*TEXTS, "--out", out, "--part", "k", "--sites", "all"), "got part='k'"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),

@@ -13,11 +13,12 @@ from attn_only_lens.models.expose import expose_neuron_heads
 
 @torch.no_grad()
 def test_the_strongest_parts_and_their_pages(tmp_path):
-    """The table against patches by plain hooks."""
+    """The column "denoise" against patches by plain hooks."""
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
     assert "bitwise the same" in result.output
-    shown = re.findall(r"(L\d[HN]\d+) . +(\w+) . +([\d.]+)", result.output)
+    numbers = r" +-?[\d.]+" * 3 + r" +(-?[\d.]+)"
+    shown = re.findall(rf"^(L\d[HN]\d+)@(\d+) +' (\w+)'{numbers}", result.output, re.M)
     assert len(shown) == 8
     model = expose_neuron_heads(pretrained.small_english()).model
     are, is_ = map(model.to_single_token, (" are", " is"))
@@ -28,8 +29,9 @@ def test_the_strongest_parts_and_their_pages(tmp_path):
 
     logits, cache = model.run_with_cache(CLEAN)
     low, high = difference(model(CORRUPTED)), difference(logits)
-    for name, word, score in shown:
-        head, position = HeadName.parse(name), words.index(word)
+    for name, number, word, score in shown:
+        head, position = HeadName.parse(name), int(number)
+        assert words[position] == word
         hook = head.hook("z", model)
 
         def patch(z, hook, head=head, position=position, clean=cache[hook]):

@@ -108,6 +108,19 @@ def test_a_name_is_looked_up_in_the_cache_and_a_folder_comes_first(folder, tmp_p
         load("tiny/other")
 
 
+def test_the_shipped_model_has_a_name_and_the_hub_is_not_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr("attn_only_lens.models.load.snapshot_download", None)
+    monkeypatch.chdir(tmp_path)
+    expected = pretrained.small_english(dtype="float64").state_dict()
+    for name in ("small-english", "small_english"):
+        loaded = load(name, dtype="float64")
+        assert all(torch.equal(x, expected[key]) for key, x in loaded.state_dict().items())
+        assert loaded.cfg.model_name == "small-english-4l"
+    (tmp_path / "small-english").mkdir()
+    with pytest.raises(CheckpointError, match=r"no model in .*small-english"):
+        load("small-english")  # a folder comes first
+
+
 @needs_hooked_transformer
 def test_names_of_hooked_transformers_are_asked_for(monkeypatch):
     asked = []

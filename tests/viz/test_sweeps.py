@@ -134,8 +134,10 @@ def test_bars():
 
 def test_the_title_says_what_it_is_of():
     measured = viz.sweep_bars(sweep()).layout.title.text
-    assert measured.startswith("&lt;tiny&gt;: z, denoise · logit_diff(")
-    assert "measured · 20 of 65 patches · mean over 7 prompts" in measured
+    clean, corrupted = sweep().clean_value, sweep().corrupted_value
+    ends = f"{clean:.3g} (clean), {corrupted:.3g} (corrupted)"
+    assert measured.startswith(f"&lt;tiny&gt;: Logit difference {ends}<br>")
+    assert "z, denoise · measured · 20 of 65 patches · mean over 7 prompts" in measured
     assert "estimated by atp" in viz.sweep_bars(sweep(method="atp")).layout.title.text
 
 
@@ -168,9 +170,14 @@ def test_in_a_browser(opened, draw):
         assert ticks == LABELS
     else:
         assert len(ticks) == 20
-        assert any(re.fullmatch(r"L\d[HN]\d+ at 1 </script>", tick) for tick in ticks)
+        assert any(re.fullmatch(r"L\d[HN]\d+ at 1", tick) for tick in ticks)
     (title,) = page.texts(".gtitle")
-    assert title.startswith("<tiny>: z, denoise · logit_diff(' Mary', \" John\")measured · ")
+    assert title.startswith("<tiny>: Logit difference ")
+    assert "logit_diff(' Mary', \" John\") · z, denoise · measured · " in title
+    if draw is viz.sweep_bars:  # the tokens are in the title, and not in each label
+        assert title.count("1 </script>; 2 ·the / ·a") == 1
+    assert page.driver.title.startswith("<tiny>: Logit difference ")
+    assert page.js("return document.body.scrollHeight <= innerHeight")
     # Nothing is cut off: every text is within the picture.
     outside = page.js(
         "const frame = document.querySelector('.main-svg').getBoundingClientRect();"

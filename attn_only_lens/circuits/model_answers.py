@@ -1,0 +1,72 @@
+"""What a model answers on clean and corrupted prompts, compared with the answers of a metric."""
+
+from typing import Any
+
+import pandas as pd
+
+from attn_only_lens.axes import Logits
+from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.answers import answer_tokens
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.tokens import token_text
+
+_RUNS = ("clean", "corrupted")
+_ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
+
+
+def model_answers(
+    model: Any, pair: PromptPair, metric: AnyMetric, clean: Logits, corrupted: Logits
+) -> pd.DataFrame:
+    """Return a frame with a row for each prompt of both runs; see `Explanation.answers`."""
+    answers = as_metric(metric).answers
+    named = dict(zip(_ROLES[len(answers)], answers, strict=True))
+    of_roles = answer_tokens(model, pair, named, None, several=True)
+    rows = []
+    for run, logits in zip(_RUNS, (clean, corrupted), strict=True):
+        for prompt, position in enumerate(pair.last.tolist()):
+            last = float32_if_half(logits[prompt, position]).cpu().double()
+            probabilities, top = last.softmax(dim=-1), int(last.argmax())
+            row = {"run": run, "prompt": prompt, "top": token_text(model, top)}
+            row["top_probability"] = float(probabilities[top])
+            for role, of_prompts in of_roles.items():
+                tokens = list(of_prompts[prompt])
+                row[role] = " /".join(token_text(model, token) for token in tokens)
+                row[f"{role}_rank"] = 1 + int((last > last[tokens].max()).sum())
+                row[f"{role}_probability"] = float(probabilities[tokens].sum())
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
+    """Return each run's cells of a table: the top token, and the median rank of each answer."""
+    cells: dict[str, dict[str, str]] = {}
+    for run, rows in answers.groupby("run"):
+        counts, n = rows["top"].value_counts(), len(rows)
+        top = f"on {counts.iloc[0]} of {n}" if n > 1 else f"{rows['top_probability'].iloc[0]:.1%}"
+        cells[str(run)] = {"top token": f"{counts.index[0]!r} {top}"}
+        for role in [name for name in ("correct", "wrong", "answer") if name in rows]:
+            texts, rank = rows[role].unique(), rows[f"{role}_rank"].median()
+            probability = rows[f"{role}_probability"].mean()
+            share = f"{probability:.1%}" if probability >= 0.001 else "< 0.1%"
+            name = repr(texts[0]) if len(texts) == 1 else role
+            cells[str(run)][name] = f"rank {rank:.0f}, {share}"
+    return cells
+
+
+def answer_warnings(answers: pd.DataFrame) -> list[str]:
+    """Return warnings about prompts whose difference explains little of the model's answer."""
+    if "wrong" not in answers:
+        return []
+    prefers = answers["correct_probability"] > answers["wrong_probability"]
+    clean, corrupted = (prefers[answers["run"] == run].to_numpy() for run in _RUNS)
+    cases = (
+        (clean == corrupted, "same answer on both prompts", "prompts with different answers"),
+        (~clean, "wrong answer on the clean prompt", "prompts that it answers correctly"),
+    )
+    return [
+        f"Warning: {f'for {pairs.sum()} of {len(pairs)} pairs, ' * (len(pairs) > 1)}the model "
+        f"prefers the {what}, so the difference explains little about its answer: choose {advice}."
+        for pairs, what, advice in cases
+        if pairs.any()
+    ]
