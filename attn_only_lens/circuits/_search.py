@@ -61,6 +61,7 @@ from attn_only_lens.patching.results import MEASURED, Sweep
 
 _PER_DOUBLING = 4  # how many sizes the grid has from k to 2k
 _BETWEEN = 16  # how many sizes the finer grid has
+_AT_ONCE = 16  # how many sizes are evaluated before the next larger ones
 _IDLE_ROUNDS = 2
 _AROUND = 4  # the largest ratio expected between circuit sizes for different prompts
 _LARGE = 1000  # circuits with more sites are not pruned site by site
@@ -335,6 +336,11 @@ def circuit_of(
     )
 
 
+def smallest_prefix(ablated: AblatedModel, order: Rows, wanted: float) -> Rows:
+    """Return the shortest prefix of some sites, in this order, that suffices."""
+    return _Search(ablated, wanted).prefixes({"magnitude": order})[0]
+
+
 def _smallest(
     ranking: Sweep,
     order: Order | None,
@@ -411,18 +417,20 @@ class _Search:
 
         `short` is a smaller size that does not suffice, and f its faithfulness.
         """
-        measured = yield [order[:size] for size in sizes]
-        for size, g in zip(sizes.tolist(), measured.tolist(), strict=True):
-            suffices = self._suffices(g, size)
-            if suffices or (f - 1) * (g - 1) < 0:  # f crosses 1
-                if size - short > 1:
-                    between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
-                    earlier = yield from self._first(order, short, f, np.unique(between))
-                    if earlier is not None:
-                        return earlier
-                elif suffices:
-                    return size
-            short, f = size, g
+        for start in range(0, len(sizes), _AT_ONCE):
+            some = sizes[start : start + _AT_ONCE]
+            measured = yield [order[:size] for size in some]
+            for size, g in zip(some.tolist(), measured.tolist(), strict=True):
+                suffices = self._suffices(g, size)
+                if suffices or (f - 1) * (g - 1) < 0:  # f crosses 1
+                    if size - short > 1:
+                        between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
+                        earlier = yield from self._first(order, short, f, np.unique(between))
+                        if earlier is not None:
+                            return earlier
+                    elif suffices:
+                        return size
+                short, f = size, g
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:

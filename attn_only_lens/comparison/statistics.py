@@ -302,13 +302,15 @@ class Statistics:
         """How many progress-bar steps one batch takes."""
         return len(self._models) + len(self._shared) * self._n_shared
 
-    def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs."""
+    def add(
+        self, batch: Batch, bar: "tqdm[Any] | None" = None, *, keep: bool = False
+    ) -> list[BatchRun]:
+        """Run a batch through every model, and return the runs; `keep` their recordings."""
         bar = tqdm(disable=True) if bar is None else bar
         runs = []
         for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):
             bar.set_description(f"{batch.label}: attribution in {label}")
-            runs.append(run_batch(model, batch, sites))
+            runs.append(run_batch(model, batch, sites, keep=keep))
             bar.update()
         # Steps that can fail come before the sums change, so the sums hold only complete batches.
         bar.set_description(f"{batch.label}: patterns and outputs")
