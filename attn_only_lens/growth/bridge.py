@@ -84,6 +84,10 @@ class BridgeModel(Growable):
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that the bridge computes with; a tied parameter has two names."""
+        return self._named
+
+    @cached_property
+    def _named(self) -> dict[str, nn.Parameter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters: dict[str, nn.Parameter] = {}
         for path, (parameter, _) in self._parts.items():
