@@ -217,30 +217,6 @@ def discover(
         >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < 0.1 * circuit.n_sites
         (True, True)
     """
-    return search_circuit(**locals())[0]
-
-
-def search_circuit(
-    model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    *,
-    faithfulness: float,
-    budget: Budget,
-    seed: int,
-    method: str,
-    ablation: Ablation = "resample",
-    order: Order | None = None,
-    sites: Sites | None = None,
-    positions: Positions = "each",
-    n_random: int = 3,
-    resamples: int = 0,
-    mask: Tensor | None = None,
-    prompts_at_once: int | None = None,
-    progress: bool | str = False,
-) -> tuple[Circuit, AblatedModel]:
-    """Return the circuit that `discover` finds, and the ablated model in which it was found."""
     reasons = option_reasons("method", method, (*METHODS, MEASURED))
     if order is not None:
         reasons += option_reasons("order", order, ORDERS)
@@ -293,7 +269,7 @@ def search_circuit(
             circuit = replace(circuit, frame=with_shares, stability=stability)
         bar.total = bar.n  # the total was not known before
         bar.refresh()
-    return circuit, ablated
+    return circuit
 
 
 def rank_sites(

@@ -211,7 +211,7 @@ class LinearGraph:
         attributed, n = self._attributed, len(self._linear.sublayers)
         bias, covectors = attributed.logit_bias[:, None], attributed.last[:, None]
         waiting = [(["metric"], "value", self._sources.products(n, bias, covectors))]
-        edges = []
+        edges = list[tuple[pd.DataFrame, np.ndarray]]()
         for index, nodes in enumerate(self._chosen):
             for kind in attributed.kinds(index) if nodes else ():
                 for some, by_prompt in self._into(index, kind, nodes):

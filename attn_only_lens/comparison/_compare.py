@@ -12,8 +12,8 @@ run many variants of a batch, so they use only the first batch.
 
 Memory does not grow with the number of batches. Besides the models, it holds: for each model and
 token in a batch, 3 values per neuron, d_head + pos values per head in both runs, the logits, and
-the tensors that the backward pass needs; for the first batch, one value per component and token;
-and 14 float64 values per component.
+the tensors that the backward pass needs; for the first batch, both runs until the circuits are
+found, and one value per component and token; and 14 float64 values per component.
 """
 
 from collections.abc import Callable, Sequence
@@ -312,8 +312,7 @@ def _require_source(model: Any, provenance: Provenance) -> None:
 
 
 class _Circuit(NamedTuple):
-    """The size of a circuit, and the faithfulness of the circuit, of its complement, and of random
-    circuits of this size."""
+    """A circuit's size, and the faithfulness of it, of its complement and of random circuits."""
 
     size: int
     faithfulness: float

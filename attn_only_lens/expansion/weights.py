@@ -271,7 +271,7 @@ def _sums(tensor: Tensor) -> Float[Tensor, "2"]:
     """Return the weighted sum and the sum of squares, in float64."""
     tensor = to_float64_device(torch.atleast_1d(tensor))
     # In the order of memory, a transposed matrix is not copied.
-    order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     x = tensor.permute(order)
     first, *others = (_axis_weights(axis, tensor) for axis in order)
     sums = tensor.new_zeros(2, dtype=torch.float64)
