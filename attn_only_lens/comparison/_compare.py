@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits._search import smallest_prefix
@@ -44,6 +43,7 @@ from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
+from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
@@ -330,8 +330,8 @@ def _circuit(
     span = runs.clean_value - runs.corrupted_value
     require_slope(runs.metric, logits, runs.corrupted.logits, span)
     groups = site_groups(run.model, runs.pair, all_heads(), "each", "z", most_rows=None)
-    effects = torch.cat([group.sums(run.effects_of(group.sites)).mean(1) for group in groups])
-    order = np.argsort(-effects.abs().cpu().double().numpy(), kind="stable")
+    effects = [group.sums(run.effects_of(group.sites)).mean(1) for group in groups]
+    order = np.argsort(-on_one_device(effects).abs().cpu().double().numpy(), kind="stable")
     prompts = run.model, runs.pair.clean, runs.pair.corrupted, batch.metric
     with stage_bar(f"circuit of {label}", None, "circuit", progress) as bar:
         options: dict[str, Any] = {"mask": runs.pair.mask, "runs": runs, "on_done": bar.update}
