@@ -27,24 +27,25 @@ def to_float64_device(x: Tensor) -> Tensor:
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small tensors to the CPU, with one transfer for each dtype and device.
+    """Copy small tensors to the CPU, with one transfer for each dtype.
 
     Example:
         >>> [x.shape for x in on_cpu([torch.ones(2, 3), torch.ones(5)])]
         [torch.Size([2, 3]), torch.Size([5])]
     """
-    copies, groups = list(tensors), dict[tuple[torch.dtype, torch.device], list[int]]()
+    copies, groups = list(tensors), dict[tuple[torch.dtype, str], list[int]]()
     for i, x in enumerate(tensors):
-        groups.setdefault((x.dtype, x.device), []).append(i)
+        groups.setdefault((x.dtype, x.device.type), []).append(i)
     for rows in groups.values():
-        flat = torch.cat([tensors[i].detach().flatten() for i in rows]).cpu()
+        device = tensors[rows[0]].device
+        flat = torch.cat([tensors[i].detach().flatten().to(device) for i in rows]).cpu()
         for i, part in zip(rows, flat.split([tensors[i].numel() for i in rows]), strict=True):
             copies[i] = part.view(tensors[i].shape)
     return copies
 
 
 def read_all(numbers: Sequence[Tensor]) -> list[Any]:
-    """Return the values of scalar tensors, with one transfer for each dtype and device."""
+    """Return the values of scalar tensors, with one transfer for each dtype."""
     return [x.item() for x in on_cpu(numbers)]
 
 

@@ -59,8 +59,9 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # the number of grid sizes from k to 2k
-_BETWEEN = 16  # the number of sizes in the finer grid
+_PER_DOUBLING = 4  # how many sizes the grid has from k to 2k
+_BETWEEN = 16  # how many sizes the finer grid has
+_AT_ONCE = 16  # how many sizes are evaluated before the next larger ones
 _IDLE_ROUNDS = 2
 _AROUND = 4  # assumed upper bound on the ratio of circuit sizes for two sets of prompts
 _LARGE = 1000  # circuits with more sites are not pruned site by site
@@ -223,30 +224,6 @@ def discover(
         >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < 0.1 * circuit.n_sites
         (True, True)
     """
-    return search_circuit(**locals())[0]
-
-
-def search_circuit(
-    model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    *,
-    faithfulness: float,
-    budget: Budget,
-    seed: int,
-    method: str,
-    ablation: Ablation = "resample",
-    order: Order | None = None,
-    sites: Sites | None = None,
-    positions: Positions = "each",
-    n_random: int = 3,
-    resamples: int = 0,
-    mask: Tensor | None = None,
-    prompts_at_once: int | None = None,
-    progress: bool | str = False,
-) -> tuple[Circuit, AblatedModel]:
-    """Return the circuit that `discover` finds, and the ablated model in which it was found."""
     reasons = option_reasons("method", method, (*METHODS, MEASURED))
     if order is not None:
         reasons += option_reasons("order", order, ORDERS)
@@ -299,7 +276,7 @@ def search_circuit(
             circuit = replace(circuit, frame=with_shares, stability=stability)
         bar.total = bar.n  # the total is unknown until the search ends
         bar.refresh()
-    return circuit, ablated
+    return circuit
 
 
 def rank_sites(
@@ -340,6 +317,11 @@ def circuit_of(
         metric=ranking.metric,
         **settings,
     )
+
+
+def smallest_prefix(ablated: AblatedModel, order: Rows, wanted: float) -> Rows:
+    """Return the shortest prefix of some sites, in this order, that suffices."""
+    return _Search(ablated, wanted).prefixes({"magnitude": order})[0]
 
 
 def _smallest(
@@ -418,18 +400,20 @@ class _Search:
 
         `short` is an insufficient size below the grid; `f` is the faithfulness of that prefix.
         """
-        measured = yield [order[:size] for size in sizes]
-        for size, g in zip(sizes.tolist(), measured.tolist(), strict=True):
-            suffices = self._suffices(g, size)
-            if suffices or (f - 1) * (g - 1) < 0:  # f crosses 1
-                if size - short > 1:
-                    between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
-                    earlier = yield from self._first(order, short, f, np.unique(between))
-                    if earlier is not None:
-                        return earlier
-                elif suffices:
-                    return size
-            short, f = size, g
+        for start in range(0, len(sizes), _AT_ONCE):
+            some = sizes[start : start + _AT_ONCE]
+            measured = yield [order[:size] for size in some]
+            for size, g in zip(some.tolist(), measured.tolist(), strict=True):
+                suffices = self._suffices(g, size)
+                if suffices or (f - 1) * (g - 1) < 0:  # f crosses 1
+                    if size - short > 1:
+                        between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
+                        earlier = yield from self._first(order, short, f, np.unique(between))
+                        if earlier is not None:
+                            return earlier
+                    elif suffices:
+                        return size
+                short, f = size, g
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:

@@ -50,7 +50,7 @@ from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.positions import Positions, PositionSet, Roles, resolve_positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
-from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, record_pair
+from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, RunPair, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
@@ -211,25 +211,28 @@ class AblatedModel:
         mask: Tensor | None,
         positions: Positions | None = None,
         some: Sequence[int] | None = None,
+        runs: RunPair | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`, `positions` are the positions of roles, and `some` are
-        indices of prompts. `on_done` is called with the number of newly finished circuits.
+        `sites` are rows of `Sweep.frame`; `positions` has the position of each role; `some` has the
+        indices of the prompts to use; `runs` are these prompts' runs, if they are recorded already;
+        `on_done` receives the number of newly finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
-        groups = resolve_sites(model, list(sites["name"].unique()))
-        pair = prompt_pair(model, clean, corrupted, mask)
+        pair = runs.pair if runs else prompt_pair(model, clean, corrupted, mask)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
         roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
         roles = tuple(role for role in roles if (sites["position"] == role.label).any()) or roles
         if some is not None:
             pair = pair.of_prompts(some, cut=False)
             roles = tuple(role.of_prompts(some, self.n_pos) for role in roles)
-        runs = record_pair(model, pair, metric, groups, "z")
+        if runs is None:
+            groups = resolve_sites(model, list(sites["name"].unique()))
+            runs = record_pair(model, pair, metric, groups, "z")
         self.sites = sites
         InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
         source = runs.corrupted

@@ -210,14 +210,18 @@ class LinearGraph:
             sources += self._ids(index, nodes)
         attributed, n = self._attributed, len(self._linear.sublayers)
         bias, covectors = attributed.logit_bias[:, None], attributed.last[:, None]
-        into_metric = self._sources.products(n, bias, covectors)
-        blocks = [_edges_of(sources, ["metric"], "value", into_metric)]
+        waiting = [(["metric"], "value", self._sources.products(n, bias, covectors))]
+        edges = list[tuple[pd.DataFrame, np.ndarray]]()
         for index, nodes in enumerate(self._chosen):
             for kind in attributed.kinds(index) if nodes else ():
                 for some, by_prompt in self._into(index, kind, nodes):
-                    blocks.append(_edges_of(sources, self._ids(index, some), kind, by_prompt))
+                    waiting.append((self._ids(index, some), kind, by_prompt))
                     on_done(len(some) * (kind == "value"))
-        frames, weights = zip(*blocks, strict=True)
+                    # Read many blocks at once, since each read waits for the device.
+                    if sum(x.numel() for *_, x in waiting) > _BLOCK:
+                        edges += _edges_of(sources, waiting)
+                        waiting = []
+        frames, weights = zip(*edges, *_edges_of(sources, waiting), strict=True)
         return pd.concat(frames, ignore_index=True), np.concatenate(weights)
 
     def _into(
@@ -266,21 +270,26 @@ class LinearGraph:
 
 
 def _edges_of(
-    sources: list[str], targets: list[str], kind: str, by_prompt: Tensor
-) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-    """Return a frame of the nonzero edges, and the edge weights in each prompt."""
-    weights = by_prompt.sum(0)
-    row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
-    names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
-    frame = pd.DataFrame(
-        {
-            "source": np.array(names, dtype=object)[column],
-            "target": np.array(targets, dtype=object)[row],
-            "kind": kind,
-            "weight": weights[row, column].double().numpy(),
-        }
-    )
-    return frame, by_prompt[:, row, column].T.double().numpy()
+    sources: list[str], blocks: Sequence[tuple[list[str], str, Tensor]]
+) -> Iterator[tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]]:
+    """Yield the nonzero edges of blocks, and their weights in each prompt.
+
+    A block has targets, the kind of its edges, and their weights [batch, target, column].
+    """
+    read = on_cpu([by_prompt for *_, by_prompt in blocks])
+    for (targets, kind, _), by_prompt in zip(blocks, read, strict=True):
+        weights = by_prompt.sum(0)
+        row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
+        names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
+        frame = pd.DataFrame(
+            {
+                "source": np.array(names, dtype=object)[column],
+                "target": np.array(targets, dtype=object)[row],
+                "kind": kind,
+                "weight": weights[row, column].double().numpy(),
+            }
+        )
+        yield frame, by_prompt[:, row, column].T.double().numpy()
 
 
 class _Sources:
@@ -322,8 +331,8 @@ class _Sources:
     ) -> Float[Tensor, "batch target column"]:
         """Return dot products of covectors with the sources of the first `n_before` sublayers.
 
-        If `target_positions` is None, targets read at every position. The last two columns are
-        "rest" and "bias". The result is on the CPU.
+        Targets read at `target_positions`, or at every position (None). The last two columns are
+        "rest" and "bias".
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)
         vectors, streams = self._vectors[:, :n], (self._rest[n_before], self._bias[n_before])
@@ -340,4 +349,4 @@ class _Sources:
             sums = covectors @ vectors.transpose(1, 2) * (positions == here[:, None])
             ends = [(covectors * stream[:, here]).sum(-1) for stream in streams]
         ends[1] = ends[1] + bias.to(sums)
-        return torch.cat([sums, torch.stack(ends, dim=-1)], dim=-1).cpu()
+        return torch.cat([sums, torch.stack(ends, dim=-1)], dim=-1)

@@ -11,25 +11,30 @@ Each batch needs two forward passes and one backward pass of each model. Patchin
 run many variants of a batch, so they use only the first batch. Memory does not grow with the number
 of batches. In addition to the models, the memory contains
 
-    per token and model    3 values per neuron and d_head + pos values per attention head, for both
-                           runs; the logits; and the tensors for the backward pass
-    per component          14 float64 values, and one value per token of the first batch
+Memory does not grow with the number of batches. Besides the models, it holds: for each model and
+token in a batch, 3 values per neuron, d_head + pos values per head in both runs, the logits, and
+the tensors that the backward pass needs; for the first batch, both runs until the circuits are
+found, and one value per component and token; and 14 float64 values per component.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from attn_only_lens.arguments import as_plain, is_count
-from attn_only_lens.circuits._search import Circuit, search_circuit
+from attn_only_lens.circuits._search import smallest_prefix
+from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
-from attn_only_lens.comparison.batch_runs import MODELS, add_patching, on_device_of, stage_bar
+from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, add_patching, stage_bar
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
 from attn_only_lens.comparison.circuits import Resampling, compare_circuits
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons
+from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, require_slope
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.engine.sites import all_heads, resolve_sites
@@ -39,8 +44,11 @@ from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.models.expose import expose_neuron_heads
+from attn_only_lens.patching.repairs import on_one_device
+from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
+_N_RANDOM = 3  # random circuits of the size of each circuit
 
 
 @warned_once()
@@ -143,7 +151,7 @@ def compare(
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
         _require_source(models[0], provenance)
-        # Compute the circuits of the first batch first, so that unsupported models fail early.
+        # The first batch: its circuits come early, so that unsupported models fail early.
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         first = next(stream)
@@ -172,16 +180,17 @@ def _first_batch(
     Return a function that patches the given number of components, and returns the comparison on all
     batches so far.
     """
-    circuits = [
-        _circuit(model, first, settings, progress and f"circuit of {label}")
-        for model, label in zip(models, MODELS, strict=False)
-    ]
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
-        runs = statistics.add(first, bar)
+        runs = statistics.add(first, bar, keep=True)
+    circuits = [
+        _circuit(run, first, settings, label, progress)
+        for run, label in zip(runs, MODELS, strict=False)
+    ]
+    runs = [replace(run, recorded=None) for run in runs]
     n_prompts = len(first.pair.clean)
     resampling = (settings[name] for name in ("n_resamples", "confidence", "seed"))
     frames = compare_circuits(
-        *(models, alignment, first, runs, list(map(len, circuits))),
+        *(models, alignment, first, runs, [circuit.size for circuit in circuits]),
         Resampling(n_prompts, *resampling),
         n_nodes=settings["n_nodes"],
         edge_mass=settings["edge_mass"],
@@ -190,8 +199,8 @@ def _first_batch(
     about = {
         "faithfulness": [circuit.faithfulness for circuit in circuits],
         "completeness": [circuit.completeness for circuit in circuits],
-        "circuit_sizes": [len(circuit) for circuit in circuits],
-        "random_faithfulness": [list(circuit.random) for circuit in circuits],
+        "circuit_sizes": [circuit.size for circuit in circuits],
+        "random_faithfulness": [circuit.random for circuit in circuits],
         "n_prompts_of_circuits": n_prompts,
         "settings": settings,
     }
@@ -303,17 +312,33 @@ def _require_source(model: Any, provenance: Provenance) -> None:
     raise ComparisonError([reason, advice], _PROBLEM)
 
 
-def _circuit(model: Any, batch: Batch, settings: dict[str, Any], progress: bool | str) -> Circuit:
-    pair = on_device_of(model, batch.pair)
-    circuit, _ = search_circuit(
-        *(model, pair.clean, pair.corrupted, batch.metric),
-        faithfulness=settings["faithfulness"],
-        # The bootstrap also ranks nodes in this order.
-        order="magnitude",
-        method="exact_gate",
-        budget=0,
-        seed=settings["seed"],
-        mask=pair.mask,
-        progress=progress,
-    )
-    return circuit
+class _Circuit(NamedTuple):
+    """A circuit's size, and the faithfulness of it, of its complement and of random circuits."""
+
+    size: int
+    faithfulness: float
+    completeness: float
+    random: list[float]
+
+
+def _circuit(
+    run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
+) -> _Circuit:
+    """Find the shortest prefix of the components at positions, by |effect|, that suffices."""
+    runs = run.recorded
+    assert runs is not None
+    logits = runs.clean.logits
+    span = runs.clean_value - runs.corrupted_value
+    require_slope(runs.metric, logits, runs.corrupted.logits, span)
+    groups = site_groups(run.model, runs.pair, all_heads(), "each", "z", most_rows=None)
+    effects = [group.sums(run.effects_of(group.sites)).mean(1) for group in groups]
+    order = np.argsort(-on_one_device(effects).abs().cpu().double().numpy(), kind="stable")
+    prompts = run.model, runs.pair.clean, runs.pair.corrupted, batch.metric
+    with stage_bar(f"circuit of {label}", None, "circuit", progress) as bar:
+        options: dict[str, Any] = {"mask": runs.pair.mask, "runs": runs, "on_done": bar.update}
+        ablated = AblatedModel(*prompts, site_rows(groups), ablation="resample", **options)
+        rows = smallest_prefix(ablated, order, settings["faithfulness"])
+        measured, complete, random = ablated.curves([rows], _N_RANDOM, settings["seed"])
+        bar.total = bar.n  # the total was not known before
+        bar.refresh()
+    return _Circuit(len(rows), float(measured[0]), float(complete[0]), random[:, 0].tolist())

@@ -15,7 +15,7 @@ batch with `patching.activation_patch`, which replaces z at all positions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.engine.gradients import Tape, gradient_node, site_estimates, start_graph
 from attn_only_lens.engine.metrics import require_differentiable
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.recording import NeuronRun, record_pair
+from attn_only_lens.engine.recording import NeuronRun, RunPair, record_pair
 from attn_only_lens.engine.sites import LayerSites, hook_name
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
@@ -48,8 +48,9 @@ def stage_bar(text: str, total: int | None, unit: str, shown: bool) -> "tqdm[Any
 class BatchRun:
     """One model's results on a batch: the clean run, effects by layer and kind, and metric values.
 
-    `hooked` maps hook names to patterns and outputs of attention heads. `real` is False for
-    padding. `values` contains the metric in the clean run and in the corrupted run.
+    `hooked` holds patterns and outputs of attention heads, by hook name. `real` is False at
+    padding. `values` has the metric in the clean and in the corrupted run. `recorded` has both
+    runs, if they are kept.
     """
 
     model: Any
@@ -59,6 +60,7 @@ class BatchRun:
     effects: dict[tuple[int, HeadKind], Float[Tensor, "site batch pos"]]
     values: tuple[float, float]
     metric: str
+    recorded: RunPair | None = None
 
     def effects_of(self, sites: LayerSites) -> Float[Tensor, "site batch pos"]:
         """Return the effects of the given components."""
@@ -92,7 +94,9 @@ class BatchRun:
         return weight[:, :, sites.index.to(weight.device)]
 
 
-def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun:
+def run_batch(
+    model: Any, batch: Batch, sites: Sequence[LayerSites], *, keep: bool = False
+) -> BatchRun:
     """Run both prompts of a batch, and estimate the effect of every component."""
     pair = on_device_of(model, batch.pair)
     nodes = [gradient_node(model, site, "z", closed=True) for site in sites]
@@ -106,7 +110,7 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=False,  # the runs may be equal: no score is divided by their difference
+            distinct=keep,  # runs may be equal if no circuit is searched
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
@@ -118,8 +122,9 @@ def run_batch(model: Any, batch: Batch, sites: Sequence[LayerSites]) -> BatchRun
         )
         effects[site.layer, site.kind] = estimates * weight.to(estimates.device)
     clean, values = runs.clean, (runs.clean_value, runs.corrupted_value)
-    hooked, neurons = clean.hooked, clean.neurons
-    return BatchRun(model, hooked, neurons, pair.real, effects, values, runs.metric.name)
+    recorded = replace(runs, clean=replace(clean, logits=clean.logits.detach())) if keep else None
+    found = clean.hooked, clean.neurons, pair.real, effects, values, runs.metric.name
+    return BatchRun(model, *found, recorded)
 
 
 def on_device_of(model: Any, pair: PromptPair) -> PromptPair:

@@ -301,13 +301,15 @@ class Statistics:
         """The number of progress-bar steps per batch."""
         return len(self._models) + len(self._shared) * self._n_shared
 
-    def add(self, batch: Batch, bar: "tqdm[Any] | None" = None) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs."""
+    def add(
+        self, batch: Batch, bar: "tqdm[Any] | None" = None, *, keep: bool = False
+    ) -> list[BatchRun]:
+        """Run a batch through every model, and return the runs; `keep` their recordings."""
         bar = tqdm(disable=True) if bar is None else bar
         runs = []
         for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):
             bar.set_description(f"{batch.label}: attribution in {label}")
-            runs.append(run_batch(model, batch, sites))
+            runs.append(run_batch(model, batch, sites, keep=keep))
             bar.update()
         # Change the sums only after all steps that can fail, so that they contain whole batches.
         bar.set_description(f"{batch.label}: patterns and outputs")

@@ -64,6 +64,9 @@ def require_same_edit(
         edit = _neuron_edit if kind == "neuron" else _attention_edit
         blocks = {layer: replay.host.block(layer, kind) for layer in untested}
         edited = {}
+        if kind == "neuron":
+            heads = replay.host.neurons
+            replay.test_mlp_outputs({block: heads[x].output_module for x, block in blocks.items()})
         for layer, block in blocks.items():
             later = edit(replay, layer, part, first, shown[shown_names[layer]])
             edited[layer] = torch.cat([recording.streams[block + 1][:, :first], later], dim=1)

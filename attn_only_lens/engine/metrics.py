@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attn_only_lens.axes import Logits
-from attn_only_lens.devices import float32_if_half, to_float64_device
+from attn_only_lens.devices import float32_if_half, on_cpu, to_float64_device
 from attn_only_lens.engine.answers import (
     PROBLEM,
     AnswerRows,
@@ -80,13 +80,16 @@ class BoundMetric:
     def of_prompts(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
         """Return every prompt's metric for every site, as a differentiable tensor."""
         values = self.compute(logits)
+        self._require_finite(values)
+        return values
+
+    def _require_finite(self, values: Float[Tensor, "site prompt"]) -> None:
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
             advice = "; some models compute nan for padding on the left: pad on the right"
             self._refuse(
                 f"not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
             )
-        return values
 
     def shares(self, n: int) -> tuple[float, ...]:
         """Return the weights of n numbers in their mean; n is 1 or the number of prompts."""
@@ -120,9 +123,13 @@ class BoundMetric:
         """Return each prompt's metric in one full run, in float64; test that it is repeatable."""
         selected = self.select(logits)[None]
         copy = selected.clone()
-        once, again = (self.of_prompts(selected)[0].cpu().double() for _ in range(2))
-        if not torch.equal(selected, copy):
-            self._refuse("the function changes the logits in place; let it work on a copy")
+        both = [self.compute(selected)[0] for _ in range(2)]
+        once, again, unchanged = on_cpu([*both, (selected == copy).all().float()])  # one transfer
+        once, again = once.double(), again.double()
+        for values in (once, again):
+            self._require_finite(values[None])
+        if not unchanged:
+            self._refuse("it changes the logits in place; let it work on a copy")
         if not torch.equal(once, again):
             self._refuse(
                 f"got {self.mean(once):.6g} and then {self.mean(again):.6g} for the same logits; "

@@ -57,7 +57,7 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
         got = f"{dtype} {list(tokens.shape)}"
         if dtype.startswith(("int", "uint")) and tokens.ndim == 2 and tokens.numel():
             tokens = tokens.long()
-            low, high = int(tokens.min()), int(tokens.max())
+            low, high = torch.stack(tokens.aminmax()).tolist()  # waits once for the device
             if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
                 return tokens.to(next(model.parameters()).device)
             got = f"values from {low} to {high} and pos={tokens.shape[1]}"

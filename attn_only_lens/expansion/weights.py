@@ -11,10 +11,12 @@ d_value    a coordinate of values (v in the growth paper). TransformerLens uses 
 
 The whole model has one axis `d_model`. Every other axis in this list belongs to one layer.
 
-An `Identity` is a fingerprint that identifies a model, whatever its dtype, device or kind. For each
-tensor w, it has the norm ‖w‖, and a sum s weighted by pseudorandom numbers r (n is 2¹¹):
+An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor is its
+norm and the sum of its entries, weighted by pseudorandom numbers along each axis a:
 
-    s = Σ_i r(i div n) r(i mod n) w_i        r(i) = 2 ((i + 1) φ mod 1) - 1, φ the golden ratio
+    s = Σ_ij… r_0(i) r_1(j) … w_ij…        r_a(i) = 2 ((i + 1 + 1000 a) φ mod 1) - 1
+
+with φ the golden ratio.
 
 A change Δ of the weights changes s by about ‖Δ‖ / 3, whichever entries change. So if s changed by
 no more than rounding errors of ‖w‖, the tensor is the same, perhaps with another dtype or computed
@@ -28,8 +30,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.devices import on_cpu, to_float64_device
 from attn_only_lens.tolerances import rounding
 
 Norm: TypeAlias = Literal["LN", "LNPre", "RMS", "RMSPre"] | None
@@ -77,8 +81,7 @@ WRITERS = frozenset(
 _OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _GOLDEN = (math.sqrt(5) + 1) / 2
-_ROW = 2**11  # entries of a row
-_ROWS_AT_ONCE = 2**7  # this many float64 rows fit into the CPU cache
+_AT_ONCE = 2**18  # this many float64 entries fit into a processor's cache
 
 
 class Axis(NamedTuple):
@@ -255,24 +258,33 @@ class Identity:
 def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
     """Return the numbers that identify a model with these tensors."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    return Identity(
-        {name: _mark(tensor) for name, tensor in tensors.items()},
-        max(map(rounding, dtypes), default=0.0),
-    )
+    numbers = on_cpu([_sums(tensor.detach()) for tensor in tensors.values()])
+    marks = {
+        name: (total, math.sqrt(squares))
+        for name, (total, squares) in zip(tensors, map(Tensor.tolist, numbers), strict=True)
+    }
+    return Identity(marks, max(map(rounding, dtypes), default=0.0))
 
 
-def _mark(tensor: Tensor) -> tuple[float, float]:
-    total = squares = 0.0
-    row = _row_weights(0, _ROW)
-    for index, part in enumerate(tensor.detach().cpu().flatten().split(_ROWS_AT_ONCE * _ROW)):
-        w = part.double()
-        rows, rest = w[: len(w) // _ROW * _ROW].view(-1, _ROW), w[len(w) // _ROW * _ROW :]
-        sums = torch.cat([rows @ row, (rest @ row[: len(rest)])[None]])
-        total += float(sums @ _row_weights(index * _ROWS_AT_ONCE, len(sums)))
-        squares += float(w @ w)
-    return total, math.sqrt(squares)
+def _sums(tensor: Tensor) -> Float[Tensor, "2"]:
+    """Return the weighted sum and the sum of squares, in float64."""
+    tensor = to_float64_device(torch.atleast_1d(tensor))
+    # In the order of memory, a transposed matrix is not copied.
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    x = tensor.permute(order)
+    first, *others = (_axis_weights(axis, tensor) for axis in order)
+    sums = tensor.new_zeros(2, dtype=torch.float64)
+    n_rows = max(1, _AT_ONCE * len(x) // max(1, x.numel()))
+    for rows, weights in zip(x.split(n_rows), first.split(n_rows), strict=True):
+        values = rows.double()
+        flat = values.flatten()
+        for along in reversed(others):
+            values = values @ along
+        sums += torch.stack([values @ weights, flat @ flat])
+    return sums
 
 
-def _row_weights(first: int, n: int) -> Tensor:
-    turns = torch.arange(first + 1, first + n + 1, dtype=torch.float64, device="cpu") * _GOLDEN
-    return turns.frac() * 2 - 1
+def _axis_weights(axis: int, tensor: Tensor) -> Float[Tensor, "n"]:
+    first = 1 + 1000 * axis
+    turns = torch.arange(first, first + tensor.shape[axis], dtype=torch.float64, device="cpu")
+    return ((turns * _GOLDEN).frac() * 2 - 1).to(tensor.device)

@@ -84,7 +84,11 @@ class BridgeModel(Growable):
         return reasons + shared_parameter_reasons(parts.items())
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that the bridge computes with. A tied parameter has two names."""
+        """Return the parameters that the bridge computes with; a tied parameter has two names."""
+        return self._named
+
+    @cached_property
+    def _named(self) -> dict[str, nn.Parameter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters: dict[str, nn.Parameter] = {}
         for path, (parameter, _) in self._parts.items():

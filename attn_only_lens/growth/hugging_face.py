@@ -209,10 +209,13 @@ class HuggingFaceBridge(BridgeModel):
             module = dispatch_model(module, _device_map(module, some.device))  # same places
         model = self._bridge(module)
         model.cfg.n_devices = len(places)
-        usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
-        for key, value in vars(template.cfg).items():  # copy options that the user changed
-            if key in usual and type(value) in (bool, str) and usual[key] != value:
-                setattr(model.cfg, key, value)
+        made, options = vars(model.cfg), vars(template.cfg).items()
+        others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
+        if others:  # the user or growth changed them; a new bridge shows which the user changed
+            usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
+            for key, value in others.items():
+                if key in usual and usual[key] != value:
+                    setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
             if isinstance(part, nn.Dropout):  # copy p, which the user may have changed
@@ -226,7 +229,9 @@ class HuggingFaceBridge(BridgeModel):
             named[name].requires_grad_(source_of(layout.name) not in frozen)
             if layout.name in beside:
                 named[name].data = layout.from_weights(weights.tensors[layout.name])
-        return model.train(template.training)
+        if any(part.training != template.training for _, part in modules_of(model)):
+            model.train(template.training)  # takes long in a bridge
+        return model
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why this model cannot be saved in transformers' format."""

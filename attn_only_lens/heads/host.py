@@ -6,11 +6,14 @@ in block 2l + 1. An exposed model has one block per layer, whose MLP computes ne
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
+from torch import Tensor
+
+from attn_only_lens.devices import read_all
 from attn_only_lens.errors import UnsupportedCallError
 
 HeadKind = Literal["attention", "neuron"]
@@ -46,6 +49,7 @@ class PassState(threading.local):
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
+        self._errors: list[tuple[Tensor, str]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -54,10 +58,28 @@ class PassState(threading.local):
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
         """Use these values during a forward pass, and restore the previous values afterwards."""
         outer, self.values = self.values, dict(values)
+        is_outermost, self._errors = self._errors is None, self._errors or []
         try:
             yield
         finally:
             self.values = outer
+            if is_outermost:
+                errors, self._errors = self._errors, None
+                _raise_if_large(errors)
+
+    def require_small(self, error: Tensor, message: str) -> None:
+        """Raise UnsupportedCallError if an error exceeds 1, at the end of the outermost pass."""
+        if self._errors is None:
+            _raise_if_large([(error, message)])
+        else:
+            self._errors.append((error, message))
+
+
+def _raise_if_large(errors: Sequence[tuple[Tensor, str]]) -> None:
+    """Read the errors at once, since each read waits for the device."""
+    for error, (_, message) in zip(read_all([x for x, _ in errors]), errors, strict=True):
+        if error > 1.0:
+            raise UnsupportedCallError(message)
 
 
 class Host(ABC):

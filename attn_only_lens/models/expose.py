@@ -9,7 +9,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.devices import normal_numbers
-from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import Gating, GeneralizedSiLU
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.host import PassState
@@ -227,12 +227,13 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
         before = [run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in runs]
         show(model, heads)
         reasons, measured = [], []
-        for (layer, x), expected in zip(runs, before, strict=True):
-            try:
-                measured.append((layer, _differences(layer, x, expected)))
-            except UnknownMLPError as error:
-                reasons.append(f"layer {layer.layer}: {error}")
-        # Copy the values of all layers at once, since each copy waits for the device.
+        with heads[0].passing.new_pass():  # its end reads the errors of all layers at once
+            for (layer, x), expected in zip(runs, before, strict=True):
+                try:
+                    measured.append((layer, _differences(layer, x, expected)))
+                except UnknownMLPError as error:
+                    reasons.append(f"layer {layer.layer}: {error}")
+        # Read the values of all layers at once, since each read waits for the device.
         together = [x.to(before[0].device) for _, x in measured]
         numbers = torch.stack(together).tolist() if together else []
         for (layer, x), row in zip(measured, numbers, strict=True):
@@ -240,8 +241,10 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
                 f"layer {layer.layer}: {reason}" for reason in _reasons(layer, x.dtype, row)
             ]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    except BaseException:  # even KeyboardInterrupt must not leave a model half exposed
+    except BaseException as error:  # even an interruption must not leave a model half exposed
         hide(model)
+        if isinstance(error, UnsupportedCallError):
+            raise UnsupportedModelError([str(error)], _PROBLEM) from error
         raise
 
 

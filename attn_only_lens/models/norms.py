@@ -285,10 +285,9 @@ class _BlockTraffic(_Traffic):
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
     """If a module's output is zero, replace it by noise, to see which modules it reaches."""
     first = output[0] if isinstance(output, tuple | list) else output
-    if first.any():
-        return None
     noise = normal_numbers(first.shape, seed).to(first)
-    return noise if first is output else type(output)([noise, *output[1:]])
+    written = torch.where(first.any(), first, noise)  # an `if` would wait for the device
+    return written if first is output else type(output)([written, *output[1:]])
 
 
 def _fitted(

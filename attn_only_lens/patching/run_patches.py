@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from attn_only_lens.devices import free_bytes
+from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.edit_checks import require_groups, require_same_edit
 from attn_only_lens.engine.edits import (
     attention_edit,
@@ -143,12 +143,7 @@ class PatchRunner:
         offsets = sizes.cumsum(0) - sizes
         group_of_row = torch.arange(len(groups), device="cpu").repeat_interleave(sizes)
         blocks = torch.tensor([block for _, block, _ in patches], device="cpu")[group_of_row]
-        starts = torch.cat(
-            [
-                self._starts(group, changed, block)
-                for group, (changed, block, _) in zip(groups, patches, strict=True)
-            ]
-        )
+        starts = torch.cat(self._starts(groups, patches))
         values = self.baseline.repeat(len(starts), 1)
         self.batching.on_done(int((starts < 0).sum()))
         for first, rows in self._passes(blocks, starts):
@@ -170,8 +165,9 @@ class PatchRunner:
         The position is -1 if a patch cannot affect the metric. The result is only for estimates of
         costs: it assumes that neurons write to the stream directly.
         """
-        changed, block, _ = self._patch(group, tested=False)
-        return block, self._starts(group, changed, block)
+        patch = self._patch(group, tested=False)
+        (starts,) = self._starts([group], [patch])
+        return patch[1], starts
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
         """Return the first position that a patch can change, judged only from the tokens."""
@@ -182,18 +178,27 @@ class PatchRunner:
         return self.replay.start(block, first)
 
     def _starts(
-        self, group: SiteGroup, changed: Bool[Tensor, "head batch pos"], block: int
-    ) -> Int[Tensor, "row"]:
-        """Return each patch's first changed position, or -1 if the metric cannot change."""
-        felt = self.replay.effective(changed, block)
-        if group.columns is not None:
-            columns = torch.tensor([position.column for position in group.positions], device="cpu")
-            return columns[group.place].where(group.sums(felt).any(dim=1).cpu(), -1)
-        firsts = []
-        for position_set in group.everywhere.to(changed.device):
-            earliest = (changed & position_set).any(dim=1).int().argmax(dim=1)
-            firsts.append(earliest.where((felt & position_set).flatten(1).any(dim=1), -1))
-        return torch.stack(firsts).cpu()[group.place, group.head]
+        self, groups: Sequence[SiteGroup], patches: Sequence[_Patch]
+    ) -> list[Int[Tensor, "row"]]:
+        """Return the first position that each row changes; -1 where it cannot affect the metric."""
+        found, starts = list[Tensor](), []
+        for group, (changed, block, _) in zip(groups, patches, strict=True):
+            felt = self.replay.effective(changed, block)
+            if group.columns is not None:
+                found.append(group.sums(felt).any(dim=1))
+                continue
+            firsts = []
+            for position_set in group.everywhere.to(changed.device):
+                earliest = (changed & position_set).any(dim=1).int().argmax(dim=1)
+                firsts.append(earliest.where((felt & position_set).flatten(1).any(dim=1), -1))
+            found.append(torch.stack(firsts))
+        for group, x in zip(groups, on_cpu(found), strict=True):
+            if group.columns is not None:
+                columns = torch.tensor([p.column for p in group.positions], device="cpu")
+                starts.append(columns[group.place].where(x, -1))
+            else:
+                starts.append(x[group.place, group.head])
+        return starts
 
     def _passes(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]

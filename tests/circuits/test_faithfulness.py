@@ -10,7 +10,7 @@ from models import build
 from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
-from attn_only_lens.circuits._search import _Search
+from attn_only_lens.circuits._search import _Search, smallest_prefix
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
@@ -245,6 +245,19 @@ def test_the_last_look_finds_the_shortest_prefix(wanted):
     # the control: none is shorter than the shortest
     best = orders[0][:size]
     assert search.shorter_prefix(orders, best) is best
+
+
+def test_a_search_runs_no_circuits_far_larger_than_the_one_it_finds():
+    class Ablated:
+        n_sites, sizes = 2**17, []
+
+        def faithfulness(self, circuits):
+            self.sizes += map(len, circuits)
+            return np.array([min(len(circuit) / 100, 1) for circuit in circuits])
+
+    ablated = Ablated()
+    assert len(smallest_prefix(ablated, np.arange(ablated.n_sites), 0.9)) == 90
+    assert max(ablated.sizes) < 2**10
 
 
 @pytest.mark.parametrize(("seed", "wanted"), [(5, 0.8), (10, 0.99)])

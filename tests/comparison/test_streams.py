@@ -288,9 +288,8 @@ def test_every_stage_has_a_bar(pair, capsys):
     compare(*pair, tokens(batch=5), p.loss(), batch_size=3, **settings)
     shown = capsys.readouterr().err
     for stage in (
-        "circuit of the original: ranking:",
-        "circuit of the original: search: 100%",
-        "circuit of the grown model: search: 100%",
+        "circuit of the original: 100%",
+        "circuit of the grown model: 100%",
         "batch 1 of 2: attribution in the original:",
         "batch 1 of 2: patterns and outputs: 100%",
         "edges in the grown model: 100%",

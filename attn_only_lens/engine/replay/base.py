@@ -9,7 +9,7 @@ effects as hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.devices import normal_numbers
+from attn_only_lens.devices import normal_numbers, read_all
 from attn_only_lens.engine.metrics import BoundMetric
 from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
@@ -320,24 +320,33 @@ class Replay(ABC):
 
     def adds_mlp_output(self, block: int, mlp: nn.Module) -> bool:
         """Test whether a block adds its MLP's output to the stream unchanged."""
+        self.test_mlp_outputs({block: mlp})
+        return self.precise._adds[block]
+
+    def test_mlp_outputs(self, mlps: Mapping[int, nn.Module]) -> None:
+        """Test whether blocks add their MLPs' outputs to the stream; read all errors at once."""
         if self.precise is not self:
             with full_precision():
-                return self.precise.adds_mlp_output(block, mlp)
-        test = "adds the MLP output", block
-        if block not in self._adds and self.tested.covers(test, self.recording):
-            self._adds[block] = True
-        if block not in self._adds:
+                return self.precise.test_mlp_outputs(mlps)
+        tests = {block: ("adds the MLP output", block) for block in mlps}
+        for block, test in tests.items():
+            if self.tested.covers(test, self.recording):
+                self._adds.setdefault(block, True)
+        untested = [block for block in mlps if block not in self._adds]
+        largest = list[Tensor]()
+        for block in untested:
             before, after = self.recording.streams[block : block + 2]
             added = normal_numbers(after.shape).to(after) * after.std()
-            out = self.block_output(Variants(block, 0, before, mlp=mlp, added=added))
-            largest = (out - after - added).abs().max(), after.abs().max() + added.abs().max()
-            error, scale = stacked(largest).tolist()
+            out = self.block_output(Variants(block, 0, before, mlp=mlps[block], added=added))
+            scale = torch.finfo(out.dtype).eps * (after.abs().max() + added.abs().max())
+            largest.append((out - after - added).abs().max() / scale)
+        for block, error in zip(untested, read_all(largest), strict=True):
             # The tolerance is small, because no later layer has amplified the rounding of this sum.
-            # If the test fails, patches run the whole block, which is always correct.
-            self._adds[block] = error <= _ROUNDINGS * torch.finfo(out.dtype).eps * scale
+            # If the test fails, patches run the whole block, which is always right.
+            self._adds[block] = error <= _ROUNDINGS
             if self._adds[block]:
-                self.tested.add(test, self.recording)
-        return self._adds[block]
+                self.tested.add(tests[block], self.recording)
+        return None
 
     def check(self) -> None:
         """Refuse a model if replays without edits do not reproduce the recorded logits."""

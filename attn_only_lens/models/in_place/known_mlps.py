@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.devices import keep_random_state, normal_numbers, read_all
+from attn_only_lens.devices import keep_random_state, normal_numbers, on_cpu, read_all
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
@@ -75,15 +75,22 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
         blocks = [] if reasons else list(model.blocks)
     known: list[KnownMLP] = []
     mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks]
+    ran: list[tuple[int, Any, MLPHookPoints, Tensor]] = []
     with evaluation_without_hooks(mlps):
         for layer, mlp in enumerate(mlps):
             try:
-                if any(mlp is earlier.mlp for earlier in known):
+                if any(mlp is earlier for _, earlier, *_ in ran):
                     raise UnknownMLPError("it shares its MLP with an earlier layer")
                 points = find_hook_points(mlp)
-                known.append(KnownMLP(mlp, points, _activation(mlp, points, model.cfg, silu)))
+                ran.append((layer, mlp, points, _activations(mlp, points)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
+    gates = GATES if silu is None else {silu.gate.name: silu.gate}
+    for (layer, mlp, points, _), post in zip(ran, on_cpu([x for *_, x in ran]), strict=True):
+        try:
+            known.append(KnownMLP(mlp, points, _name(post, mlp, points, model.cfg, gates)))
+        except UnknownMLPError as error:
+            reasons.append(f"layer {layer}: {error}")
     if type(model) is TransformerBridge and not reasons:
         reasons = component_reasons(model)
     names = {mlp.act_fn for mlp in known}
@@ -181,12 +188,11 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
             setattr(point, name, registered)
 
 
-def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU | None) -> str:
-    """Run an MLP to recognise its activation, and return the activation's name."""
+def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
+    """Run an MLP on the pre-activations of `_inputs`, and return its activations."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
-    q = _queries(shape).to(mlp.W_out)
-    u = normal_numbers(shape, 1).to(mlp.W_out) if points.pre_linear else torch.ones_like(q)
+    q, u = (x.to(mlp.W_out.device) for x in _inputs(shape, mlp.W_out.dtype, points))
     seen: dict[HookPoint, list[Tensor]] = {}
     with ExitStack() as stack:
         for point, value in ((points.pre, q), (points.pre_linear, u), (points.post, None)):
@@ -209,21 +215,26 @@ def _activation(mlp: Any, points: MLPHookPoints, cfg: Any, silu: GeneralizedSiLU
     shapes = {tuple(output.shape) for (output,) in seen.values()}
     if shapes != {shape}:
         raise UnknownMLPError(f"its activations have shapes {shapes}; expected {shape}")
-    gates = GATES if silu is None else {silu.gate.name: silu.gate}
-    return _name(seen[points.post][0], q, u, mlp, cfg, gates)
+    return seen[points.post][0]
 
 
-def _queries(shape: tuple[int, ...]) -> Tensor:
-    """Return evenly spaced values from -12 to 12, with a few very large ones at both ends."""
+def _inputs(
+    shape: tuple[int, ...], dtype: torch.dtype, points: MLPHookPoints
+) -> tuple[Tensor, Tensor]:
+    """Return q, evenly spaced from -12 to 12 with a few much larger values, and random u."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far
-    return q.reshape(shape)
+    u = normal_numbers(shape, 1) if points.pre_linear else torch.ones_like(q)
+    return q.reshape(shape).to(dtype), u.reshape(shape).to(dtype)
 
 
-def _name(post: Tensor, q: Tensor, u: Tensor, mlp: Any, cfg: Any, gates: Mapping[str, Gate]) -> str:
-    """Return the name of the activation that gives `post`; if several fit, prefer `cfg.act_fn`."""
-    post, q, u = post.cpu(), q.cpu().double(), u.cpu()
+def _name(
+    post: Tensor, mlp: Any, points: MLPHookPoints, cfg: Any, gates: Mapping[str, Gate]
+) -> str:
+    """Return the name of the activation that computed `post`; prefer the name in `cfg`."""
+    q, u = _inputs(post.shape, mlp.W_out.dtype, points)
+    q = q.double()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0
     errors = {name: activation_error(gate, post, q, u, b_in).item() for name, gate in gates.items()}
     best = min(errors, key=errors.__getitem__)
