@@ -1,5 +1,6 @@
 """`attn-only-lens patch`: activation patching of heads and neuron-heads."""
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from attn_only_lens.cli.common import (
     option,
     print_frame,
     require_writable,
+    working,
 )
 from attn_only_lens.cli.options import (
     Corrupted,
@@ -24,7 +26,8 @@ from attn_only_lens.cli.options import (
 )
 from attn_only_lens.errors import AttnOnlyLensError
 
-_MANY = 10_000  # with more heads and neurons, the command names faster methods
+_MANY = 50_000  # with more patches, the command prints an estimate of the time
+_SAMPLES = 16, 16, 128  # numbers of sites that are timed; the first run includes model tests
 _WHAT = "What is patched"
 
 
@@ -95,7 +98,7 @@ def patch(
     run = (loaded, clean, other, metric)
     options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
     if is_first():
-        _name_faster_methods(loaded, selection)
+        _print_estimate(run, selection, options)
     sweep = activation_patch(*run, sites=selection, resume=resume, **options)
     if is_first():
         sweep.save(out)
@@ -125,16 +128,36 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
     return names
 
 
-def _name_faster_methods(model: Any, selection: Any) -> None:
-    """Name faster methods if there are many heads and neurons to patch."""
+def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:
+    """If there are many patches, time a few of them, and print an estimate of the total time."""
+    from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import resolve_sites
+    from attn_only_lens.patching import activation_patch
 
-    groups = () if isinstance(selection, list) else resolve_sites(model, selection)
-    n_sites = sum(len(sites.names) for sites in groups)
-    if n_sites > _MANY:
-        typer.echo(
-            f"Patching {n_sites:,} heads and neurons takes long; the bar shows the time left.\n"
-            "Faster: `attn-only-lens explain` finds the important sites in a few passes.\n"
-            "Fewer patches: --sites, --layers and --positions.",
-            err=True,
-        )
+    if isinstance(selection, list):
+        return
+    names = [name for group in resolve_sites(run[0], selection) for name in group.names]
+    positions = options["positions"]
+    n_positions = 1 if positions == "all" else len(positions)
+    if positions == "each":
+        n_positions = single_prompts(run[0], run[1]).clean.shape[1]
+    n_patches = len(names) * n_positions
+    if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # sampling takes time too
+        return
+    seconds = {}
+    with working("estimating the time"):
+        for n in _SAMPLES:
+            sample = names[:: max(1, len(names) // n)]
+            start = time.perf_counter()
+            activation_patch(*run, sites=sample, progress=False, **options)
+            seconds[len(sample)] = time.perf_counter() - start
+    (few, first), (many, second) = seconds.items()
+    estimate = first + max(second - first, 0) / (many - few) * (len(names) - few)
+    shown = f"{estimate / 60:.0f} minutes" if estimate > 90 else f"{estimate:.0f} seconds"
+    typer.echo(
+        f"{n_patches:,} patches: {len(names):,} heads and neurons at {n_positions} positions. This "
+        f"takes about {shown}, an estimate from {many} of them.\n"
+        "Faster: `attn-only-lens explain` finds the important sites in a few passes.\n"
+        "Fewer patches: --sites, --layers and --positions.",
+        err=True,
+    )

@@ -48,13 +48,18 @@ def test_a_sweep_of_texts(folder, tmp_path):
     assert f"{len(frame)} rows" in result.output
 
 
-def test_before_many_patches_it_names_faster_methods(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.cli.patch._MANY", 77)
-    for sites, said in (("all", True), ("L0N3,L0N5", False)):
+def test_many_patches_begin_with_an_estimate_of_the_time(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_only_lens.cli.patch._MANY", 300)
+    monkeypatch.setattr("attn_only_lens.cli.patch._SAMPLES", (2, 2, 7))
+    shown = {}
+    for sites in ("all", "L0N3,L0N5"):
         result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", sites)
         assert result.exit_code == 0, result.output
-        assert ("Patching 78 heads and neurons takes long" in result.stderr) == said
-        assert ("attn-only-lens explain" in result.stderr) == said
+        shown[sites] = " ".join(result.stderr.split())
+    assert "390 patches: 78 heads and neurons at 5 positions" in shown["all"]
+    assert re.search(r"about \d+ seconds, an estimate", shown["all"])
+    assert "attn-only-lens explain" in shown["all"]
+    assert "estimate" not in shown["L0N3,L0N5"]
 
 
 def test_the_title_is_one_line(folder, tmp_path):
