@@ -220,11 +220,6 @@ def _grouped(kit):
     return circuits.group_nodes(graph, kit.exposed, *prompts)
 
 
-def _learned(kit):
-    pair, metric = (tokens(1, batch=5), tokens(2, batch=5)), p.logit_diff(7, 8)
-    return circuits.learn_mask(kit.exposed, *pair, metric, 7, steps=20)
-
-
 def _transfer(kit):
     some = {"found": _found(kit, "discover")}
     return circuits.transfer(kit.exposed, some, {"there": (tokens(3), tokens(5), METRIC)})
@@ -342,7 +337,6 @@ CIRCUITS = {
     ),
     "evaluate": lambda kit: _found(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
-    "learn_mask": lambda kit: len(_learned(kit)),
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(
         circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from analyses.tools.benching import markdown
+from analyses.tools.learn_mask import learn_mask
 from analyses.tools.options import Device, Out, Smoke, SmolLM2
 from analyses.tools.study_files import keep
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
@@ -150,7 +151,7 @@ def arms(
         for size in LEARNED[-1:] if smoke else LEARNED:
             steps, batch_size = (20 if smoke else STEPS), 24
             started = time.perf_counter()
-            learned = circuits.learn_mask(
+            learned = learn_mask(
                 *(*prompts, size), steps=steps, groups=groups, sites=sites, batch_size=batch_size,
                 progress=f"mask of {size} {kind}",
             )  # fmt: skip
@@ -191,7 +192,7 @@ def small_english(device: str, *, smoke: bool) -> Iterator[dict[str, Any]]:
         discovered = circuits.discover(*prompts, positions=training.roles, n_random=0)
         chosen = {"secant, magnitude": here.ranked(ranking, "magnitude")[: len(discovered)]}
         chosen["secant, signed"] = here.ranked(ranking, "signed")[: len(discovered)]
-        learned = circuits.learn_mask(
+        learned = learn_mask(
             *prompts, len(discovered), steps=20 if smoke else 100, positions=training.roles
         )
         for arm, circuit in (("discover", discovered), ("learned mask", learned)):

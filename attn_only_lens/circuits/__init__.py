@@ -4,7 +4,6 @@ from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
 from attn_only_lens.circuits._explain import Explanation, explain
 from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
-from attn_only_lens.circuits._learn_mask import learn_mask
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
@@ -46,7 +45,6 @@ __all__ = [
     "faithfulness",
     "from_json",
     "group_nodes",
-    "learn_mask",
     "ov_circuit",
     "path_expansion",
     "qk_circuit",

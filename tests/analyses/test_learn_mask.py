@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from analyses.tools.learn_mask import _split, learn_mask
 from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
-from attn_only_lens.circuits._learn_mask import _split
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.errors import InputError
 
@@ -29,7 +29,7 @@ def prompts(english):
 
 def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(english, prompts):
     task, others = prompts
-    learned = circuits.learn_mask(
+    learned = learn_mask(
         *(english, *prompts_and_metric(task), N_SITES), steps=60, positions=task.roles, batch_size=7
     )
     assert len(learned) == N_SITES == learned.tried["n_sites"].iloc[-1]
@@ -60,7 +60,7 @@ def test_the_same_seed_gives_the_same_circuit(english, prompts):
     task = prompts[0]
     settings = {"steps": 20, "positions": task.roles}
     first, again, reseeded = (
-        circuits.learn_mask(english, *prompts_and_metric(task), N_SITES, seed=seed, **settings)
+        learn_mask(english, *prompts_and_metric(task), N_SITES, seed=seed, **settings)
         for seed in (0, 0, 1)
     )
     assert first.tried.equals(again.tried)
@@ -83,7 +83,7 @@ def test_what_cannot_be_learned_is_refused(english, prompts):
 
     def refused(match, n_sites=N_SITES, metric=task.metric, **settings):
         with pytest.raises(InputError, match=match):
-            circuits.learn_mask(
+            learn_mask(
                 *(english, task.clean, task.corrupted, metric, n_sites),
                 **{"positions": task.roles, **settings},
             )
@@ -94,7 +94,7 @@ def test_what_cannot_be_learned_is_refused(english, prompts):
     refused("2 groups of prompts", groups=["a"] * 8 + ["b"] * 9)
     refused("2 groups of prompts", groups=torch.tensor([0] * 8 + [1] * 9))
     refused("got 0 group labels; expected 17", groups=3)
-    refused("n_sites=45 of 5 candidates", n_candidates=5)
+    refused("got n_sites=45; expected at most 5", n_candidates=5)
     refused("value for each prompt", metric=p.custom(lambda logits: logits[:, -1, 3].mean()))
     refused("seed=-1", seed=-1)
     refused("method='best'", method="best")

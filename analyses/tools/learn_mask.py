@@ -101,15 +101,6 @@ def learn_mask(
     Raises:
         InputError: with every reason: invalid settings; too few prompts or groups; invalid prompts,
             metric, sites or positions; ablating every site changes nothing.
-
-    Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
-        >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
-        >>> task = tasks.agreement(model.tokenizer, 10, structure="relative")
-        >>> circuit = circuits.learn_mask(
-        ...     model, task.clean, task.corrupted, task.metric, 20, steps=20, positions=task.roles)
-        >>> len(circuit), "error" in circuit.tried
-        (20, True)
     """
     pair = prompt_pair(model, clean, corrupted, mask)
     reasons = positive_reasons(n_sites=n_sites)
