@@ -59,7 +59,7 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on other prompts, with the ablation method stored in the circuit.
+    """Evaluate a circuit on other prompts, with the ablation method that was used to find it.
 
     Args:
         model: the circuit's model.
@@ -140,7 +140,7 @@ def _no_circuit_reasons(circuit: object) -> list[str]:
 
 
 def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:
-    """Evaluate every circuit on every task.
+    """Compute the faithfulness of every circuit on the prompts of every task.
 
     Args:
         model: the circuits' model.

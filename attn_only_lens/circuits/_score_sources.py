@@ -1,4 +1,4 @@
-"""Split an attention score, or a neuron's pre-activation, into an exact sum over writers.
+"""Split an attention score, or a neuron's pre-activation, into parts from earlier components.
 
 The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm scales held
 fixed, a score is linear in the stream at the query, and linear in the stream at the key:
@@ -8,10 +8,10 @@ fixed, a score is linear in the stream at the query, and linear in the stream at
 
 The matrix B is the head's bilinear form at the query and key positions. B includes 1/√d_head,
 rotary embeddings, and query and key norms with scales held fixed. B is computed with the model's
-own code, as the mixed second derivative of the score at q = k = 0. If the model's score hook
-receives the pattern, its logarithm is used. Other terms of a score (ALiBi, the bias of a query
-norm) count as the head's own biases. The score is taken before the softmax and any soft cap. For a
-neuron,
+own code, as the mixed second derivative of the score at q = k = 0. In some models, the hook point
+for scores receives the pattern instead. Then the logarithm of the pattern is used. Other terms of a
+score (ALiBi, the bias of a query norm) are assigned to the head's own biases. The score is taken
+before the softmax and any soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
@@ -60,7 +60,7 @@ def score_sources(
     *,
     top: int | None = None,
 ) -> pd.DataFrame:
-    """Split an attention score, or a neuron's pre-activation, into the shares of all writers.
+    """Split an attention score, or a neuron's pre-activation, into the share of each writer.
 
     With norm scales held at their values in the run, the shares add up to the score.
 
@@ -131,7 +131,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return what a head reads through W from each writer; the last row is its own bias."""
+    """Return the writers, and what a head reads from each through W; the last is "own bias"."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -220,7 +220,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's query or key, with a last coordinate that is 1 only for "own bias"."""
+    """Return each writer's part of the query or key, and a coordinate that is 1 for "own bias"."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(
@@ -301,7 +301,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Raise an error if sums differ from the run's scores, or, for two keys, their difference."""
+    """Raise an error if `total` differs from the run; for two keys, compare only the difference."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:
@@ -320,7 +320,7 @@ def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
 
 
 def _tolerance(x: Tensor) -> float:
-    # Many bridged norms compute in float32, regardless of the model's dtype.
+    # Many normalization layers of bridged models compute in float32, whatever the model's dtype.
     return max(LOGIT_TOLERANCE[x.dtype], LOGIT_TOLERANCE[torch.float32])
 
 

@@ -18,9 +18,10 @@ Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g b
 at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
 ablated z) / (m(M) - m(∅)) to f(C).
 
-`faithfulness` evaluates circuits C_k: the highest-ranked sites, a share k of all sites. MIB, the
-Mechanistic Interpretability Benchmark (Mueller et al., 2025), counts edges instead of sites, and
-ranks by |scores| only for CMD. These two areas from MIB are computed by the trapezoidal rule:
+`faithfulness` evaluates circuits C_k, which consist of the highest-ranked sites; k is their share
+of all sites. MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures
+circuit size in edges instead of sites, and ranks edges by |score| only for CMD. These two areas
+from MIB are computed by the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -69,7 +70,8 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-_BY_PROMPT = ("zero", "resample")  # ablations of a prompt that do not depend on other prompts
+# the ablations that can be computed for one prompt, independently of the other prompts
+_BY_PROMPT = ("zero", "resample")
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -268,7 +270,7 @@ class AblatedModel:
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
-        # The difference of the metric between the two runs may not have the sign of `self.span`.
+        # The metric's difference between the two runs may have a different sign than `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # Adding a useful site raises the score, and removing a useful site lowers the score.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
@@ -416,7 +418,8 @@ class _AblatedPoint:
     """The sites at one hook point, and the ablated value of every z at the hook point.
 
     A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
-    tokens to places; -1 means no place. Without roles, `place_of` has one row for all prompts.
+    tokens to places, and is -1 for tokens without a place. Without roles, all prompts share one row
+    of `place_of`.
     """
 
     name: str
@@ -432,7 +435,8 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
-        Activations begin at position `first`; the hook stores them in `computed`, if that is given.
+        The hook receives activations from position `first` on; it stores them in `computed`, if
+        given.
         """
         replacement = self.replacement[:, first:]
 
@@ -525,8 +529,8 @@ def ablated_model(
 class _InChunks(AblatedModel):
     """An ablated model whose memory does not grow with the number of prompts.
 
-    Each evaluation records the runs of every chunk again. A search makes about ten evaluations,
-    each of hundreds of circuits.
+    Each evaluation records the runs of every chunk again. This costs little, because a search makes
+    only about ten evaluations, each of hundreds of circuits.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return each target's gradient at `inputs`, through the target's row of its pattern."""
+        """Return the metric's gradient at `inputs` through each target's row of its pattern."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
@@ -120,7 +120,7 @@ Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
 
 @dataclass(frozen=True, eq=False)
 class AttributedRun:
-    """One run, or the difference of two runs, as linear maps; and the gradients of a metric.
+    """One run, or the difference of two runs, as linear maps, with the gradients of a metric.
 
     Each list has one entry per sublayer.
     """
@@ -130,8 +130,8 @@ class AttributedRun:
     value: float  # the metric, or its change between the runs
     offset: float  # the part of the metric that is not linear in the logits
     gradients: list[Outputs]
-    first: Residual  # the gradient at the embedding
-    last: Residual  # the gradient at the final stream
+    first: Residual  # the metric's gradient at the embedding
+    last: Residual  # the metric's gradient at the final stream
     logit_bias: Float[Tensor, "batch"]  # the bias terms of the last norm and the unembedding
     bias: float  # the sum of all bias terms
     slopes: list[Slopes]
@@ -335,7 +335,7 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # Sums that are smaller than this consist of rounding errors.
+    # Smaller sums may consist only of rounding errors, so this is a lower bound for `size`.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "

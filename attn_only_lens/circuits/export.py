@@ -56,7 +56,7 @@ _DOCUMENT = Document("attn_only_lens.CircuitGraph", 3, _Body)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
-    """Write a graph to a file atomically.
+    """Write a graph to a JSON file atomically.
 
     Example:
         >>> import tempfile, torch

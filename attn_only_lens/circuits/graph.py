@@ -12,9 +12,9 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
 
 The edges into a node add up to its attribution, and the edges into "metric" add up to the metric or
 the metric's change (`attributed_run.py`). In a graph of one run, these sums include only edges of
-kind "value". Edges of kinds "q", "k" and "gate" estimate, to first order, effects through the
-target's pattern. In a graph of a difference, the sums include all kinds. Pruning preserves the
-sums: edges from dropped nodes become edges from "rest".
+kind "value". Edges of kinds "q", "k" and "gate" estimate, to first order, how a source affects the
+metric through the target's pattern. In a graph of a difference, the sums include all kinds. Pruning
+preserves the sums: edges from dropped nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -212,7 +212,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return indices of the `top` largest entries, or of the fewest with a share `mass` of the sum.
+    """Return indices of the `top` largest entries, or of the fewest that add up to a share `mass`.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

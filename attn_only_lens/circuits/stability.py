@@ -11,7 +11,7 @@ Samworth 2013). Each circuit is also evaluated on the other half.
 
 Inclusion intervals are Wilson intervals for an effective number of independent circuits. The two
 halves of one split are independent, but circuits from different splits share prompts. So the
-effective number is smaller than the number of circuits: 2 + (resamples - 2) / `_DEPENDENCE`
+effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is smaller than the number of circuits
 (`analyses/results/stability_of_circuits.md`).
 """
 
@@ -62,12 +62,12 @@ class Stability:
 
     @property
     def n_core(self) -> int:
-        """The number of sites in the core."""
+        """The number of sites in the core, which have an inclusion of at least 90 %."""
         return int((self.sites["class"] == "core").sum())
 
     @property
     def n_union(self) -> int:
-        """The number of sites that are in any of the circuits."""
+        """The number of sites that are in at least one of the circuits."""
         return len(self.sites)
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ def resampled(
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The two halves of a split follow each other, so both models can be reused.
+        # The two halves of a split follow each other, so the second half reuses both models.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
@@ -165,7 +165,7 @@ def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) ->
 
 
 def inclusion_interval(count: int, n: int) -> tuple[float, float]:
-    """Return the inclusion interval of a site that is in `count` of n circuits."""
+    """Return the 90 % interval for the inclusion of a site that is in `count` of n circuits."""
     return interval(count / n, 2 + (n - 2) / _DEPENDENCE)
 
 
@@ -175,7 +175,8 @@ def interval(share: float, n: float) -> tuple[float, float]:
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return min(low, share), max(high, share)  # rounding errors could exclude a share of 0 or 1
+    # Rounding errors could exclude a share of 0 or 1 from its own interval.
+    return min(low, share), max(high, share)
 
 
 def share_of_sums(

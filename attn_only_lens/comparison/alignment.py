@@ -1,9 +1,9 @@
 """Match the components of a model and its grown model, using the provenance.
 
 Components are the heads and neurons of source layers, so that all kinds of models can be compared.
-The provenance contains the new index of each original component. All other components of the grown
-model are new. `align` raises an error if the provenance does not fit both models, because wrong
-components would be paired.
+The provenance contains the index that each original component has in the grown model. All other
+components of the grown model are new. `align` raises an error if the provenance does not fit both
+models, because wrong components would be paired.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,8 @@ class SharedComponents:
 class Alignment:
     """The shared components, in the order of the first model's layers, and the new components.
 
-    `coordinates` contains, for each stream coordinate of the first model, its index in the second.
+    `coordinates` contains, for each stream coordinate of the first model, its index in the second
+    model.
     """
 
     shared: tuple[SharedComponents, ...]

@@ -79,7 +79,7 @@ class BatchRun:
 
     @cached_property
     def _real_tokens(self) -> Int[Tensor, "token"]:
-        """The indices of real tokens. Indexing with a mask would synchronize the device."""
+        """The indices of real tokens, because indexing with a mask would synchronize the device."""
         return self.real.flatten().nonzero()[:, 0]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
@@ -110,7 +110,7 @@ def run_batch(
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=keep,  # runs may be equal if no circuit is searched
+            distinct=keep,  # clean and corrupted runs may be equal if no circuit is searched
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))

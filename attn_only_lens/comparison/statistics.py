@@ -25,8 +25,9 @@ So three d_head × d_head matrices per head, or three values per neuron, give th
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
 The gate of a silent neuron depends only on rounding errors. In ReLU models with LayerNorm, the
-outputs of dead neurons were at most 6.6 machine epsilons times the root mean square. In five
-trained models, every neuron that fires reached at least 0.002 times the root mean square.
+outputs of dead neurons were at most 6.6 machine epsilons times this root mean square. In five
+trained models, the output of every neuron that fires reached at least 0.002 times this root mean
+square.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def pattern_divergence(
 
 
 def _with_sink(rows: Tensor) -> Tensor:
-    """Return rows that sum to 1, with the sink as the last entry."""
+    """Return rows that sum to 1, with the weight of the attention sink as the last entry."""
     eps = torch.finfo(rows.dtype).eps
     rows = float32_if_half(rows)
     missing = 1 - rows.sum(-1, keepdim=True)
@@ -84,7 +85,7 @@ def _with_sink(rows: Tensor) -> Tensor:
 def gate_divergence(
     p: Float[Tensor, "*any head_index"], q: Float[Tensor, "*any head_index"]
 ) -> Float[Tensor, "*any head_index"]:
-    """Return the divergence of neuron-heads in bits, given their weights on their own token.
+    """Return the divergence of neuron-heads' patterns in bits, given weights on their own token.
 
     Example:
         >>> import torch
@@ -128,7 +129,7 @@ def _dot(
 ) -> Float[Tensor, "site"]:
     """Return the dot product of two components' outputs, summed over all tokens."""
     z, second = z.to(gram), second.to(gram)
-    if gram.shape[1:] == (1, 1):  # for neurons, a batched product would have 1 × 1 matrices
+    if gram.shape[1:] == (1, 1):  # for neurons, a batched product would multiply 1 × 1 matrices
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
         return product * to_float64_device(gram[:, 0, 0]).double()
     product = (torch.einsum("tsa,sab->tsb", z, gram) * second).sum(-1)
@@ -304,7 +305,7 @@ class Statistics:
     def add(
         self, batch: Batch, bar: "tqdm[Any] | None" = None, *, keep: bool = False
     ) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs; `keep` their recordings."""
+        """Run a batch through every model, and return the runs (with recordings if `keep`)."""
         bar = tqdm(disable=True) if bar is None else bar
         runs = []
         for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):

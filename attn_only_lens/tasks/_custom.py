@@ -25,7 +25,7 @@ from attn_only_lens.tasks.paired_prompts import (
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
-_RESERVED = {END, "each", "all"}  # names that `positions=` uses with another meaning
+_RESERVED = {END, "each", "all"}  # names that have another meaning in `positions=`
 _SHOWN = 5  # the number of invalid lines that an error lists
 
 

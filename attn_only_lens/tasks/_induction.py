@@ -20,7 +20,7 @@ from attn_only_lens.tasks.paired_prompts import (
     collect,
 )
 
-_POOL = 4096  # the maximum number of tokens to try
+_POOL = 4096  # the maximum number of vocabulary tokens to test
 _ROLES = {"first": 1, "repeated": 2}
 
 

@@ -117,7 +117,7 @@ def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
 
 
 def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield up to 20,000 different combinations of one item per axis, in random order."""
+    """Yield up to 20,000 different combinations of one item from each axis, in random order."""
     sizes = [len(axis) for axis in axes]
     total = prod(sizes)
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
