@@ -198,7 +198,7 @@ def _rows_of(
     rows = pd.Index(nodes).get_indexer(pd.Index(wanted, dtype=object))
     unknown = [name for name, row in zip(wanted, rows, strict=True) if row < 0]
     reasons = [
-        f"got the site {name!r}; expected a head of the model at one of {places}, such as "
+        f"got the site {name!r}; expected a head or neuron at one of the places {places}, such as "
         f"'L0N0@{places[-1]}'"
         for name in unknown[:5]
     ]

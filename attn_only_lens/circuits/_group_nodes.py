@@ -156,7 +156,9 @@ def group_nodes(
     heads = graph.heads.reset_index(drop=True)
     rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
     unknown = heads["id"][rows < 0]
-    InputError.raise_if([f"got {x}; the model has no such node" for x in unknown[:5]], _PROBLEM)
+    InputError.raise_if(
+        [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
+    )
     prompts = model, clean, corrupted, metric
     grouped = _GroupedModel(*prompts, sites, ablation="resample", mask=mask, positions=positions)
     of_nodes = grouped.written(rows)

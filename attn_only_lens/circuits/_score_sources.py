@@ -120,7 +120,10 @@ def score_sources(
         if not is_count(position, -n_pos, n_pos - 1)
     ]
     if head.kind == "neuron" and key is not None:
-        reasons.append(f"got key={key!r} for {head}: a neuron-head's keys do not depend on tokens")
+        reasons.append(
+            f"got key={key!r} for {head}; leave key out: a neuron-head's keys do not depend on "
+            "tokens"
+        )
     InputError.raise_if(reasons, _PROBLEM)
     positions = [as_plain(position) % n_pos for position in wanted.values()]
     if head.kind == "neuron":
@@ -274,8 +277,8 @@ def _bilinear_form(
     alone = 1 - float(scores[0].detach())
     if not alone > 0:
         reason = (
-            f"position {query} attends only to position {key}, and {names[2]} of this model "
-            "holds the pattern instead of the scores, so the score is unknown"
+            f"position {query} attends only to position {key}, and the hook point {names[2]} of "
+            "this model receives the pattern instead of the scores, so the score is unknown"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
     form = _taylor(scores[0].log(), leaves, places) / alone
@@ -335,7 +338,10 @@ def _largest(
     n, m = len(left), len(right)
     if top is None and n * m > _MOST_PAIRS:
         raise InputError(
-            [f"got {n * m:,} pairs of writers; expected at most {_MOST_PAIRS:,}: pass top=1000"],
+            [
+                f"got {n * m:,} pairs of writers; expected at most {_MOST_PAIRS:,}: pass top=1000 "
+                "to keep only the largest shares"
+            ],
             "these shares need too large a table",
         )
     wanted = n * m if top is None else min(top, n * m)

@@ -263,7 +263,7 @@ class AblatedModel:
         if not abs(span) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
                 f"the metric is {self.whole} for the whole model and {self.nothing} with every "
-                "site ablated; expected sites, an ablation and a metric for which they differ"
+                "site ablated; expected sites, an ablation and a metric for which the values differ"
             )
             raise InputError([reason], _PROBLEM)
         return span
@@ -390,14 +390,14 @@ def _reasons_against_sites(
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
         reasons += [
-            f"got sites at the role {label!r}; expected the role's position in each prompt: pass "
-            f"positions={{{label!r}: …}}"
+            f"got sites at the role {label!r}, but not the position of this role in each prompt: "
+            f"pass positions={{{label!r}: …}}"
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
         reasons += [
             f"got {first.label!r} and {second.label!r} at the same token of prompt "
             f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected "
-            f"a different token for each role: leave {first.label!r} out of positions"
+            f"a different token for each role: leave the role {first.label!r} out of positions"
             for first, second in combinations(roles, 2)
             if (first.chosen & second.chosen).any()
         ]

@@ -108,7 +108,10 @@ class CircuitGraph:
         reasons += ["got no node 'metric'"] * ("metric" not in set(ids))
         n_pos = max(map(len, self.tokens), default=0)
         away = ids[self.nodes["position"].notna() & ~self.nodes["position"].between(0, n_pos - 1)]
-        reasons += [f"got node {name}; the prompts have {n_pos} tokens" for name in away[:5]]
+        reasons += [
+            f"got node {name} at a position outside the prompts, which have {n_pos} tokens"
+            for name in away[:5]
+        ]
         if not 0 <= self.mass <= 1 + 1e-9:  # rounding errors may raise the sum of shares above 1
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)

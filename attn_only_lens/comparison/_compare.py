@@ -240,7 +240,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     if not isinstance(provenance, Provenance):
         reasons.append(
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
-            "a model and provenance=grown.provenance"
+            "a model with provenance=grown.provenance"
         )
     for name in ("batch_size", "n_resamples", "n_nodes", "n_patched", "seed"):
         value, least = settings[name], int(name == "batch_size")
@@ -281,7 +281,10 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
-        reasons.append(f"got models with {sorted(heads)} heads per neuron; expected equal numbers")
+        reasons.append(
+            f"got models with {sorted(heads)} heads per neuron; expected the same number in all "
+            "models"
+        )
     grown, *null = (
         [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]

@@ -80,7 +80,7 @@ def from_templates(
     reasons += [f"got field {{{role}}}; expected another name" for role in expected & _RESERVED]
     keys = [*sorted(expected), ANSWER]
     reasons += [
-        f"got words {row!r}; expected a text for {', '.join(keys)}"
+        f"got words {row!r}; expected a dict with a text for {', '.join(keys)}"
         for row in rows
         if not _has_texts(row, keys)
     ]
@@ -162,7 +162,7 @@ def from_jsonl(
         reasons.append(f"got keys={keys!r}; expected four names, such as {KEYS}")
         keys = KEYS
     if not callable(keep):
-        reasons.append(f"got keep={keep!r}; expected a function that takes a line's object")
+        reasons.append(f"got keep={keep!r}; expected a function of a line's dictionary")
         keep = bool
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -188,7 +188,7 @@ def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[st
     except ValueError as error:
         return f"it is not JSON ({error})"
     if not _has_texts(row, keys):
-        return f"expected an object with a text for {', '.join(keys)}"
+        return f"expected a JSON object with a text for {', '.join(keys)}"
     clean, corrupted, *_ = keys
     fewest = min(len(row[clean].split()), len(row[corrupted].split()))
     if missing := [role for role, number in roles.items() if number >= fewest]:

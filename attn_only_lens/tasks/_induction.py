@@ -60,8 +60,8 @@ def _pairs(tokenizer: Any, seed: int, length: int) -> Iterator[Pair]:
     words, random = _words(tokenizer, Random(int(seed)), length), Random(int(seed))
     if len(words) < length + 1:
         reason = (
-            f"{len(words)} of the tokenizer's words can stand next to each other; expected "
-            f"{length + 1} for {length}-token prompts: use a smaller length"
+            f"{len(words)} words of the tokenizer are single tokens also next to each other; "
+            f"expected {length + 1} for {length}-token prompts: use a smaller length"
         )
         raise InputError([reason], PROBLEM)
     while True:

@@ -146,8 +146,8 @@ def collect(
     if len(rows) < n:
         raise InputError(
             [
-                f"{task}: got n={n}; {len(rows)} of {drawn} drawn pairs are different and fit the "
-                f"tokenizer; expected at most n={len(rows)}",
+                f"{task}: got n={n}, but only {len(rows)} of {drawn} drawn pairs are different and "
+                f"fit the tokenizer; expected at most n={len(rows)}",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
             PROBLEM,

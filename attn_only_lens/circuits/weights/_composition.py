@@ -283,7 +283,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _HeadFactors:
-    """The factors of one layer's heads of one kind, for either what they write or what they read."""
+    """The factors of one layer's heads of one kind, for what they either write or read."""
 
     names: tuple[str, ...]
     stage: int
