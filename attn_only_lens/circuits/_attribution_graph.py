@@ -75,9 +75,9 @@ def attribution_graph(
     differ from the effect of patching the node.
 
     Without `corrupted`, the graph explains the value of the metric in one run, with patterns and
-    norm scales held fixed. The edges of kind "value" into a node add up to its attribution. Edges
-    of kinds "q", "k" and "gate" estimate, to first order, how much a source affects the metric by
-    changing the target's attention pattern.
+    norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
+    node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how much a
+    source affects the metric by changing the target's attention pattern.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -185,7 +185,7 @@ def attribution_graph(
 def _rows_of(
     run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return the indices of the named nodes among all possible nodes; raise an error if unknown."""
+    """Return the indices of the named nodes among all nodes; raise an error for unknown names."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     ends = zip(run.linear.sublayers, run.gradients, strict=True)

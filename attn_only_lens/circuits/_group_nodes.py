@@ -8,9 +8,10 @@ the mean of three values:
                                      stream; read: the direction of the gate, only for neurons
 
 Groups are found by average-linkage clustering. To test a group, the output z of each member is
-replaced by corrupted z + t · (clean z - corrupted z), with the same number t for all members of the
-group in a prompt. The number t is fitted by least squares to what the members write to the residual
-stream when all sites outside the graph are ablated.
+replaced by corrupted z + t · (clean z - corrupted z), where clean z and corrupted z are the
+member's outputs in the two runs. All members of the group have the same t in a prompt. The number t
+is fitted by least squares to what the members write to the residual stream when all sites outside
+the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence

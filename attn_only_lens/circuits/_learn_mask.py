@@ -12,9 +12,9 @@ for sites inside and outside the circuit. This is a straight-through estimator (
 "Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Gradient steps use
 momentum. Each score's step is divided by √(a b), where a is a running root mean square of this
 score's gradient, and b is the root mean square of all scores' gradients. If the step were divided
-by a alone, as in Adam, the scores of all useful sites would rise equally fast. The size k decreases
-from the number of candidates to `n_sites` in the first 40 % of the steps. The circuit with the
-smallest error on the validation prompts is returned.
+by a alone, as in Adam, the scores of all useful sites would rise equally fast, however useful they
+are. The size k decreases from the number of candidates to `n_sites` in the first 40 % of the steps.
+The circuit with the smallest error on the validation prompts is returned.
 """
 
 import math
@@ -121,7 +121,7 @@ def learn_mask(
         reasons += positive_reasons(n_candidates=n_candidates)
     reasons += reasons_against_draws(0, seed)
     if not (bound := as_metric(metric)).by_prompt:
-        reasons.append(f"got {bound.name}; expected a metric with a value for each prompt")
+        reasons.append(f"got {bound.name}; expected a metric that gives a value for each prompt")
     groups = as_plain(range(len(pair.clean)) if groups is None else groups)
     labels = list(map(str, groups)) if isinstance(groups, Iterable) else []
     if len(labels) != len(pair.clean):
@@ -173,7 +173,7 @@ def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:
 
 
 class _Training:
-    """The state of training: the candidates' scores, and the circuit with the smallest error."""
+    """The scores of the candidates, and the circuit with the smallest validation error so far."""
 
     def __init__(
         self,

@@ -1,21 +1,21 @@
 """Expand the logits of a prompt into a sum over paths through zero, one, two or more heads.
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
-attention-only model into a sum over paths. If its attention pattern is held fixed, a head is
-linear. A neuron-head is linear if its gate is held fixed. So the stream is
+attention-only model into a sum over paths. An attention head is linear if its pattern is held
+fixed. A neuron-head is linear if its gate is held fixed. So the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
 The sum is over all paths from the embedding through heads s, …, t to the logits. The terms of all
-paths add up to the run's logits. With the patterns of another prompt, the terms would be different.
+paths add up to the run's logits. The terms depend on the prompt, because the patterns do.
 
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
 one hop. A path that begins at an output bias, b_O or b_out, starts with no hops. A path that begins
 at b_V, b_in or a norm's bias starts with one hop: the head that reads this bias. One pass through
 the layers computes, for 0, 1, 2, … hops, what all paths with this number of hops add to the stream.
-Let z_s be the output of head s without input from other heads, and c the metric's gradient at the
-final stream. Then the effect of the path embedding → s → t → logits is the dot product of z_s
-W_O[s] and F_tᵀ c.
+Let z_s be the output of head s if it reads nothing from other heads, and let c be the metric's
+gradient at the final stream. Then the effect of the path embedding → s → t → logits is the dot
+product of z_s W_O[s] and F_tᵀ c.
 """
 
 from bisect import bisect_right

@@ -211,7 +211,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The run of all prompts of one length, as writes; `share` is its fraction of all tokens."""
+    """The run on all prompts of one length; `share` is the fraction of all tokens that it has."""
 
     run: Decomposition
     readers: Readers
@@ -223,7 +223,7 @@ class _Batch:
 
 
 class _Scoring:
-    """Compute the two factors of each score, and exact cuts, over all prompts."""
+    """Compute the two factors of each edge's score, and the effects of exact cuts."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield chunks of writers, and a layer's z if each writer alone is replaced."""
+        """Yield chunks of writers, and the z of a layer's nodes when one writer is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)

@@ -6,12 +6,12 @@ fixed, a score is linear in the stream at the query, and linear in the stream at
     score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'      N: the norm's gain; s, s': its scales
 
-The matrix B is the head's bilinear form at the query and key positions. B includes 1/√d_head,
-rotary embeddings, and query and key norms with scales held fixed. B is computed with the model's
-own code, as the mixed second derivative of the score at q = k = 0. In some models, the hook point
-for scores receives the pattern instead. Then the logarithm of the pattern is used. Other terms of a
-score (ALiBi, the bias of a query norm) are assigned to the head's own biases. The score is taken
-before the softmax and any soft cap. For a neuron,
+The matrix B gives the head's score for any query and key at these two positions, as a bilinear
+form. B includes 1/√d_head, rotary embeddings, and query and key norms with scales held fixed. B is
+computed with the model's own code, as the mixed second derivative of the score at q = k = 0. In
+some models, the hook point for scores receives the pattern instead. Then the logarithm of the
+pattern is used. Other terms of a score (ALiBi, the bias of a query norm) are assigned to the head's
+own biases. The score is taken before the softmax and any soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 

@@ -14,9 +14,10 @@ step starts from the best circuit so far:
     pruning    Each chunk of sites is left out in turn, exactly; then as many chunks as possible are
                removed together. If none can be removed, chunks are halved, down to single sites.
 
-At the end, the search evaluates every prefix of both rankings that is shorter than the circuit. So
-if the result has at most 1,000 sites, it is not sufficient without any one of its sites, and no
-shorter prefix of the rankings is sufficient. A smaller circuit may still exist.
+At the end, the search evaluates every prefix of both rankings (by |effect| and by signed effect)
+that is shorter than the circuit. So if the result has at most 1,000 sites, it becomes insufficient
+if any single site is removed, and no shorter prefix of the rankings is sufficient. A smaller
+circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -283,7 +284,7 @@ def discover(
 def rank_sites(
     prompts: tuple[Any, ...], method: str, budget: Budget, options: Mapping[str, Any]
 ) -> Sweep:
-    """Return the effect of removing each site from the clean run, estimated or by patching."""
+    """Return the effect of removing each site from the clean run, estimated or exact."""
     settings: dict[str, Any] = {**options, "direction": "noise", "progress": False}
     if method == MEASURED:
         return activation_patch(*prompts, **settings)
@@ -334,7 +335,7 @@ def _smallest(
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Search with these effects; return the smallest circuit, and all evaluated circuits."""
+    """Search for the smallest circuit; return its rows, and the list of evaluated circuits."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
@@ -365,7 +366,7 @@ class _Search:
         return self.prune(shorter) if len(shorter) < len(circuit) else circuit
 
     def prefixes(self, orders: Mapping[_Step, Rows], longest: int | None = None) -> list[Rows]:
-        """Return, for each order, the shortest sufficient prefix, or all sites if none suffices."""
+        """Return each order's shortest sufficient prefix, or all sites if no prefix suffices."""
         searches = {step: self._search(order, longest) for step, order in orders.items()}
         asked = {step: next(search) for step, search in searches.items()}
         prefixes: dict[_Step, Rows] = {}
@@ -444,7 +445,7 @@ class _Search:
                 n_chunks *= 2
 
     def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
-        """Remove as many chunks as possible at once, and return the remaining circuit."""
+        """Return the smallest sufficient circuit found by removing several chunks together."""
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]

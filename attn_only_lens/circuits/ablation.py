@@ -331,7 +331,7 @@ class AblatedModel:
         return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
-        """Return the mean over prompts, weighted as in the metric."""
+        """Return the mean over prompts, with the weights that the metric uses."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
 """Attribute a metric of one run, or its change between two runs, to the model's heads.
 
 A target head t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
-gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the edges into t.
+gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the weights of the
+edges into t.
 
 In one run with fixed patterns and norm scales (`linear_run.py`), the value edges into t sum to A_t:
 
@@ -10,7 +11,8 @@ In one run with fixed patterns and norm scales (`linear_run.py`), the value edge
                                                    is the gradient at the pattern, P' its derivative
 
 For the difference between two runs (`linear_pair.py`), z_t is replaced by its change Δz_t, and c_t
-by the multiplier of Δz_t. Then the edges of all kinds into t sum to A_t. Biases cancel:
+by the multiplier of Δz_t, which is the gradient with secants in place of derivatives. Then the
+edges of all kinds into t sum to A_t. Biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
@@ -90,7 +92,7 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return the metric's gradient at `inputs` through each target's row of its pattern."""
+        """Return the metric's gradient at `inputs` that flows through each target's pattern row."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)

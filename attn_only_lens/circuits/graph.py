@@ -122,7 +122,7 @@ class CircuitGraph:
         return EDGE_KINDS if self.corrupted else ("value",)
 
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
-        """Return the sum of the edges into each node, indexed by node id.
+        """Return the sum of the weights of the edges into each node, indexed by node id.
 
         By default, all edge kinds that add up to attributions are included. An unknown kind raises
         an `InputError`.
@@ -181,7 +181,8 @@ class CircuitGraph:
         return replace(self, edges=_through_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """Return a networkx graph. Its nodes are node ids, and its edge keys are kinds of edges.
+        """Return a networkx graph. The ids of nodes are its nodes, and the kinds of edges are its
+        edge keys.
 
         Example:
             >>> import torch
@@ -215,7 +216,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return indices of the `top` largest entries, or of the fewest that add up to a share `mass`.
+    """Return indices of the `top` largest entries, or of the fewest that reach `mass` of the sum.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

@@ -9,9 +9,9 @@ Samworth 2013). Each circuit is also evaluated on the other half.
     class        "core" for an inclusion of at least 90 %, "noise" for at most 10 %, otherwise
                  "contingent"
 
-Inclusion intervals are Wilson intervals for an effective number of independent circuits. The two
-halves of one split are independent, but circuits from different splits share prompts. So the
-effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is smaller than the number of circuits
+Inclusion intervals are Wilson intervals for an effective number of independent circuits. Circuits
+from the two halves of one split are independent, but circuits from different splits share prompts.
+So the effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is smaller than the number of circuits
 (`analyses/results/stability_of_circuits.md`).
 """
 
@@ -94,7 +94,7 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}; expected a metric with a value for each prompt")
+        reasons.append(f"got {metric.name}; expected a metric that gives a value for each prompt")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
@@ -153,7 +153,7 @@ def resampled(
 
 
 def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) -> pd.DataFrame:
-    """Return the sites that are in any circuit, sorted by decreasing inclusion."""
+    """Return the sites that are in at least one circuit, sorted by decreasing inclusion."""
     counts, n = flags.sum(axis=0), len(flags)
     bounds = np.array([inclusion_interval(count, n) for count in range(n + 1)])
     frame = sites.assign(inclusion=counts / n)

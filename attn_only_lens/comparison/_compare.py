@@ -112,7 +112,7 @@ def compare(
         progress: whether to show a bar for each stage.
 
     Returns:
-        A comparison with frames of components and of both circuits.
+        A `Comparison`, with frames for the components and for both circuits.
 
     Raises:
         ComparisonError: models or provenance do not match, prompts have an unknown type, or
@@ -328,7 +328,7 @@ class _Circuit(NamedTuple):
 def _circuit(
     run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
 ) -> _Circuit:
-    """Rank components at positions by |effect|, and find the shortest sufficient prefix."""
+    """Rank components at positions by |effect|, and find how many of the first ones suffice."""
     runs = run.recorded
     assert runs is not None
     logits = runs.clean.logits

@@ -6,11 +6,11 @@ first prompt follows the last). This is resample ablation. Unlike zeros and mean
 activations occur in a run on a real prompt. Attribution, patching and circuit search all use this
 ablation.
 
-The next prompt is the next different prompt of the same length. For texts and tensors, it is
-searched among all prompts, so that batch boundaries do not matter. For a stream, it is searched
-within the batch. A prompt that is alone in its batch is paired with a prompt of the same length
-from an earlier batch. No prompt is paired with itself, because its effects, which would all be
-zero, would bias the mean.
+The next prompt is the next different prompt of the same length. For texts and tensors, it is taken
+from all prompts, so that batch boundaries do not matter. For a stream, it is taken from the same
+batch. A prompt that is alone in its batch is paired with a prompt of the same length from an
+earlier batch. No prompt is paired with itself, because its effects, which would all be zero, would
+bias the mean.
 """
 
 import reprlib
@@ -140,7 +140,7 @@ def _next_others(rows: Tokens) -> Tokens:
 
 def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) -> Iterator[Batch]:
     """Yield batches with corrupted prompts."""
-    known: dict[int, Tokens] = {}  # for each length, two different prompts
+    known: dict[int, Tokens] = {}  # two different earlier prompts of each length
     for item in stream:
         has_metric = isinstance(item, tuple) and len(item) == 2
         tokens, metric = item if has_metric else (item, metric_of_all)

@@ -138,7 +138,7 @@ def overlap_measures(
     n_rows: int,
     on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
-    """Return the counts, Jaccard index and rank correlation of overlaps, with intervals."""
+    """Return counts, Jaccard index and rank correlation of overlaps, with confidence intervals."""
     # With few prompts, many resamples are equal, so each distinct resample is computed once.
     weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
     resampled: defaultdict[tuple[str, str], list[_Floats]] = defaultdict(list)
@@ -182,13 +182,13 @@ def _rank_correlation(
 def largest(
     scores: Float[np.ndarray, "resample row"], size: int
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the rows with the largest |score|, without NaN; ties go to earlier rows."""
+    """Return a mask of the rows with the largest |score|, except NaN; ties go to earlier rows."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
     scored = sizes >= 0
     n_rows = sizes.shape[1]
     if not 0 < size < n_rows:
         return scored & (size > 0)
-    # A partition is faster than a sort; there may be millions of rows and hundreds of resamples.
+    # A partition is faster than a sort, which matters for millions of rows and many resamples.
     least = np.partition(sizes, n_rows - size, axis=1)[:, n_rows - size, None]
     above, equal = sizes > least, sizes == least
     equal &= equal.cumsum(axis=1) <= size - above.sum(axis=1, keepdims=True)
@@ -201,7 +201,7 @@ def select_mass(
     among: Bool[np.ndarray, "resample row"],
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the fewest rows that reach a share of Σ |weight|, for each kind alone."""
+    """Return a mask of the fewest rows of each kind that reach a share of Σ |weight|."""
     ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):

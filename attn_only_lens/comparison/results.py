@@ -97,7 +97,7 @@ class Comparison:
         return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:
-        """Write `comparison.json`, and each frame as a CSV file with a JSON file next to it.
+        """Write `comparison.json`, and each frame as a CSV file with a JSON file that describes it.
 
         Args:
             folder: path of the folder, which is created if necessary; files of an earlier

@@ -4,12 +4,13 @@
 
     JS(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2        H(P) = -Σ_k P_k log₂ P_k
 
-The sum is over the keys k of a row of a pattern, and over the attention sink if the model has one.
-For a neuron-head, the keys are its own token and the bias token.
+The sum is over the keys k in one row of a pattern, and over the attention sink if the model has
+one. For a neuron-head, the keys are its own token and the bias token.
 
 **Outputs** are compared through Gram matrices. A head with output z writes z W, where W = W_O[h]; a
 neuron is a head with d_head = 1. Let J map the original's stream coordinates to the grown model's
-coordinates, and let the projection C remove the mean (if LayerNorms read the stream). Then
+coordinates. Let the projection C remove the mean if LayerNorms read the stream, and be the identity
+otherwise. Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
@@ -52,7 +53,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # tolerance of a row's sum, in rounding units; a larger gap is a sink's weight
+_ROUNDINGS = 16  # in units of eps, how much less than 1 a row may sum to if it has no sink
 
 
 def pattern_divergence(
@@ -176,7 +177,7 @@ _NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
 
 
 class _SharedStatistics:
-    """Sums and maxima over batches, for the components that two models share."""
+    """Sums and maxima of measures over batches, for the components that two models share."""
 
     def __init__(self, first: _Directions, second: _Directions, alignment: Alignment) -> None:
         self._shared, self._grams = alignment.shared, []

@@ -72,7 +72,7 @@ def from_templates(
     rows, fields = list(words), list(map(_fields, texts))
     expected = set(fields[0]) if fields else set()
     reasons = [
-        f"got template {template!r}; expected a text with different fields, such as {{subject}}; "
+        f"got template {template!r}; expected a text with fields, each used once, such as {{subject}}; "
         "all templates must have the same fields"
         for template, roles in zip(texts, fields, strict=True)
         if not roles or sorted(roles) != sorted(expected)
@@ -162,7 +162,7 @@ def from_jsonl(
         reasons.append(f"got keys={keys!r}; expected four names, such as {KEYS}")
         keys = KEYS
     if not callable(keep):
-        reasons.append(f"got keep={keep!r}; expected a function of a line's dictionary")
+        reasons.append(f"got keep={keep!r}; expected a function that takes a dictionary")
         keep = bool
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")

@@ -60,7 +60,7 @@ def _pairs(tokenizer: Any, seed: int, length: int) -> Iterator[Pair]:
     words, random = _words(tokenizer, Random(int(seed)), length), Random(int(seed))
     if len(words) < length + 1:
         reason = (
-            f"{len(words)} words of the tokenizer are single tokens also next to each other; "
+            f"{len(words)} words of the tokenizer remain single tokens next to each other; "
             f"expected {length + 1} for {length}-token prompts: use a smaller length"
         )
         raise InputError([reason], PROBLEM)

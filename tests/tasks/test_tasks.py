@@ -203,7 +203,7 @@ def test_roles_that_move_are_dropped():
 
 
 REFUSED = {
-    "no fields": ("The key", {}, "expected a text with different fields"),
+    "no fields": ("The key", {}, "expected a text with fields"),
     "other fields": (["A {thing}", "A {place}"], {"place": "bag"}, "got template 'A {place}'"),
     "end": ("A {end}", {"end": "bag"}, "got field {end}; expected another name"),
     "no word": ("A {thing} {place}", {}, "expected a dict with a text for place"),

@@ -46,7 +46,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 
 _ROWS = 1024  # the number of rows of W_E that are converted to float64 at once
-_BLOCK = 1024  # the number of factor rows computed at once
+_BLOCK = 1024  # the number of factor rows processed at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"
 _PROBLEM = "these heads do not compose"

@@ -6,11 +6,11 @@
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
 
-A neuron-head's W_V is left out, because it has rank one, so that it cancels in every composition
-score. A gated MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has
-the query b_j W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is
-multiplied by the sign of a_2, so that an open gate has a positive query. The value is multiplied by
-a_1 a_2 (in a gated MLP by a_1 |a_2|, because the sign is in the query).
+A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
+MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j
+W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied by
+the sign of a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2 (in a
+gated MLP by a_1 |a_2|, because the sign is in the query).
 
 Norms are folded into the matrices on request (`models/norms.py`). Half-precision matrices are
 converted to float32.
@@ -79,7 +79,7 @@ class HeadMatrices:
         norm = norms.query if name == "W_Q" else norms.key
         if norm.weight is None or len(norm.weight) == d_head:
             return norm.after(weight)
-        # As in OLMo 2, one norm acts on the concatenation of all heads.
+        # In some models, such as OLMo 2, one norm acts on all heads together.
         if norm.centres:
             raise InputError(
                 [f"layer {sites.layer}: a LayerNorm mixes the heads; pass fold_norms=False"],

@@ -6,7 +6,7 @@
 Softmax does not depend on the mean of the logits, so C removes this mean. A model with a centred
 W_U therefore has the same matrices.
 
-`DirectEffects` returns one score per token for the direct path of one node:
+`DirectEffects` returns one score per token for the direct path between one node and the token:
 
     promotes z W_O N W_U     z: the node's output at its position in one run; N: the final norm
     reads    W_E N W_in      W_gate in a gated MLP; N: the norm before the neuron
@@ -136,7 +136,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """Projections of heads onto the vocabulary: the tokens with the highest and lowest scores."""
+    """The tokens that heads promote or read most, by direct paths to or from the vocabulary."""
 
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)
@@ -188,7 +188,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
-        """Return the tokens whose logits each row raises and lowers most, without biases."""
+        """Return the tokens whose logits each row of `written` raises and lowers most, without biases."""
         dtype = next(self._unembed.parameters()).dtype
         rows = self._final.after(written).to(dtype)
         bias = self._unembed(torch.zeros_like(rows[None, :1]))
