@@ -165,7 +165,7 @@ def group_nodes(
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
-    # The last threshold is above 1, so it forms no group.
+    # The last threshold is above 1: if all others fail, no nodes are grouped.
     for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):
         members = _clusters(heads, distance, least)
         changed = grouped.as_one(rows, [rows[group] for group in members])
@@ -280,7 +280,7 @@ def _names(
     members: Sequence[Rows],
     peaks: Mapping[str, str],
 ) -> list[str]:
-    """Name each group after the tokens that it promotes and its neurons' most common peak token."""
+    """Name each group after the tokens that it promotes, and after the most common of `peaks`."""
     if not members:
         return []
     sums = torch.stack([written[group].sum(0) for group in members])

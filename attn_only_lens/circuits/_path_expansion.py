@@ -207,7 +207,7 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Split the final stream by number of hops; also return heads' outputs in one-hop paths."""
+    """Split the final stream by number of hops; also return what heads output in one-hop paths."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
@@ -232,7 +232,7 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the number of a sublayer's first head at a position; heads are numbered from 1."""
+        """Return the number of a sublayer's first head at a position; head numbers start at 1."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:

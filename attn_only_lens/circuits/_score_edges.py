@@ -173,7 +173,7 @@ def _by_length(pair: PromptPair) -> list[Tokens]:
 
 
 def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return the `top` heads with the largest Σ |gradient · z|, or all heads of a small model."""
+    """Return the `top` heads with the largest Σ |gradient · z|, or all if there are at most `top`."""
     layers = resolve_sites(model, all_heads())
     names = [name for layer in layers for name in layer.names]
     if len(names) <= top:
@@ -324,7 +324,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return the writers, and how the stream changes if each one alone is replaced."""
+        """Return the writers, and how the stream changes if one of them is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]

@@ -44,7 +44,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _MOST_PAIRS = 4_000_000
-_BLOCK = 2**22  # the number of pairs computed at once
+_BLOCK = 2**22  # the number of pairs of writers processed at once
 _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over earlier writes"
 
@@ -186,8 +186,8 @@ def _of_attention(
     scores, pattern = (
         parts.recording.hooked[name][0, head.index, query] for name in (score_name, pattern_name)
     )
-    # In some bridges, the score hook receives the pattern. Its logarithm is the score minus
-    # a constant that depends on the query.
+    # In some bridges, the hook point for scores receives the pattern. The logarithm of the pattern
+    # is the score minus a constant that depends on the query.
     hidden = torch.equal(scores, pattern)
     scores = pattern.log() if hidden else scores
     if scores[key] <= torch.finfo(scores.dtype).min / 2:
@@ -304,7 +304,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Raise an error if `total` differs from the run; for two keys, compare only the difference."""
+    """Raise an error if `total` is not the run's score; for two keys, compare their difference."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:

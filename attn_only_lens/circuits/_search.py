@@ -132,7 +132,7 @@ class Circuit:
         return sites.assign(in_circuit=self.contains(sites))
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return whether each row of a frame of sites (`name`, `position`) is in this circuit."""
+        """Return whether each site in a frame with columns `name` and `position` is in this circuit."""
         inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
         return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
@@ -303,7 +303,8 @@ def circuit_of(
 ) -> Circuit:
     """Evaluate a set of sites, and return a circuit sorted by decreasing |effect|.
 
-    `draws` is the number of random circuits and their seed; `settings` are other circuit fields.
+    `draws` is the number of random circuits and their seed; `settings` are the remaining fields of
+    the circuit.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[_SITE].assign(effect=effects).iloc[rows]
@@ -487,5 +488,5 @@ class _Search:
         return values
 
     def _suffices(self, f: float, size: int) -> bool:
-        # With all sites, f is 1 except for rounding errors.
+        # With all sites, f is 1 up to rounding errors, so this circuit always suffices.
         return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)

@@ -269,10 +269,10 @@ class AblatedModel:
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
+        """Return row indices of sites, the highest effect of a ranking (or in `effects`) first."""
         # The metric's difference between the two runs may have a different sign than `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
-        # Adding a useful site raises the score, and removing a useful site lowers the score.
+        # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
         effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")

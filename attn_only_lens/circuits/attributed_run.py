@@ -17,9 +17,9 @@ edges of all kinds into t sum to A_t. Biases cancel:
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-The keys of a neuron-head are constant. A neuron-head whose gate is a step function (ReLU) has no
-edges of kind "gate" in a graph of one run. In a graph of a difference, it has such edges only if
-the two runs are on different sides of the step.
+The keys of a neuron-head are constant, so it has no edges of kind "k". A neuron-head whose gate is
+a step function (ReLU) has no edges of kind "gate" in a graph of one run. In a graph of a
+difference, it has such edges only if the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -319,7 +319,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Raise an error if the edges into a sublayer do not add up to its nodes' attribution."""
+    """Raise an error if the edges into a sublayer do not add up to the attribution of its nodes."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)

@@ -181,8 +181,7 @@ class CircuitGraph:
         return replace(self, edges=_through_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """Return a networkx graph. The ids of nodes are its nodes, and the kinds of edges are its
-        edge keys.
+        """Return a networkx graph, with node ids as its nodes, and kinds of edges as its edge keys.
 
         Example:
             >>> import torch

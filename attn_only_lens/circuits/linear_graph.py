@@ -27,7 +27,7 @@ from attn_only_lens.heads import HeadName
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
 _BLOCK = 2**24  # the maximum number of values in memory at once on a CPU: 64 MiB in float32
-_SHARE = 0.1  # the fraction of free memory to use on other devices
+_SHARE = 0.1  # the largest fraction of a device's free memory to use
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places in the prompts; a token with several roles counts only for the first."""
+        """Return the places in the prompts; a token with several roles gets only the first one."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -295,7 +295,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors that the embedding and the chosen nodes write, and the sum of other writes."""
+    """The vectors that the embedding and the chosen nodes write, and the sum of all other writes."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]

@@ -39,7 +39,7 @@ def model_answers(
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return each run's cells of a table: the top token, and the median rank of each answer."""
+    """Return table cells for each run: the top token, and the median rank of each answer."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
         counts, n = rows["top"].value_counts(), len(rows)

@@ -82,7 +82,7 @@ class Stability:
 
 
 def resamples_reasons(resamples: object) -> list[str]:
-    """Return the reasons why `resamples` is not a valid number of resamples."""
+    """Return the reasons why `resamples` is invalid, or an empty list."""
     if is_count(resamples) and as_plain(resamples) != 1:
         return []
     return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]

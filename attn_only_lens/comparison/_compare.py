@@ -48,7 +48,7 @@ from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
-_N_RANDOM = 3  # the number of random circuits to compare with each circuit, of the same size
+_N_RANDOM = 3  # the number of random circuits of the same size to compare with each circuit
 
 
 @warned_once()

@@ -1,9 +1,9 @@
 """Match the components of a model and its grown model, using the grown model's provenance.
 
-Components are the heads and neurons of source layers, so that all kinds of models can be compared.
-The provenance contains the index that each original component has in the grown model. All other
-components of the grown model are new. `align` raises an error if the provenance does not fit both
-models, because otherwise wrong components would be paired.
+Components are the heads and neurons of source layers (the layers before a conversion), so that all
+kinds of models can be compared. The provenance contains the index that each original component has
+in the grown model. All other components of the grown model are new. `align` raises an error if the
+provenance does not fit both models, because otherwise wrong components would be paired.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

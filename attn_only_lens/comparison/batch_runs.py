@@ -142,7 +142,7 @@ def add_patching(
     n_patched: int | None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Patch the components with the largest estimates, and add the exact effects to both frames."""
+    """Patch the components with the largest estimates; add the exact effects to `old` and `new`."""
     estimates = ["attribution", "grown_attribution", "null_attribution"]
     sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)

@@ -265,7 +265,7 @@ class _ComponentRows:
 def _component_rows(
     grown: Any, alignment: Alignment, n_pos: int
 ) -> tuple[_ComponentRows, _ComponentRows]:
-    """Return the rows of the original's components and of the grown model's components."""
+    """Return the `_ComponentRows` of the original model and of the grown model."""
     all_sites = resolve_sites(grown, all_heads())
     names = np.array([name for sites in all_sites for name in sites.names], dtype=object)
     rows = pd.Index(names).get_indexer
@@ -281,7 +281,7 @@ def _edges_between(
     nodes: _Ints,
     progress: bool,
 ) -> tuple[pd.DataFrame, _Ints, list[Float[np.ndarray, "edge batch"]]]:
-    """Return a frame of all models' edges, the nodes at their ends, and their weights by model."""
+    """Return a frame of all models' edges, the edges' end nodes, and the weights in each model."""
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))

@@ -128,7 +128,7 @@ def _dot(
     gram: Float[Tensor, "site d_head d_head_2"],
     second: Float[Tensor, "token site d_head_2"],
 ) -> Float[Tensor, "site"]:
-    """Return the dot product of two components' outputs, summed over all tokens."""
+    """Return the dot products of the outputs of paired components, summed over all tokens."""
     z, second = z.to(gram), second.to(gram)
     if gram.shape[1:] == (1, 1):  # for neurons, a batched product would multiply 1 × 1 matrices
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
@@ -138,9 +138,10 @@ def _dot(
 
 
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
-    """Return an array [measure, site]; `rows` has a list of measures for each layer and kind.
+    """Read measures of sites from the device; `rows` has a list of measures per layer and kind.
 
-    The tensors are stacked first, because each transfer synchronizes the device.
+    The result is an array [measure, site]. Tensors are stacked before they are read, because each
+    transfer synchronizes the device.
     """
     device = rows[0][0].device  # this device has float64
     stacked = [torch.stack([x.to(device).double() for x in measures]) for measures in rows]
@@ -154,7 +155,7 @@ def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site 
 def _divergences_by_prompt(
     one: BatchRun, second: BatchRun, pair: SharedComponents
 ) -> Float[Tensor, "site prompt"]:
-    """Return the mean divergence over the real tokens of each prompt."""
+    """Return each pair's divergence of patterns, averaged over the real tokens of each prompt."""
     if pair.kind == "attention":
         p, q = one.patterns(pair.first), second.patterns(pair.second)
         divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
@@ -221,7 +222,7 @@ class _SharedStatistics:
         """Return a frame with one row per component: names, differences and a flag `silent`."""
         js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
-        with np.errstate(divide="ignore", invalid="ignore"):  # an output may be zero
+        with np.errstate(divide="ignore", invalid="ignore"):  # norms of outputs may be zero
             cosine = dot / np.sqrt(norm_1 * norm_2)
             ratio = np.sqrt(norm_2 / norm_1)
         silent = self._names["kind"] == "neuron"
@@ -350,7 +351,7 @@ class Statistics:
         return audible, new, old.loc[silent, _NAMES].reset_index(drop=True)
 
     def about(self) -> dict[str, Any]:
-        """Return the model, the metric and its values, and the size of the dataset."""
+        """Return a dict with the model's name, the metric and its values, and the dataset's size."""
         labels = ("original", "grown", "null")
         values = zip(labels, (self._values / self._n_prompts).tolist(), strict=False)
         return {

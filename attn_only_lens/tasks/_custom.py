@@ -1,4 +1,4 @@
-"""Pairs of prompts from templates and words, or from a JSON Lines file."""
+"""Make pairs of prompts from templates and words, or read them from a JSON Lines file."""
 
 import json
 import re
@@ -72,8 +72,8 @@ def from_templates(
     rows, fields = list(words), list(map(_fields, texts))
     expected = set(fields[0]) if fields else set()
     reasons = [
-        f"got template {template!r}; expected a text with fields, each used once, such as {{subject}}; "
-        "all templates must have the same fields"
+        f"got template {template!r}; expected a text with fields, each used once, such as "
+        "{subject}; all templates must have the same fields"
         for template, roles in zip(texts, fields, strict=True)
         if not roles or sorted(roles) != sorted(expected)
     ]
@@ -182,7 +182,7 @@ def from_jsonl(
 
 
 def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[str, Any] | str:
-    """Return the object in a line, or the reason why the line is invalid."""
+    """Return the JSON object in a line of a file, or the reason why the line is invalid."""
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -88,7 +88,7 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
-    """Return tokens that are words and do not merge with their neighbours in a text.
+    """Return tokens that are words and remain single tokens when a text repeats them.
 
     If more than `least` words begin with a space, only these words are returned.
     """

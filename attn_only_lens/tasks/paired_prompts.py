@@ -188,7 +188,7 @@ def _require(fits: bool, reason: str) -> None:
 
 
 def _checked(tokenizer: Any, pair: Pair) -> _Row:
-    """Return the prompts, the answers and the roles of a pair, or raise _Misfit."""
+    """Return the prompts, answers and roles of a pair; raise `_Misfit` if the pair does not fit."""
     clean, corrupted = token_ids(tokenizer, [pair.clean.text, pair.corrupted.text])
     unknown = tokenizer.unk_token_id
     has_unknown = unknown is not None and unknown in (*clean, *corrupted)

@@ -327,7 +327,7 @@ def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
 
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
-    """Return the factors of writers (or of readers, if the matrix is transposed)."""
+    """Return the factors of writers; for the factors of readers, pass the transposed matrix."""
     # For a neuron, A is a single number, whose sign the factor keeps.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)

@@ -1,4 +1,4 @@
-"""Matrices through which heads read and write rows of the residual stream.
+"""The matrices through which heads and neurons read and write rows of the residual stream.
 
     attention head   writes  W_V W_O        reads  q: W_Q W_Kᵀ    k: W_K W_Qᵀ    v: W_V W_O
     neuron-head      writes  W_out[i]       reads  q: W_in[:, i]; in a gated MLP, W_gate[:, i]
@@ -82,7 +82,7 @@ class HeadMatrices:
         # In some models, such as OLMo 2, one norm acts on all heads together.
         if norm.centres:
             raise InputError(
-                [f"layer {sites.layer}: a LayerNorm mixes the heads; pass fold_norms=False"],
+                [f"layer {sites.layer}: one LayerNorm acts on all heads; pass fold_norms=False"],
                 "the queries and keys of single heads cannot be separated",
             )
         of_head = self._of_heads(norm.weight.view(-1, d_head), sites)

@@ -188,7 +188,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
-        """Return the tokens whose logits each row of `written` raises and lowers most, without biases."""
+        """Return the tokens whose logits each row of `written` raises and lowers most."""
         dtype = next(self._unembed.parameters()).dtype
         rows = self._final.after(written).to(dtype)
         bias = self._unembed(torch.zeros_like(rows[None, :1]))
