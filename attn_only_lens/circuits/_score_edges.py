@@ -173,7 +173,7 @@ def _by_length(pair: PromptPair) -> list[Tokens]:
 
 
 def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return the `top` heads with the largest Σ |gradient · z|, or all if there are at most `top`."""
+    """Return the `top` heads with the largest Σ |gradient · z|, or all if there are no more."""
     layers = resolve_sites(model, all_heads())
     names = [name for layer in layers for name in layer.names]
     if len(names) <= top:

@@ -295,7 +295,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors that the embedding and the chosen nodes write, and the sum of all other writes."""
+    """The vectors that the embedding and chosen nodes write, and the sum of all other writes."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]

@@ -351,7 +351,7 @@ class Statistics:
         return audible, new, old.loc[silent, _NAMES].reset_index(drop=True)
 
     def about(self) -> dict[str, Any]:
-        """Return a dict with the model's name, the metric and its values, and the dataset's size."""
+        """Return a dict of the model's name, the metric and its values, and the dataset's size."""
         labels = ("original", "grown", "null")
         values = zip(labels, (self._values / self._n_prompts).tolist(), strict=False)
         return {
