@@ -132,7 +132,7 @@ class Circuit:
         return sites.assign(in_circuit=self.contains(sites))
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return, for each row of a frame with `name` and `position`, if the circuit has this site."""
+        """Return, for each row (`name`, `position`) of a frame of sites, if the circuit has it."""
         inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
         return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
