@@ -18,9 +18,10 @@ Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g b
 at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
 ablated z) / (m(M) - m(∅)) to f(C).
 
-`faithfulness` evaluates circuits C_k: the highest-ranked sites, a share k of all sites. MIB, the
-Mechanistic Interpretability Benchmark (Mueller et al., 2025), counts edges instead of sites, and
-ranks by |scores| only for CMD. These two areas from MIB are computed by the trapezoidal rule:
+`faithfulness` evaluates circuits C_k, which consist of the highest-ranked sites; k is their share
+of all sites. MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures
+circuit size in edges instead of sites, and ranks edges by |score| only for CMD. These two areas
+from MIB are computed by the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -69,7 +70,8 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-_BY_PROMPT = ("zero", "resample")  # ablations of a prompt that do not depend on other prompts
+# the ablations that can be computed for one prompt, independently of the other prompts
+_BY_PROMPT = ("zero", "resample")
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -261,16 +263,16 @@ class AblatedModel:
         if not abs(span) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
                 f"the metric is {self.whole} for the whole model and {self.nothing} with every "
-                "site ablated; expected sites, an ablation and a metric for which they differ"
+                "site ablated; expected sites, an ablation and a metric for which the values differ"
             )
             raise InputError([reason], _PROBLEM)
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
-        # The difference of the metric between the two runs may not have the sign of `self.span`.
+        """Return row indices of sites, the highest effect of a ranking (or in `effects`) first."""
+        # The metric's difference between the two runs may have a different sign than `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
-        # Adding a useful site raises the score, and removing a useful site lowers the score.
+        # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
         effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
         return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
@@ -329,7 +331,7 @@ class AblatedModel:
         return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
-        """Return the mean over prompts, weighted as in the metric."""
+        """Return the mean over prompts, with the weights that the metric uses."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
     @torch.no_grad()
@@ -388,14 +390,14 @@ def _reasons_against_sites(
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
         reasons += [
-            f"got sites at the role {label!r}; expected the role's position in each prompt: pass "
-            f"positions={{{label!r}: …}}"
+            f"got sites at the role {label!r}, but not the position of this role in each prompt: "
+            f"pass positions={{{label!r}: …}}"
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
         reasons += [
             f"got {first.label!r} and {second.label!r} at the same token of prompt "
             f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected "
-            f"a different token for each role: leave {first.label!r} out of positions"
+            f"a different token for each role: leave the role {first.label!r} out of positions"
             for first, second in combinations(roles, 2)
             if (first.chosen & second.chosen).any()
         ]
@@ -416,7 +418,8 @@ class _AblatedPoint:
     """The sites at one hook point, and the ablated value of every z at the hook point.
 
     A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
-    tokens to places; -1 means no place. Without roles, `place_of` has one row for all prompts.
+    tokens to places, and is -1 for tokens without a place. Without roles, all prompts share one row
+    of `place_of`.
     """
 
     name: str
@@ -432,7 +435,8 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
-        Activations begin at position `first`; the hook stores them in `computed`, if that is given.
+        The hook receives activations from position `first` on; it stores them in `computed`, if
+        given.
         """
         replacement = self.replacement[:, first:]
 
@@ -525,8 +529,8 @@ def ablated_model(
 class _InChunks(AblatedModel):
     """An ablated model whose memory does not grow with the number of prompts.
 
-    Each evaluation records the runs of every chunk again. A search makes about ten evaluations,
-    each of hundreds of circuits.
+    Each evaluation records the runs of every chunk again. This costs little, because a search makes
+    only about ten evaluations, each of hundreds of circuits.
     """
 
     def __init__(

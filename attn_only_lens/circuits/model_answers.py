@@ -1,4 +1,4 @@
-"""What a model answers on clean and corrupted prompts, compared with the answers of a metric."""
+"""Tabulate what a model answers on clean and corrupted prompts, next to the metric's answers."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 def model_answers(
     model: Any, pair: PromptPair, metric: AnyMetric, clean: Logits, corrupted: Logits
 ) -> pd.DataFrame:
-    """Return a frame with a row for each prompt of both runs; see `Explanation.answers`."""
+    """Return a frame with one row per run and prompt; see `Explanation.answers`."""
     answers = as_metric(metric).answers
     named = dict(zip(_ROLES[len(answers)], answers, strict=True))
     of_roles = answer_tokens(model, pair, named, None, several=True)
@@ -39,7 +39,7 @@ def model_answers(
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return each run's cells of a table: the top token, and the median rank of each answer."""
+    """Return table cells for each run: the top token, and the median rank of each answer."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
         counts, n = rows["top"].value_counts(), len(rows)

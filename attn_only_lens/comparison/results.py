@@ -31,7 +31,7 @@ _FRAME_DOCUMENT = Document("attn_only_lens.ComparisonFrame", 1, TableFields)
 class Comparison:
     """The comparison of a model and its grown model, component by component. Made by `compare`.
 
-    `heads` and `neurons` have one row per component of the original. Their columns are:
+    `heads` and `neurons` have one row per component of the original model. Their columns are:
 
         name, grown_name, kind, layer, grown_layer
         divergence, divergence_se     Jensen–Shannon divergence of its patterns, in bits, 0 to 1
@@ -97,7 +97,7 @@ class Comparison:
         return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:
-        """Write `comparison.json`, and each frame as a CSV file with a JSON file next to it.
+        """Write `comparison.json`, and each frame as a CSV file with a JSON file that describes it.
 
         Args:
             folder: path of the folder, which is created if necessary; files of an earlier

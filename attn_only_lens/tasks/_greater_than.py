@@ -64,7 +64,8 @@ def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):
-        # Famous years, such as 1776, are single tokens, so all centuries are tried.
+        # Some tokenizers have single tokens for well-known years, such as 1776, so each ending is
+        # tried after all centuries.
         left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):

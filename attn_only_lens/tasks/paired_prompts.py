@@ -117,7 +117,7 @@ def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
 
 
 def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield up to 20,000 different combinations of one item per axis, in random order."""
+    """Yield up to 20,000 different combinations of one item from each axis, in random order."""
     sizes = [len(axis) for axis in axes]
     total = prod(sizes)
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
@@ -146,8 +146,8 @@ def collect(
     if len(rows) < n:
         raise InputError(
             [
-                f"{task}: got n={n}; {len(rows)} of {drawn} drawn pairs are different and fit the "
-                f"tokenizer; expected at most n={len(rows)}",
+                f"{task}: got n={n}, but only {len(rows)} of {drawn} drawn pairs are different and "
+                f"fit the tokenizer; expected at most n={len(rows)}",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
             PROBLEM,
@@ -188,7 +188,7 @@ def _require(fits: bool, reason: str) -> None:
 
 
 def _checked(tokenizer: Any, pair: Pair) -> _Row:
-    """Return the prompts, the answers and the roles of a pair, or raise _Misfit."""
+    """Return the prompts, answers and roles of a pair; raise `_Misfit` if the pair does not fit."""
     clean, corrupted = token_ids(tokenizer, [pair.clean.text, pair.corrupted.text])
     unknown = tokenizer.unk_token_id
     has_unknown = unknown is not None and unknown in (*clean, *corrupted)

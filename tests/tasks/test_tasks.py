@@ -206,7 +206,7 @@ REFUSED = {
     "no fields": ("The key", {}, "expected a text with fields"),
     "other fields": (["A {thing}", "A {place}"], {"place": "bag"}, "got template 'A {place}'"),
     "end": ("A {end}", {"end": "bag"}, "got field {end}; expected another name"),
-    "no word": ("A {thing} {place}", {}, "expected a text for place"),
+    "no word": ("A {thing} {place}", {}, "expected a dict with a text for place"),
     "each": ("A {all}", {"all": "bag"}, "got field {all}; expected another name"),
     "no name": ("A {} {thing}", {}, "got template 'A {} {thing}'"),
     "half a brace": ("A {thing", {}, "got template 'A {thing'"),
@@ -303,7 +303,7 @@ def test_what_makes_no_prompts():
         with pytest.raises(InputError) as caught:
             call()
         assert all(reason in str(caught.value) for reason in reasons)
-    with pytest.raises(InputError, match="got words 'thing'; expected a text for"):
+    with pytest.raises(InputError, match="got words 'thing'; expected a dict with a text for"):
         tasks.from_templates(known, 2, "A {thing}", {"thing": "key", "answer": " is"})
 
 

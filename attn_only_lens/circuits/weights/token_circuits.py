@@ -9,8 +9,8 @@
 The definitions are from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 The QK circuit of a neuron-head shows which tokens open its gate. The OV circuit shows which logits
 the neuron-head raises for each token. The circuits omit norm scales (gains are folded in), biases,
-positions (rotary: distance 0), 1/√d_head, and everything that earlier heads add. W_U C is W_U minus
-its mean over the vocabulary.
+positions (rotary embeddings are taken at distance 0), 1/√d_head, and everything that earlier heads
+add to the stream. W_U C is W_U minus its mean over the vocabulary.
 
 A head copies if its OV circuit M raises the logit of the token that it reads:
 
@@ -54,9 +54,9 @@ from attn_only_lens.gates import Gate
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.precision import full_precision
 
-_BIAS = -1  # stands for the bias token
-_ROWS = 1024  # the number of tokens computed at once
-_NEURONS = 64  # the number of neurons computed at once; each has d_vocab values
+_BIAS = -1  # the token id that stands for the bias token
+_ROWS = 1024  # the number of tokens processed at once
+_NEURONS = 64  # the number of neurons processed at once; each has d_vocab values
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -147,7 +147,7 @@ def qk_circuit(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return the QK circuit: which tokens a head attends to, or which tokens open its gate.
+    """Return the QK circuit: which tokens a head attends to, or which tokens open a neuron's gate.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.

@@ -1,19 +1,20 @@
-"""Matrices of what heads read from token embeddings, and of what they write to the logits.
+"""Compute what heads read from token embeddings, and what they add to the logits.
 
     reads    W_E N W         N: the gain of the norm before the head
     writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
-Softmax does not depend on the logits' mean, so a centred unembedding gives the same matrices.
+Softmax does not depend on the mean of the logits, so C removes this mean. A model with a centred
+W_U therefore has the same matrices.
 
-`DirectEffects` returns one score per token for the direct path of one node:
+`DirectEffects` returns one score per token for the direct path between one node and the token:
 
     promotes z W_O N W_U     z: the node's output at its position in one run; N: the final norm
     reads    W_E N W_in      W_gate in a gated MLP; N: the norm before the neuron
 
-Norm scales are left out, so scores are standardized over the vocabulary. The formula for "promotes"
-is the logit lens of one component (nostalgebraist, "interpreting GPT: the logit lens", 2020), as in
-Geva et al., "Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the
-Vocabulary Space" (2022).
+Because norm scales are left out, scores are standardized over the vocabulary (mean 0, variance 1).
+The formula for "promotes" is the logit lens of one component (nostalgebraist, "interpreting GPT:
+the logit lens", 2020), as in Geva et al., "Transformer Feed-Forward Layers Build Predictions by
+Promoting Concepts in the Vocabulary Space" (2022).
 """
 
 import reprlib
@@ -35,7 +36,7 @@ from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
 _PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
-_ROWS = 64  # the number of rows computed at once; each has d_vocab values
+_ROWS = 64  # the number of rows processed at once; each has d_vocab values
 TokenScores: TypeAlias = list[tuple[int, float]]
 """Pairs (token, score): first the largest scores, then the smallest."""
 
@@ -135,7 +136,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """Projections of heads onto the vocabulary: the tokens with the highest and lowest scores."""
+    """The tokens that heads promote or read most, by direct paths to or from the vocabulary."""
 
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)
@@ -187,7 +188,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
-        """Return the tokens whose logits each row raises and lowers most, without biases."""
+        """Return the tokens whose logits each row of `written` raises and lowers most."""
         dtype = next(self._unembed.parameters()).dtype
         rows = self._final.after(written).to(dtype)
         bias = self._unembed(torch.zeros_like(rows[None, :1]))
@@ -201,7 +202,7 @@ class DirectEffects:
 def _by_layer(
     names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
 ) -> list[TokenScores]:
-    """Return the tokens of each head; all heads of a sublayer are processed together."""
+    """Call `tops` once per sublayer, and return the tokens of each head in the order of `names`."""
     heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
