@@ -20,7 +20,7 @@ from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Weights, block_name
 
 _ZERO = ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out", "ln1_post.b", "ln2_post.b")
-_AFTER = {"ln1.b", "ln2.b"}  # the biases of norms after sublayers
+_AFTER = {"ln1.b", "ln2.b"}  # biases of these norms, if they come after sublayers
 
 
 @dataclass(frozen=True)

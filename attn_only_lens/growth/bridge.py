@@ -1,10 +1,10 @@
 """Growth of TransformerBridges: code that is shared by all kinds of bridges.
 
-A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
-how the parameters of these parts store the tensors of `Weights`. If the wrapped model has a joint
-matrix for queries, keys and values, the bridge computes with copies of the matrix's three parts,
-and training changes only these copies. So growth reads the copies and builds the joint matrix from
-them.
+A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table
+gives, for each parameter of these parts, the tensor of `Weights` that it stores, and how its axes
+are arranged. If the wrapped model has a joint matrix for queries, keys and values, the bridge
+computes with copies of the matrix's three parts, and training changes only these copies. So growth
+reads the copies and builds the joint matrix from them.
 """
 
 import re
@@ -19,7 +19,7 @@ from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
-WRAPPED = "_original_component."  # the wrapped module in a bridge component
+WRAPPED = "_original_component."  # how bridges name the wrapped module in parameter names
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
@@ -145,7 +145,7 @@ def _part(owner: Any, path: str) -> Any:
 
 
 def _transposed(pattern: str) -> str:
-    """Adapt the pattern to a matrix whose first axis is the input axis."""
+    """Return the pattern for a matrix whose first axis is the input axis (transformers' Conv1D)."""
     left, right = pattern.split(" -> ")
     rows, columns = re.findall(r"\([^)]*\)|\w+", left)
     return f"{columns} {rows} -> {right}"

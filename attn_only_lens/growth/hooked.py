@@ -29,7 +29,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# For these architectures, TransformerLens has no flag that says how norms work.
+# Here, one norm covers the queries of all heads, but TransformerLens has no flag that says so.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -80,9 +80,9 @@ class HookedModel(Growable):
         return []
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that `source_folder` reads."""
+        """Write a folder that `models/source_folder.py` can read."""
         model = self.model
-        # The folder contains the tokenizer, which then need not be downloaded.
+        # The tokenizer is saved in the folder, so no name is needed to download it.
         config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         state = model.state_dict()

@@ -7,10 +7,11 @@ model and growing the converted model give bitwise equal weights. Layers of a co
 have different sizes, and values may have another width than queries and keys. So converted models,
 unlike others, can grow in some layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
 
-Bilinear gates of a gated MLP are exact on a range that was calibrated for each layer. A new layer
-gets the range of the old layer with the same shapes, and new neurons get the range of their layer.
-Outside this range, new neurons do not compute the activation function, but their outputs are zero
-before training. To avoid this, grow the source, then convert and calibrate the grown model.
+In a converted gated MLP, bilinear gates equal the activation function only on a range of inputs,
+which was calibrated for each layer. A new layer gets the range of the old layer with the same
+shapes, and new neurons get the range of their layer. Outside this range, new neurons do not compute
+the activation function, but their outputs are zero before training. To avoid this, grow the source,
+then convert and calibrate the grown model.
 """
 
 import math

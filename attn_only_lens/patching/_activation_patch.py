@@ -71,7 +71,7 @@ def activation_patch(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
-    """Patch each site in turn, and compute the metric after each patch.
+    """Patch each site (a head at a position) in turn, and compute the metric after each patch.
 
     Results are exact: each value equals the metric of a full forward pass with the patch, up to
     rounding errors. Only activations that a patch can change are computed (see `engine/replay`),
@@ -113,7 +113,8 @@ def activation_patch(
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
-        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
+        The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
+        the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, sites or positions; `per_prompt`
@@ -290,7 +291,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Make a patch runner for some prompts, test its edits, and return the runner."""
+        """Return a patch runner for some prompts, after testing its edits in full runs."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)
