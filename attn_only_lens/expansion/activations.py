@@ -48,7 +48,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
-# For each label, the hook points whose activations change if units along this axis are split.
+# For each axis label, the hook points whose activations change if units along it are split.
 _WRITTEN = {
     "head": {"attn.hook_result"},
     "d_query": {"attn.hook_k", "attn.hook_rot_k"},
@@ -64,7 +64,7 @@ class ActivationMap:
         name: the hook point's new name.
         axes: the index map of each axis after the batch; None for an axis that does not grow.
         scale: the factor by which growth multiplied the old entries.
-        centred: whether the old entries lost their mean over d_model, the last axis.
+        centred: whether growth subtracted the old entries' mean over d_model, the last axis.
     """
 
     name: str
@@ -88,12 +88,12 @@ class ActivationMap:
         return grown / self.scale
 
     def expected(self, old: Tensor) -> Tensor:
-        """Return the expected `old_part`: the old activation, minus its mean if `centred`."""
+        """Return what `old_part` must equal: the old activation, minus its mean if `centred`."""
         return old - old.mean(-1, keepdim=True) if self.centred else old
 
 
 def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
-    """Return the map from an old activation to the grown model's activation.
+    """Return the map from the old model's activation at a hook point to the grown model's.
 
     Args:
         provenance: the provenance of the grown model.

@@ -57,7 +57,8 @@ class Plan:
         layers: the new index of each old layer; None if no layer is inserted.
         like: for each new layer, an old layer with the same shapes.
         zero_in_new: the tails of tensors that are zero in new layers.
-        copied: if new layers copy the layers in `like`, the tensors' factors, by tail; else None.
+        copied: if new layers are copies of the layers in `like`, the factors of tensors, by tail;
+            else None.
     """
 
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
@@ -213,7 +214,7 @@ class _Drawing:
         return tensor_map.name, indices.combine(tensor, entries, dim)
 
     def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
-        """Return a tensor for a new layer, with the shape of the old tensor called `name`."""
+        """Return a tensor for a new layer, which has the shape of the old tensor called `name`."""
         plan, old = self._plan, self._weights.tensors[name]
         new = New(new_name, None, None, tuple(old.shape), old, self._constants)
         if self._without_zeros:
@@ -337,7 +338,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot be widened without the other heads."""
+    """Return every reason why `heads` cannot be widened separately from the other heads."""
     if heads is None:
         return []
     reasons = []

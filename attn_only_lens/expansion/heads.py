@@ -1,12 +1,12 @@
-"""Theorem 3.2: more attention heads.
+"""Theorem 3.2: add attention heads.
 
 The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. So heads whose W_O is zero add
 nothing to the output (equations 11 and 12), whatever their attention patterns are.
 
-If r heads share keys and values, there are two ways to add heads. The new heads can form new groups
-of r heads, each group with its own key and value. Or every existing group gets the same number of
-new heads. Then the size r of a group becomes r̂, and head j of group g moves from index g·r + j to
-g·r̂ + j.
+If each group of r heads shares a key and a value, there are two ways to add heads. The new heads
+can form new groups of r heads, each group with its own key and value. Or every existing group gets
+the same number of new heads. Then the size r of a group becomes r̂, and head j of group g moves
+from index g·r + j to g·r̂ + j.
 
 In some models (OLMo 2), one norm is applied to the queries of all E heads, each of width k. The
 norm's mean square 1/(E k) Σ q² then includes the new heads. So the queries of new heads must be

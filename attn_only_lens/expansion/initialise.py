@@ -9,8 +9,9 @@ Random values depend on the seed and on the tensor's name, axis and size, but no
 on the order in which tensors are made.
 
 **Nonzero output weights.** With `cancelling` and `splits`, the output weights of new units are not
-zero (section 5 of the growth paper allows this). A sublayer's output, or an attention score, is a
-sum Σ_i f(r_i; x) w_i over units. Unit i has input weights r_i and output weights w_i.
+zero (section 5 of the growth paper allows this). For the input x, a sublayer's output (or an
+attention score) is a sum Σ_i f(r_i; x) w_i over units. Unit i has input weights r_i and output
+weights w_i.
 
 Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so their sum is 0. Their gradients with
     respect to r are opposite, so the units differ after the first step.
@@ -257,11 +258,11 @@ class _Copies:
 
 
 class WithoutZeros(ABC):
-    """An initialiser that makes nonzero output weights for new units.
+    """Base class of initialisers that give new units nonzero output weights.
 
     Attributes:
-        free: draws all other entries.
-        may: the `Plan` field with the tensors that may have nonzero output weights.
+        free: the initialiser that draws all other entries.
+        may: the `Plan` field that lists the tensors whose new output weights may be nonzero.
     """
 
     free: Initialiser
@@ -383,7 +384,9 @@ def zeros() -> Initialiser:
 
 
 def copies(noise: float = 0.1) -> Initialiser:
-    """Copy randomly chosen old units, and add noise of `noise` times a tensor's deviation.
+    """Copy randomly chosen old units, and add noise.
+
+    The noise has `noise` times the standard deviation of the tensor.
 
     Raises:
         ValueError: the noise is not positive; without noise, equal units would stay equal.

@@ -1,4 +1,4 @@
-"""Theorem 3.1: more neurons.
+"""Theorem 3.1: add neurons to MLPs.
 
 The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. So neurons
 whose rows of W_out are zero add nothing to the output (equations 6 to 10), whatever their

@@ -70,7 +70,7 @@ class IndexMap:
         return cls(tuple(range(size)), size + n)
 
     def then(self, after: "IndexMap") -> "IndexMap":
-        """Return the composition: this map, then the map `after`."""
+        """Return the map that applies first this map and then the map `after`."""
         if after.is_prefix:
             return IndexMap(self.new_of, after.size)
         return IndexMap(tuple(after.new_of[index] for index in self.new_of), after.size)
@@ -92,7 +92,7 @@ class IndexMap:
 
     @cached_property
     def added(self) -> tuple[int, ...]:
-        """The new indices without an old index."""
+        """The indices that growth added, which have no old index."""
         if self.is_prefix:
             return tuple(range(len(self.new_of), self.size))
         return tuple(index for index in range(self.size) if index not in self.old_of)
@@ -207,7 +207,7 @@ class TiedEntries(ZeroEntries):
 
 @dataclass(frozen=True)
 class Shares:
-    """New units, along an axis of the grown model, that took over shares of old units' outputs.
+    """New units, along one axis of the grown model, that took over shares of old units' outputs.
 
     Attributes:
         new: the indices of the new units.
@@ -259,7 +259,8 @@ class Provenance:
         ties: entries that had to equal ±1 times other entries, because their units cancel or are
             copies.
         shares: the new units that share the outputs of old units.
-        centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
+        centred: whether growth subtracted the residual stream's mean over d_model, which LayerNorm
+            ignores.
         source: fingerprint of the original model (`growth.identity`); None if only weights grew.
 
     Example:
@@ -397,7 +398,7 @@ class Provenance:
         return old if old.layer is None else Axis(old.label, self.layers.new_of[old.layer])
 
     def name(self, old: str) -> str:
-        """Return the new name of a tensor or hook point."""
+        """Return the name that a tensor or hook point of the old model has in the grown model."""
         layer = in_layer(old)
         return old if layer is None else block_name(self.layers.new_of[layer], tail(old))
 
@@ -410,7 +411,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return a tensor's old name or, in a new layer, the name of an old tensor like it."""
+        """Return a tensor's old name; for a new layer's tensor, an old tensor of the same shape."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -465,7 +466,7 @@ class Provenance:
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the tensors whose entries violate a condition, each with this condition."""
+        """Return the tensors that violate a condition in `zeros` or `ties`, with the condition."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]

@@ -1,4 +1,4 @@
-"""Theorem 3.5: a residual stream whose width grows from h to ĥ, with extensions of the theorem.
+"""Theorem 3.5, with extensions: widen the residual stream from h to ĥ coordinates.
 
 No component writes to the new coordinates (equations 33 to 38), so components that read the stream
 get the old values. Norms are an exception: the mean square over ĥ entries is h/ĥ times the old mean
@@ -127,7 +127,7 @@ class WidenStream(Expansion):
 
 
 def _stays_tied(constants: Constants) -> bool:
-    """Return True if the embedding and the unembedding are tied and can stay tied."""
+    """Return True if the embedding and the unembedding are one matrix, and can stay one."""
     return constants.tied and constants.final_norm not in ("LNPre", "RMSPre")
 
 

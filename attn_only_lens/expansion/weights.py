@@ -1,6 +1,7 @@
 """A transformer's weights in one common layout, and the constants that determine its function.
 
-For every kind of model, tensors have the names and shapes of HookedTransformer. Labels of axes:
+For every kind of model, tensors have the names and shapes of HookedTransformer's parameters. Labels
+of axes:
 
 d_model    a coordinate of the residual stream
 d_mlp      a neuron
@@ -205,7 +206,7 @@ class Weights:
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """The length of every axis. Raise ValueError if tensors give an axis several lengths."""
+        """The length of every axis. Raise ValueError if two tensors disagree about a length."""
         sizes: dict[Axis, int] = {}
         for name, tensor in self.tensors.items():
             axes = axes_of(name, self.constants)
@@ -222,7 +223,7 @@ class Weights:
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Weights":
-        """Return weights with a function applied to each tensor."""
+        """Return new weights, with `change` applied to each tensor."""
         return replace(self, tensors={name: change(x) for name, x in self.tensors.items()})
 
     def sketch(self) -> "Weights":
@@ -235,7 +236,7 @@ class Identity:
     """Numbers that identify a model's tensors, computed by `growth.identity`.
 
     Attributes:
-        marks: the weighted sum and the norm of each tensor.
+        marks: the weighted sum and the norm of each tensor, by name.
         precision: the largest rounding error of a weighted sum, relative to the tensor's norm.
     """
 
@@ -270,7 +271,7 @@ def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
 
 
 def _sums(tensor: Tensor) -> Float[Tensor, "2"]:
-    """Return the weighted sum and the sum of squares, in float64."""
+    """Return the weighted sum and the sum of squares of a tensor's entries, in float64."""
     tensor = to_float64_device(torch.atleast_1d(tensor))
     # Permute axes to their order in memory, so that transposed matrices are not copied.
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)

@@ -142,8 +142,8 @@ class Grown:
             The folder.
 
         Raises:
-            GrowthError: the model is of another kind, or no transformers configuration can describe
-                the model. `attn_only_lens.save` can save such models with neuron-heads.
+            GrowthError: models of this kind cannot be saved, or no transformers configuration can
+                describe the model. `attn_only_lens.save` can save such models with neuron-heads.
             CheckpointError: the folder holds other files.
 
         Example:
@@ -370,7 +370,7 @@ def identity(model: Any) -> Identity:
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # models that cannot grow also have an identity
+    except GrowthError:  # models that cannot be grown also have an identity
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 

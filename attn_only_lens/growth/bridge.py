@@ -19,7 +19,7 @@ from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
-WRAPPED = "_original_component."  # how bridges name the wrapped module in parameter names
+WRAPPED = "_original_component."  # stands for the wrapped module in a bridge's parameter names
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
@@ -71,11 +71,11 @@ class BridgeModel(Growable):
         if exposed_heads(model):
             return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
         if any(parameter.is_meta for parameter in model.parameters()):
-            return ["its weights are on the meta device and have no values; load them"]
+            return ["the weights are on the meta device and have no values; load them first"]
         reasons = reasons_against_copying(model)
         if model.compatibility_mode:
             reasons.append(
-                "it is in compatibility mode, which may have processed its weights; grow the "
+                "the bridge is in compatibility mode, which may have changed its weights; grow the "
                 "bridge before you call enable_compatibility_mode"
             )
         parts = {path: parameter for path, (parameter, _) in self._parts.items()}

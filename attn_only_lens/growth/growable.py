@@ -89,7 +89,7 @@ class Growable(ABC):
         return {layout.name for name, layout in layouts.items() if not named[name].requires_grad}
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no model of this kind can have such weights.
+        """Return every reason why a model of this kind cannot have these weights.
 
         By default, as in TransformerLens, all layers need the same sizes, and values need the same
         width (d_head) as queries and keys.
@@ -129,7 +129,7 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Test whether a grown model computes the same function; return every reason if not."""
+        """Test whether a grown model computes the same function; if not, return every reason."""
         return []
 
 

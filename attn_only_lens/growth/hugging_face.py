@@ -47,7 +47,7 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """Constants of a model family that are missing in transformers' configuration.
+    """Facts about a model family that transformers' configuration does not contain.
 
     `eps` is the name of the configuration's field for ε. If `partial_rotary` is False, the model
     ignores `partial_rotary_factor`, and rotary positions rotate whole heads.
@@ -178,7 +178,7 @@ class HuggingFaceBridge(BridgeModel):
         return Weights(self.tensors(), constants)
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no bridge of this family can have such weights."""
+        """Return every reason why a bridge of this family cannot have these weights."""
         reasons = super().reasons_against_weights(weights)
         kinds = {str(rope.get("rope_type", "default")) for rope in _ropes(self.config)}
         kinds -= set(_ROTARY)
@@ -211,7 +211,7 @@ class HuggingFaceBridge(BridgeModel):
         model.cfg.n_devices = len(places)
         made, options = vars(model.cfg), vars(template.cfg).items()
         others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
-        if others:  # compare with a new bridge to see which the user changed
+        if others:  # compare with a new bridge to see which of them the user changed
             usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
             for key, value in others.items():
                 if key in usual and usual[key] != value:
@@ -247,11 +247,11 @@ class HuggingFaceBridge(BridgeModel):
             type(config).from_dict(config.to_dict())
         except (StrictDataclassError, ValueError) as error:
             message = str(error).strip().splitlines()[-1].strip()
-            return [f"{type(config).__name__} refuses its sizes ({message}); {_INSTEAD}"]
+            return [f"{type(config).__name__} refuses the sizes ({message}); {_INSTEAD}"]
         if getattr(config, BY_LAYER, None):
             return [
                 f"layers differ in d_mlp, but {type(config).__name__} has one d_mlp for all "
-                f"layers; grow all of them, or {_SAVE}"
+                f"layers; grow all layers, or {_SAVE}"
             ]
         if has_head_dim(config) or cfg.n_heads * cfg.d_head == cfg.d_model:
             return []
@@ -276,7 +276,7 @@ class HuggingFaceBridge(BridgeModel):
         try:
             module.save_pretrained(folder)
         except ValueError as error:  # for example, because the generation config is invalid
-            raise GrowthError([f"transformers cannot save it: {error}"], PROBLEM) from error
+            raise GrowthError([f"transformers cannot save the model: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
         for path in folder.glob("*.safetensors"):  # make files readable for other users
@@ -427,7 +427,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _usual(self) -> PreTrainedModel:
-        """A transformers model with the same configuration and arbitrary weights."""
+        """A transformers model without a bridge, with this configuration and arbitrary weights."""
         return self._module(self.config)
 
     def _module(

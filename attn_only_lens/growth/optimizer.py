@@ -58,7 +58,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # names in new layers, by name in an old layer like it
+    of_new_layers = defaultdict(list)  # names in new layers, by the name in the old layer
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
@@ -118,7 +118,7 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return a group's settings for parameters that were multiplied by `scale`."""
+    """Return a parameter group's settings for parameters that growth multiplied by `scale`."""
     powers = dict(_SETTINGS[type(optimizer)])
     if group.get("decoupled_weight_decay"):  # Adam with this flag is the same as AdamW
         powers["weight_decay"] = 1
@@ -137,7 +137,7 @@ def _grown_state(
     tensor_map: TensorMap,
     provenance: Provenance,
 ) -> Any:
-    """Return one entry of a parameter's state, resized for the grown parameter."""
+    """Return one entry of a parameter's optimizer state, adapted to the grown parameter."""
     if key not in _MOMENTS or value is None:
         return value.clone() if isinstance(value, Tensor) else value
     moment = old.to_weights(value)

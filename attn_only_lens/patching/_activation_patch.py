@@ -1,4 +1,4 @@
-"""Exact activation patching, site by site."""
+"""Exact activation patching: patch one site at a time, and compute the metric after each patch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,7 +120,8 @@ def activation_patch(
         InputError: with every reason: invalid prompts, metric, sites or positions; `per_prompt`
             with a metric that has one value for all prompts; a folder with another sweep.
         UnsupportedModelError: a forward pass of the model cannot be split at block boundaries, or a
-            patch has another effect than a hook in a whole forward pass (both are tested first).
+            patch would not have the same effect as a hook in a full forward pass (both are tested
+            first).
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:

@@ -263,7 +263,7 @@ def attribution(
 def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
-    """Estimate the effects in a chunk, and return the statistics to store."""
+    """Estimate the effects for a chunk of prompts, and return the statistics to store."""
     some_prompts = prompts.of(chunk.prompts)
     repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]
@@ -383,7 +383,7 @@ class _Estimator:
             return repairer.spend(self._budget), by_pattern
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:
-        """Return the secant multipliers between the two runs."""
+        """Return the secant multipliers between the two runs; warn if they are not exact."""
         require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
         runs = self._both
         if runs is None or runs.pair is not prompts.pair:
@@ -392,8 +392,8 @@ class _Estimator:
         if result.remainder:
             reason = (
                 f"the attributions of all sites add up to {result.total:.4g}, but the metric "
-                f"changes by {result.total + result.remainder:.4g}; the difference is not attributed "
-                "to any site"
+                f"changes by {result.total + result.remainder:.4g}; the rest is not attributed to "
+                "any site"
             )
             warn({"remainder": reason}, "this metric has no exact secant rule")
         return result
@@ -413,7 +413,7 @@ class _Estimator:
         model, metric = self._plan.model, prompts.runs.metric
         target, source = prompts.target, prompts.source
         require_differentiable(metric, target.logits.detach())
-        if self._method == "integrated":  # averaged over runs between the two
+        if self._method == "integrated":  # averaged over runs between target and source
             tape, steps = self._tape, self._steps
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
         if prompts.first:  # not in other chunks, because single prompts may have zero gradient

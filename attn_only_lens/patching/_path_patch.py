@@ -23,8 +23,9 @@ positions of δ (4 d_model T if the MLP is gated). For attention heads, Δz_r co
 sender through the attention of their layer. If the receiver is "logits", a pair costs only an
 unembedding.
 
-Paths are computed in path blocks. A path block has senders from one layer and kind, at one set of
-positions, and receivers from one layer and kind. Its tensors have at most about `_NUMBERS` entries.
+Paths are computed in groups, called path blocks. A path block has senders from one layer and kind,
+at one set of positions, and receivers from one layer and kind. Its tensors have at most about
+`_NUMBERS` entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -626,7 +627,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return each sender's change of each receiver's z in each prompt, and the positions."""
+        """Return each sender's effect on the receivers' z in each prompt, and where."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
@@ -658,7 +659,7 @@ class _PathRunner:
     def _attention_z(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """Return each sender's z of all heads in the receivers' layer, and z's first position."""
+        """Return, for each sender, z of all heads in the receivers' layer, and where z starts."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])

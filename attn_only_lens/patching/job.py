@@ -50,7 +50,7 @@ _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
 class Job:
-    """Computes chunks, resumes from a folder, and shares the work with other processes.
+    """Computes chunks of work, resumes from a folder, and shares the work with other processes.
 
     Args:
         folder: where the arrays of chunks are stored; None to store nothing.

@@ -34,7 +34,7 @@ SPREAD = ("value_standard_error", "score_standard_error")
 
 @dataclass(eq=False)
 class OverPrompts:
-    """The metric of the clean run, the corrupted run and after each patch, over chunks of prompts.
+    """The metric in the clean run, in the corrupted run and after each patch, for all prompts.
 
     Attributes:
         name: the name of the metric.
@@ -168,7 +168,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value after a patch, given its part in the change of the mean."""
+    """Convert each prompt's part in the change of the mean into the prompt's own value."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # the metric has one value for all prompts, or there is only one prompt
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

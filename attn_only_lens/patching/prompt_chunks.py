@@ -31,8 +31,8 @@ class PromptChunk:
     """The recorded runs for some prompts. Patches copy from the source into the target run.
 
     Attributes:
-        unpatched: the metric of each prompt in the target run.
-        first: whether the chunk contains the first pair of different prompts.
+        unpatched: the metric of each prompt in the target run, before any patch.
+        first: whether the chunk contains the first prompt pair whose two prompts differ.
         runner: the patch runner for these prompts, or None before its first use.
     """
 
@@ -101,7 +101,7 @@ class PromptChunks:
         return self._held
 
     def first(self, prompts: Sequence[range]) -> PromptChunk:
-        """Return the chunk that contains the first pair of different prompts."""
+        """Return the chunk that contains the first prompt pair whose two prompts differ."""
         return self.of(next(some for some in prompts if self._first in some))
 
     def totals(self, prompts: Sequence[range], n_rows: int, per_prompt: bool) -> OverPrompts:

@@ -70,7 +70,7 @@ Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
 _TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, and factor by which the budget grows
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
-_TINY = 1e-100  # replaces 0 if all errors or all effects are 0
+_TINY = 1e-100  # avoids divisions by 0 if all errors or all effects are 0
 _LEAST_COST = 1e-3  # cost that is added to each patch, in forward passes
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Rows: TypeAlias = npt.NDArray[np.int64]
@@ -98,7 +98,7 @@ class Repairs:
 
     @classmethod
     def nothing(cls, values: Tensor, groups: Sequence[SiteGroup]) -> "Repairs":
-        """Return estimates without any exact patches."""
+        """Return the estimates, none of which was replaced by an exact value."""
         errors = dict.fromkeys(group.sites.kind for group in groups)
         return cls(values, np.zeros(len(values), dtype=bool), {**errors}, 0.0)
 
@@ -186,7 +186,7 @@ class Repairer:
         return costs
 
     def _positive(self, keys: _Numbers) -> _Numbers:
-        """Make a key positive if the patch can have an effect, and 0 otherwise.
+        """Return each key, raised to a positive number if the patch can have an effect, and else 0.
 
         In a saturated model, the gradient of a site may be 0 although its patch has an effect. Such
         sites are patched last.
@@ -228,7 +228,7 @@ class Repairer:
             gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
         gain[self._exact] = 0.0
         rows = np.flatnonzero((gain > 0) & (self._cost <= left))
-        n_most = int(left / _LEAST_COST)  # upper bound on affordable rows
+        n_most = int(left / _LEAST_COST)  # at most this many rows fit into the budget
         if len(rows) > n_most:
             rows = np.sort(rows[np.argpartition(-gain[rows], n_most)[:n_most]])
         rows = rows[np.argsort(-gain[rows], kind="stable")]
@@ -323,7 +323,7 @@ def repair_keys(
     source: Recording,
     gradients: dict[str, Tensor],
 ) -> Float[Tensor, "row"]:
-    """Return the key of each row, which is proportional to the expected error."""
+    """Return each row's repair key, which is proportional to the expected error of its estimate."""
     keys = _Keys(model, part, target, source, gradients)
     attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
     if attention and part in ("pattern", "q", "k"):
@@ -411,7 +411,7 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Repeat the target run with one part from the source run; return each layer's z by name.
+    """Repeat the target run with one part from the source run; return z by hook point.
 
     If the part is "k", also return the patterns. One forward pass is enough for all heads, because
     the part of one head affects only the z of this head, and z is restored before later layers read

@@ -51,7 +51,7 @@ _DETAILS: tuple[tuple[str, ...], ...] = (
     PARTS,
     ("value",),
 )
-_SAME_RUN = 0.01  # of the metric's range; more than rounding errors in any dtype
+_SAME_RUN = 0.01  # tolerance relative to the metric's range; above rounding errors in any dtype
 _PROBLEM = "these are not results of patching"
 _METRIC_NAMES = {
     "logit_diff": "Logit difference",
@@ -218,7 +218,7 @@ _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoredFrame:
-    """A frame with a column `score`, and the settings of the run.
+    """A frame of results with a column `score`, and the settings with which they were computed.
 
     Each subclass lists its possible columns, and how each column is read. All columns up to
     `value`, except `part`, are required.
@@ -617,7 +617,7 @@ class Paths(ScoredFrame):
         tokens: the texts of the prompts' tokens, or None.
 
     Raises:
-        InputError: a column is missing, or a value is not finite.
+        InputError: a column is missing, or a value is not a finite number.
 
     Example:
         >>> import pandas as pd

@@ -122,7 +122,7 @@ class PatchRunner:
         replay: the replay of the target run.
         source: the run from which activations are copied.
         part: the part of each head that is patched.
-        baseline: the metric of each prompt in the target run.
+        baseline: the metric of each prompt in the target run, before any patch.
     """
 
     replay: Replay
@@ -316,7 +316,7 @@ def check_edits(
 
 
 def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
-    """Return those of the layers in which several attention heads share this part."""
+    """Return those layers in which several attention heads share this part (keys or values)."""
     if part not in SHARED_PARTS:
         return []
     recorded = replay.recording.hooked

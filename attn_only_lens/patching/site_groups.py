@@ -36,7 +36,7 @@ from attn_only_lens.heads import host_of
 
 _PROBLEM = "these sites cannot be patched"
 ROWS = 2048  # maximum number of rows in a group of neurons at several positions
-_CHUNKS = 128  # so that eight processes end within 1/16 of the running time of each other
+_CHUNKS = 128  # enough that eight processes end within 1/16 of the running time of each other
 _LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks; it takes a second on a CPU
 
 
@@ -69,8 +69,8 @@ class SiteGroup:
     Attributes:
         sites: the heads.
         positions: the sets of positions.
-        head: the index of each row's head in `sites`.
-        place: the index of each row's set in `positions`.
+        head: for each row, the index of its head in `sites`.
+        place: for each row, the index of its set of positions in `positions`.
     """
 
     sites: LayerSites
@@ -84,7 +84,7 @@ class SiteGroup:
 
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
-        """Return a group with all heads at all sets of positions. The head index varies fastest."""
+        """Return a group with every head at every set of positions. Heads vary fastest."""
         n = len(sites.names)
         rows = torch.arange(n * len(positions), device="cpu")
         return cls(sites, _PositionSets(positions), rows % n, rows // n)
@@ -222,7 +222,7 @@ def site_groups(
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Group all heads at all positions. Layers with few neurons get groups with many positions."""
+    """Pair every head with every position. The fewer heads, the more positions a group has."""
     groups: list[SiteGroup] = []
     products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share tensors
     for site in sites:
