@@ -222,7 +222,7 @@ def site_groups(
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Pair every head with every position. The fewer heads, the more positions a group has."""
+    """Pair every head with every position. The fewer neurons, the more positions a group has."""
     groups: list[SiteGroup] = []
     products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share tensors
     for site in sites:
