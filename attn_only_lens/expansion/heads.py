@@ -1,17 +1,19 @@
-"""Theorem 3.2: more attention heads.
+"""Theorem 3.2: add attention heads.
 
 The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. So heads whose W_O is zero add
 nothing to the output (equations 11 and 12), whatever their attention patterns are.
 
-If r heads share keys and values, there are two ways to add heads. New groups of r heads may get
-their own key and value. Or every group gets the same number of new heads. Then the size r of a
-group becomes r̂, and head j of group g moves from index g·r + j to g·r̂ + j.
+If each group of r heads shares a key and a value, there are two ways to add heads. The new heads
+can form new groups of r heads, each group with its own key and value. Or every existing group gets
+the same number of new heads. Then the size r of a group becomes r̂, and head j of group g moves
+from index g·r + j to g·r̂ + j.
 
-One norm may cover the queries of all E heads of width k. Its mean square 1/(E k) Σ q² then includes
-the new heads. So the queries of new heads must be zero, and so must their keys if new heads have
-their own. Such heads always attend uniformly, and only their values are trained (with
-`into_groups`, also their queries). Old queries are multiplied by √(Ê/E), where Ê is the new number
-of heads. The norm's gain is divided by this factor, so that ε keeps its effect. Keys have a
+In some models (OLMo 2), one norm is applied to the queries of all E heads, each of width k. The
+norm's mean square 1/(E k) Σ q² then includes the new heads. So the queries of new heads must be
+zero, and so must their keys if new heads have their own. New heads whose queries and keys are both
+zero always attend uniformly, so only their values are trained. With `into_groups`, the keys are not
+zero, so the queries are trained too. Old queries are multiplied by √(Ê/E), where Ê is the new
+number of heads. The norm's gain is divided by this factor, so that ε keeps its effect. Keys have a
 separate factor.
 
 Models with ALiBi cannot get new heads, because the slope of head h depends on the number of heads.
@@ -65,8 +67,8 @@ class AddHeads(Expansion):
             if self.n % whole:
                 what = f"{groups} groups" if self.into_groups else f"groups of {whole}"
                 reasons.append(
-                    f"got {self.n} heads to add; layer {layer} has {what}, expected a multiple of "
-                    f"{whole}"
+                    f"got {self.n} heads to add to layer {layer}, which has {what}; expected a "
+                    f"multiple of {whole}"
                 )
         return reasons
 

@@ -1,9 +1,9 @@
-"""Maps from the parts of a model (heads, neurons, layers, coordinates, tensors) to a grown model.
+"""Maps from the parts of a model to the corresponding parts of the grown model.
 
-An expansion gives new indices to the old layers and to the old entries along each axis. In the
-grown tensor, old entries are at their new indices, and are multiplied by the tensor's scale. A
-head's new name consists of the new indices of its layer and of the head. `then` composes two
-provenances.
+The parts are heads, neurons, layers, coordinates and tensors. An expansion gives new indices to the
+old layers and to the old entries along each axis. In the grown tensor, old entries are at their new
+indices, and are multiplied by the tensor's scale. A head's new name consists of the new indices of
+its layer and of the head. `Provenance.then` joins the maps of two growth steps.
 """
 
 import re
@@ -34,7 +34,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the ranges of consecutive indices, each a pair (start, stop)."""
+    """Split indices into ranges of consecutive indices, each a pair (start, stop)."""
     ranges = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
     return [(run[0][1], run[-1][1] + 1) for run in ranges]
 
@@ -70,7 +70,7 @@ class IndexMap:
         return cls(tuple(range(size)), size + n)
 
     def then(self, after: "IndexMap") -> "IndexMap":
-        """Return the composition: this map, then the map `after`."""
+        """Return the map that applies first this map and then the map `after`."""
         if after.is_prefix:
             return IndexMap(self.new_of, after.size)
         return IndexMap(tuple(after.new_of[index] for index in self.new_of), after.size)
@@ -92,7 +92,7 @@ class IndexMap:
 
     @cached_property
     def added(self) -> tuple[int, ...]:
-        """The new indices without an old index."""
+        """The indices that growth added, which have no old index."""
         if self.is_prefix:
             return tuple(range(len(self.new_of), self.size))
         return tuple(index for index in range(self.size) if index not in self.old_of)
@@ -135,19 +135,19 @@ class TensorMap:
         return tuple(axis.size for axis in self.axes)
 
     def scaled(self, old: Tensor) -> Tensor:
-        """Return the old entries multiplied by the scale, as in the grown tensor."""
+        """Return an old tensor's entries multiplied by the scale, as in the grown tensor."""
         if self.scale == 1.0:
             return old
         return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
 
     def unscaled(self, part: Tensor) -> Tensor:
-        """Return the entries without the scale. This method is the inverse of `scaled`."""
+        """Return entries of a grown tensor divided by the scale; the inverse of `scaled`."""
         if self.scale == 1.0:
             return part
         return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown tensor, without dividing them by the scale."""
+        """Return a grown tensor's entries at the new indices of old entries, still scaled."""
         for dim, axis in enumerate(self.axes):
             grown = axis.select_old(grown, dim)
         return grown
@@ -175,7 +175,7 @@ class ZeroEntries:
     since: int = field(default=0, kw_only=True)
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return the difference between the entries and zero."""
+        """Return the differences between the entries and their required value, which is zero."""
         return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
@@ -200,21 +200,21 @@ class TiedEntries(ZeroEntries):
     factor: float
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return the difference between the entries and `factor` times the other entries."""
+        """Return the differences between the entries and `factor` times the other entries."""
         others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
         return self.entries(tensor) - self.factor * ZeroEntries(self.name, others).entries(tensor)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """New units that share the outputs of old units, along an axis of the grown model.
+    """New units, along one axis of the grown model, that took over shares of old units' outputs.
 
     Attributes:
         new: the indices of the new units.
         of: for each new unit, the index of an old unit.
         share: for each new unit, its fraction of the old unit's output, before noise was added; the
             old unit kept the rest.
-        written: the tensors that were shared. In other tensors, new units are copies.
+        written: the tensors with the shared output weights. In other tensors, new units are copies.
     """
 
     axis: Axis
@@ -256,10 +256,12 @@ class Provenance:
         scales: factors of old tensors, by old name.
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero in the grown model.
-        ties: entries that had to equal ±1 times other entries, because units cancel or are copies.
+        ties: entries that had to equal ±1 times other entries, because their units cancel or are
+            copies.
         shares: the new units that share the outputs of old units.
-        centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
-        source: identity of the original model (`growth.identity`); None if only weights grew.
+        centred: whether growth subtracted the residual stream's mean over d_model, which LayerNorm
+            ignores.
+        source: fingerprint of the original model (`growth.identity`); None if only weights grew.
 
     Example:
         >>> from attn_only_lens import expansion as ex, pretrained
@@ -320,7 +322,9 @@ class Provenance:
         """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`)."""
         head, layer = self._parsed(name)
         if layer >= len(self.layers.new_of):
-            raise UnknownHeadError(f"got {name!r}; the model had {len(self.layers.new_of)} layers")
+            raise UnknownHeadError(
+                f"got {name!r}; the model had {len(self.layers.new_of)} layers before it grew"
+            )
         now = self.layers.new_of[layer]
         if head is None:
             return f"L{now}"
@@ -341,7 +345,9 @@ class Provenance:
         head, layer = self._parsed(name)
         n_now = self.layers.size if head is None else self.sizes.get(_axis(head), 0)
         if layer >= self.layers.size or (head is not None and head.index >= n_now):
-            raise UnknownHeadError(f"got {name!r}; the grown model has no such part")
+            raise UnknownHeadError(
+                f"got {name!r}; the grown model has no head, neuron or layer with this name"
+            )
         was = self.layers.old_of.get(layer)
         if was is None or head is None:
             return None if was is None else f"L{was}"
@@ -392,7 +398,7 @@ class Provenance:
         return old if old.layer is None else Axis(old.label, self.layers.new_of[old.layer])
 
     def name(self, old: str) -> str:
-        """Return the new name of a tensor or hook point."""
+        """Return the name that a tensor or hook point of the old model has in the grown model."""
         layer = in_layer(old)
         return old if layer is None else block_name(self.layers.new_of[layer], tail(old))
 
@@ -405,7 +411,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return a tensor's old name; in a new layer, the name of an old tensor of its shape."""
+        """Return a tensor's old name; for a new layer's tensor, an old tensor of the same shape."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -424,7 +430,7 @@ class Provenance:
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
     def _times(self, first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-        """Return, for each old name, the product of the factors of this and the next step."""
+        """Return, by old name, the product of the factors of two consecutive growth steps."""
         names = {*first, *(old for new in second if (old := self.old_name(new)) is not None)}
         return {
             name: first.get(name, 1.0) * second.get(self.name(name), 1.0) for name in sorted(names)
@@ -439,7 +445,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Return entries of a later step; add the number of this step's shares to `since`."""
+        """Return a later step's entries, whose `since` then also counts the shares of this step."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -455,12 +461,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return an old tensor's entries in a grown model, and add back the shares of copies."""
+        """Return an old tensor's entries in a grown model, plus the shares taken over by copies."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the names of tensors that violate a condition, each with this condition."""
+        """Return the tensors that violate a condition in `zeros` or `ties`, with the condition."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -491,7 +497,7 @@ class Provenance:
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
-        head.heads(self.constants.heads_per_neuron)  # raises an error if the member does not exist
+        head.heads(self.constants.heads_per_neuron)  # raises an error for an unknown member
         return head, head.layer
 
 

@@ -1,4 +1,4 @@
-"""Theorem 3.3: wider values.
+"""Theorem 3.3: widen the values of attention heads.
 
 A head's output, pattern · x W_V W_O, is a sum over the coordinates of the head's value. So new
 coordinates add nothing to the output if their rows of W_O are zero (equations 13 to 17).

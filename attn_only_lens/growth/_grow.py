@@ -44,24 +44,25 @@ class Grown:
     Attributes:
         model: the grown model, which has the class of the original model.
         provenance: the new place of each old head, neuron, layer, coordinate and parameter.
-        notes: sentences that describe other changes.
+        notes: sentences that describe what else growth changed, for example by rounding.
     """
 
     model: Any
     provenance: Provenance
     notes: tuple[str, ...] = ()
-    # Original values of tensors that growth changed; `shrink` returns them if the digests match.
+    # Original values of tensors that growth changed, and digests of the changed values. `shrink`
+    # restores an original value if, by its digest, the tensor did not change in training.
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
         """Return the model without the parts that growth added.
 
         Right after growth, the result equals the original model exactly. After training, the result
-        consists of the trained old entries, without the factors that growth applied. If growth
-        centred the residual stream, the result is centred too.
+        contains the trained values of the old entries, divided by the factors that growth applied.
+        If growth centred the residual stream, the result is centred too.
 
         Args:
-            drop_new: whether to drop new parts even if they have an effect.
+            drop_new: whether to drop new parts even if they affect the model's output.
 
         Raises:
             GrowthError: entries that had to be zero are not zero any more, so the old part alone
@@ -75,7 +76,7 @@ class Grown:
         if broken and not drop_new:
             reasons = [
                 f"{name}: entries that {was} after growth have changed; shrink(drop_new=True) "
-                "drops them, and so changes the model's function"
+                "drops them anyway, which changes the model's function"
                 for name, was in broken.items()
             ]
             raise GrowthError(reasons, "this model cannot be shrunk")
@@ -92,17 +93,17 @@ class Grown:
                 tensors[old] = provenance.tensor_map(old).unscaled(part)
         constants = provenance.constants
         if constants.tied and not torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T):
-            constants = replace(constants, tied=False)  # training changed the untied unembedding
+            constants = replace(constants, tied=False)  # training made the matrices differ
         before = Weights(tensors, constants)
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
-        """Return an optimizer that continues the training, with the grown model's parameters.
+        """Return an optimizer for the grown model that continues from the old optimizer's state.
 
         The first step after growth changes old parameters exactly as the old optimizer would. If
         d_model grew under LayerNorm, its steps differ from the old optimizer's
-        (`growth/optimizer.py` says by how much). Create learning-rate schedulers again, with
-        `last_epoch`.
+        (`growth/optimizer.py` says by how much). Learning-rate schedulers must be created again for
+        the new optimizer, with `last_epoch`.
 
         Args:
             optimizer: torch's `SGD`, `Adam` or `AdamW`; it is not changed.
@@ -141,8 +142,8 @@ class Grown:
             The folder.
 
         Raises:
-            GrowthError: the model is of another kind, or no transformers configuration can describe
-                the model. `attn_only_lens.save` can save such models with neuron-heads.
+            GrowthError: models of this kind cannot be saved, or no transformers configuration can
+                describe the model. `attn_only_lens.save` can save such models with neuron-heads.
             CheckpointError: the folder holds other files.
 
         Example:
@@ -277,7 +278,7 @@ def _checked_expansion(
 def _rounded(
     larger: Weights, source: Weights, provenance: Provenance
 ) -> tuple[Weights, float | None]:
-    """Round tensors to the original dtypes; also return the largest relative error, or None."""
+    """Round tensors to the original dtypes; also return the largest relative error, if any."""
     tensors, errors = dict(larger.tensors), []
     for name, tensor in larger.tensors.items():
         tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
@@ -344,8 +345,9 @@ def read(model: Any) -> Weights:
 def identity(model: Any) -> Identity:
     """Return numbers that identify a model, computed from its current weights.
 
-    They do not depend on the device, the dtype or the kind of model: they stay the same if the
-    model is cast, converted, exposed, or saved and loaded. Training changes them.
+    The numbers do not depend on the device, the dtype or the format of the model: they stay the
+    same if the model is cast to another dtype, converted, exposed (its neurons as heads), or saved
+    and loaded. Training changes them.
 
     Args:
         model: any model that `grow` or `compare` accepts.
@@ -368,7 +370,7 @@ def identity(model: Any) -> Identity:
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # models that cannot grow have an identity too
+    except GrowthError:  # models that cannot be grown also have an identity
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
@@ -380,12 +382,13 @@ def growable_of(model: Any) -> Growable:
             return kind_of_model(model)
     kind = type(model)
     got = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(model, TransformerBridge):  # exposed bridges have a subclass from this package
+    if isinstance(model, TransformerBridge):  # exposed bridges have another class
         got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [
-            f"got a {got}; expected a HookedTransformer, a model that convert made from one, or a "
-            f"TransformerBridge from boot_native or around {', '.join(FAMILIES)}"
+            f"got a {got}; expected a HookedTransformer, a model that convert made from one, a "
+            "TransformerBridge from boot_native, or a TransformerBridge around a transformers "
+            f"model with one of these model types: {', '.join(FAMILIES)}"
         ]
     )
 

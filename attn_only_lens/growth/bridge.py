@@ -1,10 +1,10 @@
 """Growth of TransformerBridges: code that is shared by all kinds of bridges.
 
-A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
-how the parameters of these parts store the tensors of `Weights`. If the wrapped model has a joint
-matrix for queries, keys and values, the bridge computes with copies of the matrix's three parts,
-and training changes only these copies. So growth reads the copies and builds the joint matrix from
-them.
+A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table
+gives, for each parameter of these parts, the tensor of `Weights` that it stores, and how its axes
+are arranged. If the wrapped model has a joint matrix for queries, keys and values, the bridge
+computes with copies of the matrix's three parts, and training changes only these copies. So growth
+reads the copies and builds the joint matrix from them.
 """
 
 import re
@@ -19,7 +19,7 @@ from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
-WRAPPED = "_original_component."  # the wrapped module in a bridge component
+WRAPPED = "_original_component."  # stands for the wrapped module in a bridge's parameter names
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
@@ -71,11 +71,11 @@ class BridgeModel(Growable):
         if exposed_heads(model):
             return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
         if any(parameter.is_meta for parameter in model.parameters()):
-            return ["its weights are on the meta device and have no values; load them"]
+            return ["the weights are on the meta device and have no values; load them first"]
         reasons = reasons_against_copying(model)
         if model.compatibility_mode:
             reasons.append(
-                "it is in compatibility mode, which may have processed its weights; grow the "
+                "the bridge is in compatibility mode, which may have changed its weights; grow the "
                 "bridge before you call enable_compatibility_mode"
             )
         parts = {path: parameter for path, (parameter, _) in self._parts.items()}
@@ -145,7 +145,7 @@ def _part(owner: Any, path: str) -> Any:
 
 
 def _transposed(pattern: str) -> str:
-    """Adapt the pattern to a matrix whose first axis is the input axis."""
+    """Return the pattern for a matrix whose first axis is the input axis (transformers' Conv1D)."""
     left, right = pattern.split(" -> ")
     rows, columns = re.findall(r"\([^)]*\)|\w+", left)
     return f"{columns} {rows} -> {right}"

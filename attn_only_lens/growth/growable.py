@@ -19,7 +19,7 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The layout of a parameter: the tensor of `Weights` that the parameter stores, and its shape.
+    """The layout of a parameter: which tensor of `Weights` it stores, with which order of axes.
 
     The einops pattern converts the parameter to the tensor; `sizes` gives the sizes of axes that
     the pattern splits. The pattern is None if the parameter and the tensor have the same shape.
@@ -62,7 +62,7 @@ class Growable(ABC):
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return the model's weights, detached and not copied, if they can be read."""
+        """Return the model's weights as detached tensors, which are not copied."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
@@ -89,9 +89,10 @@ class Growable(ABC):
         return {layout.name for name, layout in layouts.items() if not named[name].requires_grad}
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no model of this kind can have such weights.
+        """Return every reason why a model of this kind cannot have these weights.
 
-        By default, as in TransformerLens, all layers need the same sizes and a single d_head.
+        By default, as in TransformerLens, all layers need the same sizes, and values need the same
+        width (d_head) as queries and keys.
         """
         sizes = defaultdict(set)
         for axis, size in weights.sizes.items():
@@ -99,7 +100,7 @@ class Growable(ABC):
                 sizes[axis.label].add(size)
         reasons = [
             f"layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), but the "
-            f"layers of a {type(self.model).__name__} cannot differ; grow all of them"
+            f"layers of a {type(self.model).__name__} must have equal sizes; grow all of them"
             f"{self._instead}"
             for label, values in sizes.items()
             if len(values) > 1
@@ -120,7 +121,7 @@ class Growable(ABC):
         """Return every reason why `save_pretrained` cannot write the model."""
         return [
             f"got a {type(self.model).__name__}; expected a HookedTransformer, or a bridge around "
-            "a transformers model; attn_only_lens.save saves other models, with neuron-heads"
+            "a transformers model; save other models with neuron-heads by attn_only_lens.save"
         ]
 
     def save_pretrained(self, folder: Path) -> None:
@@ -128,16 +129,17 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Test whether a grown model computes the same function; return every reason if not."""
+        """Test whether a grown model computes the same function; if not, return every reason."""
         return []
 
 
 def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Return a reason for each pair of names that share one parameter."""
+    """Return a reason for each pair of names that refer to the same parameter."""
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [
-        f"{one} and {item} share one parameter, but may grow differently; make two parameters"
+        f"{one} and {item} share one parameter, but growth may change them differently; replace "
+        "one of them by a copy"
         for one, item in pairs
         if one != item
     ]

@@ -1,4 +1,4 @@
-"""Folders with a grown model and its provenance.
+"""Save a grown model with its provenance in a folder, and read the provenance.
 
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files

@@ -29,7 +29,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# For these architectures, TransformerLens has no flag that says how norms work.
+# In these architectures, one norm covers all heads' queries; TransformerLens has no flag for it.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -72,7 +72,7 @@ class HookedModel(Growable):
         }
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no HookedTransformer can have such weights."""
+        """Return every reason why a HookedTransformer cannot have these weights."""
         return super().reasons_against_weights(weights) or joint_norm_reasons(weights)
 
     def reasons_against_saving(self) -> list[str]:
@@ -80,9 +80,9 @@ class HookedModel(Growable):
         return []
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that `source_folder` reads."""
+        """Write a folder that `models/source_folder.py` can read."""
         model = self.model
-        # The folder contains the tokenizer, which then need not be downloaded.
+        # The tokenizer is saved in the folder, so no name is needed to download it.
         config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         state = model.state_dict()
@@ -120,7 +120,7 @@ class HookedModel(Growable):
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
-    """Return the layout of the TransformerLens parameter with this name in `Weights`."""
+    """Return the layout of the TransformerLens parameter that stores this tensor of `Weights`."""
     axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
     if axis is None or constants_of(cfg).qk_norm != "all heads":
         return Parameter(name)
@@ -134,7 +134,7 @@ def _set(model: nn.Module, name: str, value: Any) -> None:
 
 
 def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
-    """Return every difference between a model and its configuration."""
+    """Return every way in which a model's modules differ from its configuration."""
     cfg, constants = model.cfg, constants_of(model.cfg)
     reasons = shared_parameter_reasons(model.named_parameters(remove_duplicate=False))
     norms = [f"blocks.{layer}.{norm}" for layer in range(cfg.n_layers) for norm in block_norms]

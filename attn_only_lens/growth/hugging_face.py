@@ -47,7 +47,7 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """Constants of a model family that are missing in transformers' configuration.
+    """Facts about a model family that transformers' configuration does not contain.
 
     `eps` is the name of the configuration's field for ε. If `partial_rotary` is False, the model
     ignores `partial_rotary_factor`, and rotary positions rotate whole heads.
@@ -80,9 +80,9 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types whose frequencies depend only on their wavelength, or on a pair's index.
+# Rotary types in which a pair's frequency depends only on its wavelength or on its index.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
-_RECOMPUTED = ("dynamic", "longrope")  # recomputed by the model for each input length
+_RECOMPUTED = ("dynamic", "longrope")  # the model recomputes these for each input length
 # Joint matrices, and the parts of each joint matrix in order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
@@ -91,8 +91,8 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # tolerance relative to the largest logit, because rotary angles are float32
-_ROUNDED = 5e-2  # the tolerance if weights were rounded to half precision
+_DIFFERENCE = 1e-3  # tolerance relative to the largest logit; rotary angles are only float32
+_ROUNDED = 5e-2  # tolerance if weights were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
@@ -140,13 +140,13 @@ class HuggingFaceBridge(BridgeModel):
         known = set(map(id, [*named.values(), *self.named_parameters().values()]))
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
-            reasons.append(f"models of this family have no parameters {', '.join(unknown[:5])}")
+            reasons.append(f"this model family has no parameters named {', '.join(unknown[:5])}")
         fresh = dict(self._usual.named_buffers())
         if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
         buffers = self.model.original_model.named_buffers()
         return reasons + [
-            f"{name} differs from the value that the configuration gives"
+            f"{name} differs from its value in a new model with the same configuration"
             for name, buffer in ((name.replace(WRAPPED, ""), buffer) for name, buffer in buffers)
             if name in fresh and not torch.equal(buffer.cpu(), fresh[name].to(buffer.dtype))
         ]
@@ -178,7 +178,7 @@ class HuggingFaceBridge(BridgeModel):
         return Weights(self.tensors(), constants)
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no bridge of this family can have such weights."""
+        """Return every reason why a bridge of this family cannot have these weights."""
         reasons = super().reasons_against_weights(weights)
         kinds = {str(rope.get("rope_type", "default")) for rope in _ropes(self.config)}
         kinds -= set(_ROTARY)
@@ -211,7 +211,7 @@ class HuggingFaceBridge(BridgeModel):
         model.cfg.n_devices = len(places)
         made, options = vars(model.cfg), vars(template.cfg).items()
         others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
-        if others:  # the user or growth changed them; a new bridge shows which the user changed
+        if others:  # compare with a new bridge to see which of them the user changed
             usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
             for key, value in others.items():
                 if key in usual and usual[key] != value:
@@ -230,7 +230,7 @@ class HuggingFaceBridge(BridgeModel):
             if layout.name in beside:
                 named[name].data = layout.from_weights(weights.tensors[layout.name])
         if any(part.training != template.training for _, part in modules_of(model)):
-            model.train(template.training)  # takes long in a bridge
+            model.train(template.training)  # only if needed, because it takes long in a bridge
         return model
 
     def reasons_against_saving(self) -> list[str]:
@@ -247,11 +247,11 @@ class HuggingFaceBridge(BridgeModel):
             type(config).from_dict(config.to_dict())
         except (StrictDataclassError, ValueError) as error:
             message = str(error).strip().splitlines()[-1].strip()
-            return [f"{type(config).__name__} refuses its sizes ({message}); {_INSTEAD}"]
+            return [f"{type(config).__name__} refuses the sizes ({message}); {_INSTEAD}"]
         if getattr(config, BY_LAYER, None):
             return [
                 f"layers differ in d_mlp, but {type(config).__name__} has one d_mlp for all "
-                f"layers; grow all of them, or {_SAVE}"
+                f"layers; grow all layers, or {_SAVE}"
             ]
         if has_head_dim(config) or cfg.n_heads * cfg.d_head == cfg.d_model:
             return []
@@ -269,14 +269,14 @@ class HuggingFaceBridge(BridgeModel):
         difference = _difference(self._few_logits(self.model), self._few_logits(module))
         if not difference <= _DIFFERENCE:
             reason = (
-                f"without its bridge, the model's logits differ by {difference:.2g} of the largest "
-                "logit: transformers and TransformerLens interpret the configuration differently"
+                f"the model's logits with and without its bridge differ by {difference:.2g} of the "
+                "largest logit: transformers and TransformerLens read the configuration differently"
             )
             raise GrowthError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
-        except ValueError as error:  # the generation config is invalid
-            raise GrowthError([f"transformers cannot save it: {error}"], PROBLEM) from error
+        except ValueError as error:  # for example, because the generation config is invalid
+            raise GrowthError([f"transformers cannot save the model: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
         for path in folder.glob("*.safetensors"):  # make files readable for other users
@@ -399,7 +399,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """For each `_rule`, the tails of the tensors that transformers stores in the parameter."""
+        """For each parameter name (see `_rule`), the tails of the tensors that it stores."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
         for name, layout in layouts.items():  # if the weights are tied, the embedding comes first
@@ -427,7 +427,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _usual(self) -> PreTrainedModel:
-        """A transformers model with the same configuration and arbitrary weights."""
+        """A transformers model without a bridge, with this configuration and arbitrary weights."""
         return self._module(self.config)
 
     def _module(
@@ -461,7 +461,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return a device map with as few entries as possible; empty modules are on `first`."""
+    """Return a device map with few entries; modules without parameters are on `first`."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
@@ -472,7 +472,7 @@ def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[
 
 
 def _difference(one: Tensor, second: Tensor) -> float:
-    """Return the largest difference of logits, relative to the largest logit. NaN equals NaN."""
+    """Return the largest difference of two logits, relative to the largest one. NaN equals NaN."""
     finite = one.isfinite() | second.isfinite()
     difference = (one - second).abs().nan_to_num(torch.inf)[finite]
     largest = one[one.isfinite()].abs()

@@ -91,7 +91,7 @@ class NativeBridge(BridgeModel):
             named[name].requires_grad_(source_of(layout.name) not in frozen)
         wrapped: Any = model.original_model
         buffers = dict(template.original_model.named_buffers())
-        for name, buffer in wrapped.named_buffers():  # copied, as new tables may differ
+        for name, buffer in wrapped.named_buffers():  # copied, because a new model's may differ
             buffer.data = buffers[_source_buffer(name, source_of)].clone()
         if weights.constants.tied:
             wrapped.head._original_component.weight = wrapped.tok_embed.weight

@@ -7,10 +7,11 @@ model and growing the converted model give bitwise equal weights. Layers of a co
 have different sizes, and values may have another width than queries and keys. So converted models,
 unlike others, can grow in some layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
 
-Bilinear gates of a gated MLP are exact on a range that was calibrated for each layer. A new layer
-gets the range of the old layer with the same shapes, and new neurons get the range of their layer.
-Outside this range, new neurons do not compute the activation function, but their outputs are zero
-before training. To avoid this, grow the source, then convert and calibrate the grown model.
+In a converted gated MLP, bilinear gates equal the activation function only on a range of inputs,
+which was calibrated for each layer. A new layer gets the range of the old layer with the same
+shapes, and new neurons get the range of their layer. Outside this range, new neurons do not compute
+the activation function, but their outputs are zero before training. To avoid this, grow the source,
+then convert and calibrate the grown model.
 """
 
 import math
@@ -56,7 +57,7 @@ class ConvertedModel(Growable):
         """Return every reason why this model cannot be grown."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
-            return [f"the model is a {type(model).__qualname__}, an unknown subclass"]
+            return [f"got a {type(model).__qualname__}, a subclass that growth does not support"]
         reasons = [*module_reasons(model), *configuration_reasons(model, ("ln1", "ln1_post"))]
         sizes = model.cfg.layer_sizes
         if len({size.n_key_value_heads is None for size in sizes}) > 1:
@@ -75,7 +76,7 @@ class ConvertedModel(Growable):
         return all(size.attn_scale == math.sqrt(size.d_head) for size in sizes)
 
     def read(self) -> Weights:
-        """Return the weights of the model's source."""
+        """Return the model's weights in the layout of its source model."""
         cfg = self.model.cfg.layer_cfg(0)
         constants = replace(constants_of(cfg), heads_per_neuron=self.model.heads_per_neuron)
         if cfg.use_attn_scale and not self._has_default_scales():
@@ -91,7 +92,7 @@ class ConvertedModel(Growable):
         return tensors
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no converted model can have such weights."""
+        """Return every reason why a converted model cannot have these weights."""
         return joint_norm_reasons(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
@@ -132,7 +133,7 @@ class ConvertedModel(Growable):
 
 
 def _source_name(name: str) -> str:
-    """Return the name in `Weights` of a converted model's parameter."""
+    """Return the name of the tensor of `Weights` that a converted model's parameter stores."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return name
@@ -143,7 +144,7 @@ def _source_name(name: str) -> str:
 
 
 def _converted_name(name: str, *, grouped: bool) -> str:
-    """Return a converted model's name for a tensor of `Weights`."""
+    """Return the name of the converted model's parameter that stores a tensor of `Weights`."""
     layer, of = in_layer(name), tail(name)
     if layer is None:
         return name

@@ -1,4 +1,4 @@
-"""Exact activation patching, site by site."""
+"""Exact activation patching: patch one site at a time, and compute the metric after each patch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def activation_patch(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
-    """Patch each site in turn, and compute the metric after each patch.
+    """Patch each site (a head at a position) in turn, and compute the metric after each patch.
 
     Results are exact: each value equals the metric of a full forward pass with the patch, up to
     rounding errors. Only activations that a patch can change are computed (see `engine/replay`),
@@ -113,13 +113,15 @@ def activation_patch(
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
-        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
+        The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
+        the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, sites or positions; `per_prompt`
             with a metric that has one value for all prompts; a folder with another sweep.
         UnsupportedModelError: a forward pass of the model cannot be split at block boundaries, or a
-            patch has another effect than a hook in a whole forward pass (both are tested first).
+            patch would not have the same effect as a hook in a full forward pass (both are tested
+            first).
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -290,7 +292,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Make a patch runner for some prompts, test its edits, and return the runner."""
+        """Return a patch runner for some prompts, after testing its edits in full runs."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)

@@ -27,9 +27,10 @@ scaled by ε changes the metric by ε times the "gradient" estimate.
 
 Costs are counted in forward passes of 2 · n_pos · parameters flops (a backward pass that stops at
 activations costs as much as a forward pass). "gradient" costs 3 forward passes; "exact_gate" costs
-3, plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps. Some
-sites are then patched exactly (`repairs.py`). In `analyses/results`, `attribution_vs_patching.md`,
-`contrast_vs_patching.md` and `attribution_repairs.md` report the agreement with patching.
+3, plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps.
+Afterwards, the sites whose estimates are likely to be wrong are patched exactly (`repairs.py`). In
+`analyses/results`, `attribution_vs_patching.md`, `contrast_vs_patching.md` and
+`attribution_repairs.md` report how well the estimates agree with exact patching.
 """
 
 from collections.abc import Sequence
@@ -129,13 +130,15 @@ def attribution(
 ) -> Sweep:
     """Estimate the results of activation patching for all sites at once.
 
-    The results have the scale and columns of `activation_patch`; use `agreement` to compare.
+    The scores have the same scale, and the frame has the same columns, as in `activation_patch`.
+    `agreement` compares estimates with exact results.
 
-    Gradient estimates can miss the one site that matters, which is usually a neuron in an early
-    layer at the first token that differs. So the sites with the largest expected errors are patched
-    exactly (`repairs.py`), and the rows of these sites are marked `exact`. In a small model, most
-    or all sites are patched; with `budget=0`, no sites are patched. `expected_pearson` is the
-    expected correlation with patching, for attention heads and for neuron-heads.
+    Gradient estimates can miss the site with the largest effect, which is usually a neuron in an
+    early layer at the first token that differs. So the sites with the largest expected errors are
+    patched exactly (`repairs.py`), and the rows of these sites are marked `exact`. In a small
+    model, most or all sites are patched; with `budget=0`, no sites are patched. `expected_pearson`
+    is the expected correlation of the scores with those of exact patching, for attention heads and
+    for neuron-heads.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -173,7 +176,8 @@ def attribution(
             "integrated", or sites if there are several chunks of prompts.
 
     Returns:
-        The estimated metric and score after each patch; score 0 is the corrupted run, 1 the clean.
+        The estimated metric and score after each patch. The score is 0 for the corrupted run and 1
+        for the clean run.
 
     Raises:
         InputWarning: with "secant", the metric has no secant rule, and shares do not add up to the
@@ -259,7 +263,7 @@ def attribution(
 def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
-    """Estimate the effects in a chunk, and return the statistics to store."""
+    """Estimate the effects for a chunk of prompts, and return the statistics to store."""
     some_prompts = prompts.of(chunk.prompts)
     repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]
@@ -275,7 +279,7 @@ def _estimate_chunk(
 def _expected_pearson(
     plan: SweepPlan, totals: OverPrompts, errors: np.ndarray
 ) -> dict[Any, float | None]:
-    """Return, for each kind of head, the expected correlation between estimates and patching."""
+    """Return, for each kind of head, the expected correlation of the scores with exact scores."""
     sizes = [len(group) for group in plan.groups]
     kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
     means = totals.means.numpy()
@@ -306,7 +310,7 @@ class _Estimator:
             for site in plan.sites
         }
         self._attention = [site.layer for site in plan.sites if site.kind == "attention"]
-        # Heads may share keys and values, so record z of the heads that read them.
+        # Several heads may share a key and a value, so also record z of the heads that read them.
         self._readers = {
             node: hook_name(plan.model, site.layer, "z")
             for site, node in self._nodes.items()
@@ -379,7 +383,7 @@ class _Estimator:
             return repairer.spend(self._budget), by_pattern
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:
-        """Return the secant multipliers between the two runs."""
+        """Return the secant multipliers between the two runs; warn if they are not exact."""
         require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
         runs = self._both
         if runs is None or runs.pair is not prompts.pair:
@@ -387,9 +391,9 @@ class _Estimator:
         result = contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
         if result.remainder:
             reason = (
-                f"the shares of all sites add up to {result.total:.4g}, but the metric changes by "
-                f"{result.total + result.remainder:.4g}; the difference is not attributed to any "
-                "site"
+                f"the attributions of all sites add up to {result.total:.4g}, but the metric "
+                f"changes by {result.total + result.remainder:.4g}; the rest is not attributed to "
+                "any site"
             )
             warn({"remainder": reason}, "this metric has no exact secant rule")
         return result
@@ -409,10 +413,10 @@ class _Estimator:
         model, metric = self._plan.model, prompts.runs.metric
         target, source = prompts.target, prompts.source
         require_differentiable(metric, target.logits.detach())
-        if self._method == "integrated":  # average over points between the runs
+        if self._method == "integrated":  # averaged over runs between target and source
             tape, steps = self._tape, self._steps
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
-        if prompts.first:  # only the first chunk, because single prompts may have zero gradient
+        if prompts.first:  # not in other chunks, because single prompts may have zero gradient
             ablation = self._plan.direction in ABLATIONS
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value
@@ -450,7 +454,7 @@ def integrated_gradients(
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Return gradients at hook points, averaged over runs between the target and the source run."""
+    """Return gradients at hook points, averaged over runs with interpolated embeddings."""
     x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()
@@ -479,7 +483,8 @@ def _require_whole(model: Any, target: Recording, source: Recording) -> None:
     tolerance = logit_tolerance(host_of(model).neurons, logits.dtype)
     if off := disagreement(logits, source.logits, tolerance):
         reason = (
-            "with the other run's embeddings in the first block, the logits differ from that run's "
-            f"logits ({off}), so the model reads tokens elsewhere too; use method='gradient'"
+            "given the other run's embeddings as input of the first block, the model does not "
+            f"compute that run's logits ({off}), so the model reads tokens elsewhere too; use "
+            "method='gradient'"
         )
         raise UnsupportedModelError([reason], "gradients cannot be integrated between these runs")

@@ -1,7 +1,8 @@
-"""Split a patch's effect into pattern, value and interaction.
+"""Split the effect of patching a neuron-head into its pattern, its value and their interaction.
 
-The output of a neuron-head is z = w v, where w is the pattern and v the value. So the difference
-between two runs, where a prime marks the second run, is
+A neuron-head is an MLP neuron that is computed as an attention head. Its output is z = w v, where w
+is the attention pattern and v the value. So the difference of z between two runs, where a prime
+marks the second run, is
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
@@ -65,7 +66,7 @@ def gate_and_value(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Split the effect of patching neuron-heads into pattern, value and interaction.
+    """Split the effect of patching neuron-heads into parts: pattern, value and interaction.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.

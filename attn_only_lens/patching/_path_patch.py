@@ -1,6 +1,7 @@
 """Exact path patching: replace one head's output, but only in the input of another head.
 
-A path has a sender s and a receiver r. Patches copy from the source run to the target run.
+A path has a sender s and a receiver r. Patching copies activations from the source run into the
+target run; one of them is the clean run, the other the corrupted run.
 
     δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
     the stream that r reads for its inputs `part` changes by δ before r's norm; all else stays fixed
@@ -15,14 +16,16 @@ is "logits", the pair stands for the direct path only. The scale of the norm bef
 version 3.9 and "anew" in version 4.) A norm after s is part of s. Norms of queries and keys are
 part of r, and are always computed anew.
 
-For each prompt, a pair costs the computation of Δz_r and the forward pass after r. This pass costs
-2 S Σ_{later blocks} parameters flops, where S is the number of positions from the first changed
-position to the end. For a neuron, Δz_r costs 2 d_model T flops, where T is the number of positions
-of δ (4 d_model T if the MLP is gated). For an attention head, Δz_r costs a pass through the
-attention of one layer, once per sender. A pair with the logits costs only an unembedding.
+For each prompt, the cost of a pair is the cost of Δz_r plus that of the forward pass after r. This
+pass costs 2 S Σ_{later blocks} parameters flops, where S is the number of positions from the first
+changed position to the end. For a neuron, Δz_r costs 2 d_model T flops, where T is the number of
+positions of δ (4 d_model T if the MLP is gated). For attention heads, Δz_r costs one pass per
+sender through the attention of their layer. If the receiver is "logits", a pair costs only an
+unembedding.
 
-Paths are computed in path blocks. A path block has senders from one layer and kind, at one set of
-positions, and receivers from one layer and kind. Its tensors have at most about `_NUMBERS` entries.
+Paths are computed in groups, called path blocks. A path block has senders from one layer and kind,
+at one set of positions, and receivers from one layer and kind. Its tensors have at most about
+`_NUMBERS` entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -130,11 +133,13 @@ def path_patch(
             neuron-head has no "k", and its "q" sets its pattern. Its value is the pre-activation,
             or in a gated MLP the pre-activation times the output of W_in. The receiver "logits"
             ignores `part`.
-        positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
-            (-1 is each prompt's last token), a list of numbers, or roles; see `activation_patch`.
+        positions: the positions at which the sender's output is replaced: "each" in turn, "all" at
+            once, a number (-1 is each prompt's last token), a list of numbers, or roles; see
+            `activation_patch`.
         direction: "denoise" patches clean writes into the corrupted run; "noise" patches corrupted
             writes into the clean run.
-        scale: "held" keeps the scale of the norms before receivers; "anew" computes it again.
+        scale: "held" keeps the scale of the norms before receivers as it was in the target run;
+            "anew" computes it from the changed stream.
         top: how many paths to patch: the paths with the largest |estimated effect|. The estimate is
             the exact change of the receiver's output times the mean gradient of the metric there.
             None patches all paths.
@@ -148,7 +153,8 @@ def path_patch(
         progress: whether to show a progress bar; a text is its label.
 
     Returns:
-        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
+        The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
+        the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, heads or positions; no receiver
@@ -282,15 +288,15 @@ class _PathPatches:
         return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
-        """Return all paths, and the rows of each chunk. No path block is split."""
+        """Return all paths, and each chunk's rows. All paths of a path block are in one chunk."""
         work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
         ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
         return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
-        """Return the paths with the largest |mean estimate|, and the rows of each chunk."""
-        # Each row of these chunks is a path block. The chunks' keys contain no prompts.
+        """Return the paths with the largest |mean estimate|, and each chunk's range of rows."""
+        # In these chunks, a row is a path block, and the range of prompts is not used.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
@@ -298,7 +304,7 @@ class _PathPatches:
         return work, [range(*bounds) for bounds in pairwise(ends)]
 
     def estimate(self, chunk: Chunk, top: int) -> Arrays:
-        """Estimate the paths of some path blocks, and return those with the largest |mean|."""
+        """Estimate the paths in some path blocks; return those with the largest |mean estimate|."""
         blocks = {number: self.blocks[number] for number in chunk.rows}
         total: dict[int, Any] = dict.fromkeys(blocks, 0.0)
         for some_prompts in self._plan.prompts:
@@ -343,7 +349,7 @@ class _PathPatches:
         return Paths(frame=frame, scale=plan.scale, n_paths=self.n_paths, **settings)
 
     def _runner(self, prompts: PromptChunk) -> "_PathRunner":
-        """Make a path runner for some prompts. Also test the edits of receivers."""
+        """Return a path runner for some prompts, after testing the edits of receivers."""
         if prompts.runner is None:
             plan, runs = self._plan, self._runs
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
@@ -410,7 +416,7 @@ def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
 
 
 def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
-    """Return the paths with the largest |estimated effect| in all frames, ordered by block."""
+    """Return the `top` paths with the largest |estimate| in all frames, ordered by path block."""
     paths = pd.concat(picked, ignore_index=True)
     rows = paths["estimate"].abs().nlargest(top).index
     return paths.loc[rows.sort_values()].reset_index(drop=True)
@@ -471,7 +477,7 @@ def _path_blocks(
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
 ) -> Iterator[_PathBlock]:
-    """Yield path blocks with all pairs whose receiver comes after the sender.
+    """Yield path blocks that together contain all pairs whose receiver comes after the sender.
 
     Their order and sizes depend only on the prompts, the heads and `prompts_at_once`.
     """
@@ -531,7 +537,7 @@ def _take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
 
 
 def _local(sites: LayerSites) -> LayerSites:
-    """Return the same sites with the indices 0, 1, 2, …"""
+    """Return the same sites, renumbered with the indices 0, 1, 2, …"""
     return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
 
 
@@ -553,7 +559,7 @@ class _PathRunner:
     def values(
         self, block: _PathBlock, i: Int[Tensor, "path"], j: Int[Tensor, "path"]
     ) -> Float[Tensor, "path prompt"]:
-        """Return the metric of each prompt with the path from sender i to receiver j patched.
+        """Return the metric of each prompt after each path from sender i to receiver j is patched.
 
         For paths that cannot affect the metric, the result is the baseline, without a forward pass.
         """
@@ -621,7 +627,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return the changes of each receiver's z, by sender and prompt, and their positions."""
+        """Return each sender's effect on the receivers' z in each prompt, and where."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
@@ -653,7 +659,7 @@ class _PathRunner:
     def _attention_z(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """Return z of all heads in the receivers' layer for each sender, and z's first position."""
+        """Return, for each sender, z of all heads in the receivers' layer, and where z starts."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])
@@ -685,7 +691,7 @@ class _PathRunner:
         name = replay.host.hook_name(layer, "attention", "z")
 
         def run(some: Tensor, first: int) -> Tensor:
-            # Variants may begin at earlier positions, which the path does not change.
+            # The pass may start at earlier positions, which the path does not change.
             before = z_values[:, first:begins, index[some]].movedim(2, 0)
             rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
             rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)

@@ -3,7 +3,7 @@
 All long computations are jobs. The work is split into chunks, and a function computes named arrays
 for each chunk. The arrays can be stored in a folder, so that an interrupted job can be resumed.
 Processes started by `accelerate launch` share the chunks: with n processes, process i mod n
-computes chunk i. A patching method only has to define chunks, and a function that computes one
+computes chunk i. A patching method only has to define its chunks, and a function `compute` for one
 chunk:
 
     job = Job(resume, settings, progress)
@@ -50,7 +50,7 @@ _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
 class Job:
-    """Runs chunks of work, resumes from a folder, and shares the work with other processes.
+    """Computes chunks of work, resumes from a folder, and shares the work with other processes.
 
     Args:
         folder: where the arrays of chunks are stored; None to store nothing.
@@ -122,7 +122,7 @@ class Job:
             if n_launched() == 1 or time.monotonic() - start > _PATIENCE:
                 raise InputError(
                     [
-                        f"{self._store.folder} lacks {chunk.key}: it was deleted, or another "
+                        f"{self._store.folder} lacks {chunk.key}: the file was deleted, or another "
                         "process died or writes to another folder with that name; expected one "
                         "folder that all processes share"
                     ],

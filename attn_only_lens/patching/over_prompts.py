@@ -10,8 +10,8 @@ mean metrics, span = clean - corrupted, is treated as a constant. Then
 
 For n prompts with equal weights, the standard error is s/√n, where s is the sample standard
 deviation. For unequal weights, the standard error is the linearised standard error of a ratio of
-sums. The standard error of the score uses paired differences d_b, because the metric varies more
-between prompts than between the patched and the unpatched run of a prompt.
+sums. The standard error of the score uses paired differences d_b, because the metric usually
+differs more between two prompts than between the patched and the unpatched run of one prompt.
 
 For each chunk of prompts and each site, three statistics are stored for v, and three for d: the
 mean m, Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². When two chunks are joined, the sums are shifted to
@@ -34,7 +34,7 @@ SPREAD = ("value_standard_error", "score_standard_error")
 
 @dataclass(eq=False)
 class OverPrompts:
-    """The metric in both runs and after each patch, collected over chunks of prompts.
+    """The metric in the clean run, in the corrupted run and after each patch, for all prompts.
 
     Attributes:
         name: the name of the metric.
@@ -58,7 +58,7 @@ class OverPrompts:
         if self.per_prompt and len(self.weights) != self.n_prompts:
             reason = (
                 f"{self.name} has one value for all {self.n_prompts} prompts; expected a metric "
-                f"with a value for each prompt: return a tensor [{self.n_prompts}]"
+                f"that returns a value for each prompt: a tensor of shape [{self.n_prompts}]"
             )
             raise InputError([reason], "there are no rows for single prompts")
         if self.per_prompt and 0.0 in self.weights:
@@ -157,7 +157,7 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return the weighted mean over prompts, with rounding that does not depend on other rows."""
+    """Return each row's weighted mean over prompts, rounded independently of other rows."""
     if len(shares) == 1:
         return values[:, 0]
     # Sum as in `BoundMetric.mean`, so that patches without effect give exactly the unpatched value.
@@ -168,7 +168,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value, given how much the prompt changes the mean."""
+    """Convert each prompt's part in the change of the mean into the prompt's own value."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # the metric has one value for all prompts, or there is only one prompt
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

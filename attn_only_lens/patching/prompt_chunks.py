@@ -28,11 +28,11 @@ _SHARE = 0.2  # fraction of total memory for a chunk's activations
 
 @dataclass(eq=False)
 class PromptChunk:
-    """The recorded runs for some prompts. Patches copy from the source run to the target run.
+    """The recorded runs for some prompts. Patches copy from the source into the target run.
 
     Attributes:
-        unpatched: the metric of each prompt in the target run.
-        first: whether the chunk contains the first pair of different prompts.
+        unpatched: the metric of each prompt in the target run, before any patch.
+        first: whether the chunk contains the first prompt pair whose two prompts differ.
         runner: the patch runner for these prompts, or None before its first use.
     """
 
@@ -101,7 +101,7 @@ class PromptChunks:
         return self._held
 
     def first(self, prompts: Sequence[range]) -> PromptChunk:
-        """Return the chunk that contains the first pair of different prompts."""
+        """Return the chunk that contains the first prompt pair whose two prompts differ."""
         return self.of(next(some for some in prompts if self._first in some))
 
     def totals(self, prompts: Sequence[range], n_rows: int, per_prompt: bool) -> OverPrompts:
@@ -121,7 +121,9 @@ class PromptChunks:
 class AblatedRuns:
     """The source runs of an ablation: for each chunk of prompts, the clean run with z ablated.
 
-    For "mean", one more pass computes the means. For "resample", the prompts that supply z are run.
+    For "mean", a separate pass computes the means. For "resample", a separate pass records z of the
+    prompts from which z is copied. Neither pass is needed if one chunk holds all prompts and there
+    is no reference.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class AblatedRuns:
         return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
 
     def _mean(self) -> Recording:
-        """Return the mean of z over all real tokens, as if it were recorded from one token."""
+        """Return the mean of z over all real tokens, in the form of a recording of one token."""
         tokens, mask, real = self._pair.clean, self._pair.mask, self._pair.real
         if self._reference is not None:
             tokens, mask, real = self._reference, None, torch.ones_like(self._reference).bool()
@@ -224,7 +226,7 @@ def prompts_per_chunk(
 
 
 def _numbers_that_fit(model: Any) -> int:
-    """Return how many numbers fit into memory. All processes on a machine get the same result."""
+    """Return how many numbers a chunk may hold; all processes on a machine get the same result."""
     parameter = next(model.parameters())
     if parameter.device.type == "cuda":
         memory = torch.cuda.mem_get_info(parameter.device)[1]
@@ -243,11 +245,11 @@ def _numbers_per_prompt(
 ) -> int:
     """Estimate how many numbers one prompt needs in memory at once.
 
-    On SmolLM2, the estimate differs by at most a quarter from what torch allocates.
+    On SmolLM2, the estimate differs by at most a quarter from the memory that torch allocates.
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model
-    if decomposed:  # inputs and outputs of two sublayers and of the norms
+    if decomposed:  # inputs and outputs of both sublayers and their norms
         kept += 10 * host.n_layers * cfg.d_model
     for site in sites:
         if site.kind == "attention":

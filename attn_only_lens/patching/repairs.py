@@ -1,8 +1,8 @@
 """Repair gradient estimates: patch sites whose estimates are likely to be wrong.
 
 Among more than ten thousand sites, a few account for most of the squared error of gradient
-estimates. A number called the key predicts which sites these are. Sites with large keys are
-patched, and the exact values replace the estimates.
+estimates. A number called the site's repair key (not an attention key) predicts which sites these
+are. Sites with large keys are patched, and the exact values replace the estimates.
 
 A first-order estimate has a large error if a patch writes a vector that is long relative to the
 stream, because the scale of the next norm is then far from constant. Let a_t be the length of the
@@ -28,9 +28,9 @@ correlation of e with exact scores. So we patch the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-where c key² is a model of the squared error. Each layer and kind of head has its own c, which is
-fitted to the sites patched so far, and is at least a quarter of the c fitted to all layers of the
-kind. The expected correlation for a kind of head is
+where c key² is the expected squared error of an estimate. Each layer and kind of head has its own
+c, which is fitted to the sites patched so far, and is at least a quarter of the c fitted to all
+layers of the kind. The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
@@ -70,13 +70,13 @@ Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
 _TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, and factor by which the budget grows
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
-_TINY = 1e-100  # replaces 0 if all errors or all effects are 0
-_LEAST_COST = 1e-3  # overhead of a patch, in forward passes
+_TINY = 1e-100  # avoids divisions by 0 if all errors or all effects are 0
+_LEAST_COST = 1e-3  # cost that is added to each patch, in forward passes
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Rows: TypeAlias = npt.NDArray[np.int64]
 
 _READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "value", "z")}
-"""For each part of attention heads, the other activations that the key depends on."""
+"""For each part of attention heads, the other activations on which the repair key depends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Repairs:
 
     @classmethod
     def nothing(cls, values: Tensor, groups: Sequence[SiteGroup]) -> "Repairs":
-        """Return estimates without any exact patches."""
+        """Return the estimates, none of which was replaced by an exact value."""
         errors = dict.fromkeys(group.sites.kind for group in groups)
         return cls(values, np.zeros(len(values), dtype=bool), {**errors}, 0.0)
 
@@ -156,7 +156,7 @@ class Repairer:
         else:
             self._patch(self._rows_to_patch(float(budget), self._of_kind))
         errors = {kind: self._expected_error(kind) for kind in self._of_kind}
-        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches for an estimate
+        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches to estimate errors
             errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
         return Repairs(self._values, self._exact, errors, self._spent)
 
@@ -178,7 +178,7 @@ class Repairer:
         moving = all_starts[all_starts >= 0]
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
-        if self._first < first:  # all runs must begin at position 0
+        if self._first < first:  # passes through this model must begin at position 0
             starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
@@ -186,7 +186,7 @@ class Repairer:
         return costs
 
     def _positive(self, keys: _Numbers) -> _Numbers:
-        """Make a key positive if the patch can have an effect, and 0 otherwise.
+        """Return each key, raised to a positive number if the patch can have an effect, and else 0.
 
         In a saturated model, the gradient of a site may be 0 although its patch has an effect. Such
         sites are patched last.
@@ -215,6 +215,7 @@ class Repairer:
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
         """Return the rows to patch within the remaining budget, in order of decreasing gain.
 
+        A row's gain is the ratio in the module docstring that decides which site is patched next.
         Rows that cost more than the remaining budget are skipped in favour of cheaper rows.
         """
         scores, left = self._scores, budget - self._spent
@@ -227,7 +228,7 @@ class Repairer:
             gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
         gain[self._exact] = 0.0
         rows = np.flatnonzero((gain > 0) & (self._cost <= left))
-        n_most = int(left / _LEAST_COST)  # upper bound on affordable rows
+        n_most = int(left / _LEAST_COST)  # at most this many rows fit into the budget
         if len(rows) > n_most:
             rows = np.sort(rows[np.argpartition(-gain[rows], n_most)[:n_most]])
         rows = rows[np.argsort(-gain[rows], kind="stable")]
@@ -272,7 +273,7 @@ class Repairer:
         self._tested.update(edits)
 
     def _squared_errors(self, kind: HeadKind) -> _Numbers:
-        """Return, for each layer, the ratio c of squared errors to key² for one kind of head."""
+        """Return each layer's fitted ratio c of squared errors to key² for one kind of head."""
         patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
         if not len(patched):
             return np.ones(len(self._sites))
@@ -299,13 +300,13 @@ class Repairer:
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
     def _errors(self, rows: _Rows) -> _Numbers:
-        """Return the estimation errors in patched rows."""
+        """Return the errors of the estimates in patched rows: exact values minus estimates."""
         exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
         return exact - self._estimates[rows]
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return the hook points at which keys need gradients, and the hook points to record."""
+    """Return the hook points where repair keys need gradients, and the hook points to record."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     attention = {site.layer for site in sites if site.kind == "attention"}
@@ -322,7 +323,7 @@ def repair_keys(
     source: Recording,
     gradients: dict[str, Tensor],
 ) -> Float[Tensor, "row"]:
-    """Return the key of each row, which is proportional to the expected error."""
+    """Return each row's repair key, which is proportional to the expected error of its estimate."""
     keys = _Keys(model, part, target, source, gradients)
     attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
     if attention and part in ("pattern", "q", "k"):
@@ -337,7 +338,7 @@ def on_one_device(rows: Sequence[Tensor]) -> Tensor:
 
 
 class _Keys:
-    """Computes keys for the heads of a layer at each token."""
+    """Computes repair keys (see the module docstring) for the heads of a layer at each token."""
 
     def __init__(
         self,
@@ -352,7 +353,7 @@ class _Keys:
         self.replaced: dict[str, Tensor] = {}  # by hook point, from `run_with_part`
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
-        """Return the keys of these heads at each token."""
+        """Return the repair keys of these heads at each token."""
         if sites.kind == "neuron":
             return self._of_neurons(sites)
         key = self._of_attention(sites.layer)
@@ -410,7 +411,7 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Repeat the target run with one part from the source run; return each layer's z by name.
+    """Repeat the target run with one part from the source run; return z by hook point.
 
     If the part is "k", also return the patterns. One forward pass is enough for all heads, because
     the part of one head affects only the z of this head, and z is restored before later layers read

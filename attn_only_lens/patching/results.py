@@ -34,7 +34,7 @@ from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
-"""The score of the target run, by direction. Ablations patch into the clean run."""
+"""The score of the target run, for each direction. Ablations patch into the clean run."""
 MEASURED = "patching"
 """The method name of a sweep in which every patch was run."""
 PARTS = ("by_pattern", "by_value")
@@ -42,7 +42,7 @@ PARTS = ("by_pattern", "by_value")
 
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
-# `top` shows these columns and the first group of details in the frame (80 characters wide).
+# `top` shows these columns, and the first group of `_DETAILS` that is in the frame.
 _ALWAYS_ON_TOP = ("name", "sender", "receiver", "position", "token", "part", "score", "exact")
 _DETAILS: tuple[tuple[str, ...], ...] = (
     ("score_standard_error",),
@@ -51,7 +51,7 @@ _DETAILS: tuple[tuple[str, ...], ...] = (
     PARTS,
     ("value",),
 )
-_SAME_RUN = 0.01  # fraction of the metric's range; above rounding errors in any dtype
+_SAME_RUN = 0.01  # tolerance relative to the metric's range; above rounding errors in any dtype
 _PROBLEM = "these are not results of patching"
 _METRIC_NAMES = {
     "logit_diff": "Logit difference",
@@ -65,7 +65,7 @@ _Results = TypeVar("_Results", bound="ScoredFrame")
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The token texts of all prompts.
+    """The texts of the tokens of all prompts.
 
     Attributes:
         clean: for each clean prompt, the token text at each position; None for padding.
@@ -198,7 +198,7 @@ def _positions(column: _Column) -> npt.NDArray[np.int64] | pd.Categorical:
     except InputError as error:
         reason = (
             f"got positions {column.drop_duplicates().head(7).tolist()}; expected only numbers, "
-            "or only texts: 'all', or roles"
+            "or only texts ('all' or roles)"
         )
         raise InputError([reason], _PROBLEM) from error
 
@@ -218,9 +218,10 @@ _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoredFrame:
-    """A frame with a column `score`, and the settings of the run.
+    """A frame of results with a column `score`, and the settings with which they were computed.
 
-    Each subclass defines how columns are read. All columns up to `value` are required.
+    Each subclass lists its possible columns, and how each column is read. All columns up to
+    `value`, except `part`, are required.
     """
 
     _document: ClassVar[Document]
@@ -511,7 +512,8 @@ class Sweep(ScoredFrame):
     ) -> "Sweep":
         """Return the results of a sweep over all prompts.
 
-        `exact` marks rows with exact values. `by_pattern` is how much patterns change the metric.
+        `exact` marks rows with exact values. `by_pattern` is each row's change of the metric
+        through attention patterns.
         """
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
@@ -587,7 +589,7 @@ def run_settings(
 
 
 def _sites(frame: pd.DataFrame) -> pd.MultiIndex:
-    """Return an index that identifies the rows of a sweep."""
+    """Return each row's name, position and prompt, to find the same row in another sweep."""
     columns = [name for name in ("name", "position", "prompt") if name in frame]
     return pd.MultiIndex.from_frame(frame[columns])
 
@@ -615,7 +617,7 @@ class Paths(ScoredFrame):
         tokens: the texts of the prompts' tokens, or None.
 
     Raises:
-        InputError: a column is missing, or a value is not finite.
+        InputError: a column is missing, or a value is not a finite number.
 
     Example:
         >>> import pandas as pd
@@ -698,7 +700,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
 
 def _differences(exact: Sweep, approx: Sweep) -> list[str]:
     reasons = [
-        f"exact has {name} {getattr(exact, name)!r}, approx has {getattr(approx, name)!r}"
+        f"exact has {name} {getattr(exact, name)!r}, but approx has {getattr(approx, name)!r}"
         for name in ("direction", "metric", "part")
         if getattr(exact, name) != getattr(approx, name)
     ]

@@ -1,8 +1,9 @@
 """Run the patches of several groups of sites together, in batches that fit in memory.
 
-A pass through the blocks starts at one position and runs patches in all layers (`engine/replay`).
-So a few sites in many layers and at many positions cost at most one pass per position. Patches at
-later positions join a pass that starts earlier, if this costs less than a separate pass.
+One pass through the blocks starts at one position, and can run patches in all layers
+(`engine/replay`). So a few sites in many layers and at many positions cost at most one pass per
+position. Patches at later positions join a pass that starts earlier, if this costs less than a
+separate pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,7 @@ _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor,
 
 
 class Batching:
-    """Runs variants of a forward pass in batches, with smaller batches if memory runs out."""
+    """Runs variants of a forward pass in batches, which become smaller if memory runs out."""
 
     def __init__(
         self,
@@ -119,9 +120,9 @@ class PatchRunner:
 
     Attributes:
         replay: the replay of the target run.
-        source: the run from which activations are patched.
+        source: the run from which activations are copied.
         part: the part of each head that is patched.
-        baseline: the metric of each prompt in the target run.
+        baseline: the metric of each prompt in the target run, before any patch.
     """
 
     replay: Replay
@@ -170,7 +171,7 @@ class PatchRunner:
         return patch[1], starts
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position that a patch can change, judged only from the tokens."""
+        """Return the first position that a patch can change, as far as the tokens alone show."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))
@@ -180,7 +181,7 @@ class PatchRunner:
     def _starts(
         self, groups: Sequence[SiteGroup], patches: Sequence[_Patch]
     ) -> list[Int[Tensor, "row"]]:
-        """Return the first position that each row changes; -1 where it cannot affect the metric."""
+        """Return the first position that each row changes; -1 if it cannot affect the metric."""
         found, starts = list[Tensor](), []
         for group, (changed, block, _) in zip(groups, patches, strict=True):
             felt = self.replay.effective(changed, block)
@@ -315,7 +316,7 @@ def check_edits(
 
 
 def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
-    """Return the layers in which several attention heads share this part."""
+    """Return those layers in which several attention heads share this part (keys or values)."""
     if part not in SHARED_PARTS:
         return []
     recorded = replay.recording.hooked

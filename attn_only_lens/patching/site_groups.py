@@ -36,12 +36,12 @@ from attn_only_lens.heads import host_of
 
 _PROBLEM = "these sites cannot be patched"
 ROWS = 2048  # maximum number of rows in a group of neurons at several positions
-_CHUNKS = 128  # so that eight processes end within 1/16 of the running time of each other
+_CHUNKS = 128  # enough that eight processes end within 1/16 of the running time of each other
 _LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks; it takes a second on a CPU
 
 
 class _PositionSets(tuple[PositionSet, ...]):
-    """Sets of positions, with tensors that the groups of all layers share."""
+    """Sets of positions, with tensors that are shared by the groups of all layers."""
 
     @cached_property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
@@ -50,13 +50,13 @@ class _PositionSets(tuple[PositionSet, ...]):
 
     @cached_property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions, or None if a set has several columns."""
+        """The column of tokens that each set contains, or None if a set has several columns."""
         columns = [position.column for position in self]
         return None if None in columns else torch.tensor(columns, device=self[0].chosen.device)
 
     @cached_property
     def in_column(self) -> Bool[Tensor, "set 1 batch"]:
-        """Whether each prompt has a position in the column of each set."""
+        """For each set, whether each prompt has a position in the set's column."""
         assert self.columns is not None
         sets = torch.arange(len(self), device=self.columns.device)
         return self.everywhere[sets, :, self.columns].unsqueeze(1)
@@ -64,13 +64,13 @@ class _PositionSets(tuple[PositionSet, ...]):
 
 @dataclass(frozen=True, eq=False)
 class SiteGroup:
-    """Heads of one kind in one layer, with sets of positions for each head.
+    """Sites to patch: heads of one kind in one layer, each at some sets of positions.
 
     Attributes:
         sites: the heads.
         positions: the sets of positions.
-        head: the index of each row's head in `sites`.
-        place: the index of each row's set in `positions`.
+        head: for each row, the index of its head in `sites`.
+        place: for each row, the index of its set of positions in `positions`.
     """
 
     sites: LayerSites
@@ -84,7 +84,7 @@ class SiteGroup:
 
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
-        """Return a group with all heads at all sets of positions. The head index varies fastest."""
+        """Return a group with every head at every set of positions. Heads vary fastest."""
         n = len(sites.names)
         rows = torch.arange(n * len(positions), device="cpu")
         return cls(sites, _PositionSets(positions), rows % n, rows // n)
@@ -129,7 +129,7 @@ class SiteGroup:
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions, or None if a set has several columns."""
+        """The column of tokens that each set contains, or None if a set has several columns."""
         return self._sets.columns
 
     @property
@@ -222,7 +222,7 @@ def site_groups(
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Group all heads at all positions. Layers with few neurons get groups with many positions."""
+    """Pair every head with every position. The fewer neurons, the more positions a group has."""
     groups: list[SiteGroup] = []
     products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share tensors
     for site in sites:
@@ -243,7 +243,7 @@ def _placed_groups(
     everywhere: Sequence[PositionSet],
     placed: Mapping[int | str, PositionSet],
 ) -> tuple[SiteGroup, ...]:
-    """Group sites by name; some names include a position, such as L0N5@1."""
+    """Group sites that were given by name; some names include a position, such as L0N5@1."""
     labels = [position_set.label for position_set in everywhere]
     sets = [*everywhere, *(placed[p] for p in placed if p not in labels)]
     index = {position_set.label: i for i, position_set in enumerate(sets)}
@@ -265,20 +265,20 @@ def _placed_groups(
 def _resolve_placed(
     pair: PromptPair, split: Sequence[tuple[str, int | str | None]], positions: Positions
 ) -> tuple[list[PositionSet], dict[int | str, PositionSet]]:
-    """Return the positions for names without a position, and the positions given in names."""
+    """Return the sets of positions for names without a position, and those given in names."""
     free = {name for name, position in split if position is None}
     asked = dict.fromkeys(position for _, position in split if position is not None)
     if isinstance(positions, Mapping):
         by_role = {str(role.label): role for role in resolve_positions(pair, positions)}
         unknown = [
-            f"got {name}@{position}; expected a role of positions: {', '.join(by_role)}"
+            f"got {name}@{position}; expected one of the roles in positions: {', '.join(by_role)}"
             for name, position in split
             if position is not None and position not in by_role
         ]
         InputError.raise_if(unknown, _PROBLEM)
         return [*by_role.values()] * bool(free), {role: by_role[str(role)] for role in asked}
     reasons = [
-        f"got {name}@{role}; expected the role's position in each prompt: pass "
+        f"got {name}@{role}, which names a role; pass the role's position in each prompt: "
         f"positions={{{role!r}: …}}"
         for name, role in split
         if isinstance(role, str)
@@ -388,7 +388,7 @@ def split_sweep(
 def _costs(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
 ) -> list[Int[Tensor, "row"]]:
-    """Return each patch's largest cost for any prompt, in tokens × blocks."""
+    """Estimate each patch's cost in tokens × blocks, for the prompt where it costs most."""
     host, n_pos = host_of(model), pair.clean.shape[1]
     differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
     first = int(differ.int().argmax()) if direction in DIRECTIONS else 0
