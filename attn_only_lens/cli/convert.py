@@ -109,9 +109,10 @@ def verify(
     ] = None,
     chat: Chat = False,
 ) -> None:
-    """Check that neuron-heads do not change a model's logits; exit with code 1 if they do.
+    """Check that a model with its neurons as attention heads has the same logits; else exit with 1.
 
-    If CONVERTED is given, compare MODEL with it; otherwise, MODEL with and without neuron-heads.
+    If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
+    the logits of MODEL with and without neuron-heads, the attention heads that replace its neurons.
     """
     from transformer_lens.model_bridge import TransformerBridge
 

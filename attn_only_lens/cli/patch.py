@@ -24,7 +24,7 @@ from attn_only_lens.cli.options import (
 )
 from attn_only_lens.errors import AttnOnlyLensError
 
-_MANY = 10_000  # with more heads and neurons, the command names faster methods
+_MANY = 10_000  # if more heads and neurons are to be patched, print a hint about faster methods
 _WHAT = "What is patched"
 
 
@@ -77,9 +77,10 @@ def patch(
     ] = None,
     model: ModelOptions,
 ) -> None:
-    """Patch heads and neurons one by one between two prompts, and rank them by their effects.
+    """Patch each head and neuron in turn from one prompt's run into another's; rank them by effect.
 
-    This takes a long time on a large model; `explain` finds the important sites in a few passes.
+    On a large model, this takes a long time; `explain` finds the important heads and neurons in a
+    few forward and backward passes.
     """
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
@@ -126,14 +127,15 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
 
 
 def _name_faster_methods(model: Any, selection: Any) -> None:
-    """Name faster methods if there are many heads and neurons to patch."""
+    """Suggest faster methods if more than `_MANY` heads and neurons are to be patched."""
     from attn_only_lens.engine.sites import resolve_sites
 
     groups = () if isinstance(selection, list) else resolve_sites(model, selection)
     n_sites = sum(len(sites.names) for sites in groups)
     if n_sites > _MANY:
         typer.echo(
-            f"Patching {n_sites:,} heads and neurons takes long; the bar shows the time left.\n"
+            f"Patching {n_sites:,} heads and neurons takes a long time; "
+            "the bar shows the time left.\n"
             "Faster: `attn-only-lens explain` finds the important sites in a few passes.\n"
             "Fewer patches: --sites, --layers and --positions.",
             err=True,

@@ -53,7 +53,7 @@ def msoftmax(
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A masked attention head on M_{N,D}.
+    """A masked attention head, which maps N × D matrices X (one row per token) to N × D matrices.
 
     Attributes:
         W_QK: scores are X W_QK Xᵀ, with any scaling by a square root included.
@@ -93,16 +93,16 @@ class Head:
         return self.W_QK.shape[0]
 
     def scores(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens n_tokens"]:
-        """Return the pre-attention matrix X W_QK Xᵀ, before the mask."""
+        """Return the attention scores X W_QK Xᵀ, to which the mask is not yet applied."""
         check_matrix("X", X, self.n_tokens, self.width)
         return X @ self.W_QK @ X.T
 
     def pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens n_tokens"]:
-        """Return msoftmax(X W_QK Xᵀ, Λ)."""
+        """Return the attention pattern, msoftmax(X W_QK Xᵀ, Λ)."""
         return msoftmax(self.scores(X), self.mask)
 
     def __call__(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d"]:
-        """Return h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV."""
+        """Return the head's output, h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV."""
         return self.pattern(X) @ X @ self.W_OV
 
 

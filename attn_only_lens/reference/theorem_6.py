@@ -13,8 +13,8 @@ bias token's output is 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0]
     pre-norm     X_j ⊕ [1] + s′(norm(X_j) ⊕ [1]) = (X_j + s(norm(X_j))) ⊕ [1]
 
 and the same holds for a final norm. The paper has only the post-norm form; we added the pre-norm
-form for GPT-2. Biases use the bias trick (`reference/bias_trick.py`): t acts on [X | 1], t′ acts on
-[X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
+form for GPT-2. Biases are handled by the bias trick (`reference/bias_trick.py`): t acts on [X | 1],
+t′ acts on [X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
 
 **The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for the same LayerNorm. This
 equation is false, and no LayerNorm of D + 1 coordinates satisfies it for any gain g and bias b.
@@ -26,8 +26,8 @@ coordinates of every row is not enough either: the bias token (0 | 1) becomes (b
 Therefore the proof uses `PassingNorm`, which normalises only the first N rows and D columns.
 
 **Skip connections** (a remark of the paper). Every head outputs 0 at the bias token, so without the
-first skip connection X′_1 = X_1 ⊕ [0]. Then all scores of the next MLP's heads are 0 and all gates
-are 1/2, so this MLP becomes the linear map ½ a₁ a₂ X_1 V₁ V₂.
+first skip connection, X′_1 would be X_1 ⊕ [0]. In the heads of the next MLP, all scores would then
+be 0 and all gates 1/2, so this MLP would become the linear map ½ a₁ a₂ X_1 V₁ V₂.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class PassingNorm:
 
 
 def extended_head(head: Head) -> Head:
-    """Return h′ on M_{N+1,D+1} with h′(X ⊕ [1]) = h(X) ⊕ [0].
+    """Extend a head h by the bias token: return h′ with h′(X ⊕ [1]) = h(X) ⊕ [0].
 
     Example:
         >>> import torch
@@ -142,5 +142,5 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
 
 def _extended(head: Head, n_tokens: int) -> Head:
     if head.n_tokens != n_tokens:
-        raise ValueError(f"n_tokens: got {n_tokens}; expected {head.n_tokens}, the masks' size")
+        raise ValueError(f"n_tokens: got {n_tokens}; expected the masks' size, {head.n_tokens}")
     return extended_head(head)

@@ -53,7 +53,7 @@ def test_before_many_patches_it_names_faster_methods(folder, tmp_path, monkeypat
     for sites, said in (("all", True), ("L0N3,L0N5", False)):
         result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", sites)
         assert result.exit_code == 0, result.output
-        assert ("Patching 78 heads and neurons takes long" in result.stderr) == said
+        assert ("Patching 78 heads and neurons takes a long time" in result.stderr) == said
         assert ("attn-only-lens explain" in result.stderr) == said
 
 
