@@ -108,7 +108,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
 
 
 def _in_80_columns(example: str) -> str:
-    """Break an example command into lines before its options, to fit it into 80 columns."""
+    """Break an example command into lines before its options, so that it fits into 80 columns."""
     start, *options = re.split(r" (?=--)", example)
     lines = [f"  {start}"]
     for option_text in options:
@@ -130,7 +130,7 @@ def path(value: str | Path) -> Path:
 
 
 def sort_commands() -> None:
-    """Sort the help text's list of commands by panel and name; call this after adding them all."""
+    """Sort the commands by panel, then by name; call this when all commands have been added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
         key=lambda command: (
@@ -177,7 +177,7 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
     """Raise an error if --out or --top is invalid; commands call this before they compute."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
-        raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
+        raise AttnOnlyLensError(f"got --out {out}; expected a file name ending in {expected}")
     if not out.absolute().parent.is_dir():
         raise AttnOnlyLensError(f"got --out {out}; the folder {out.parent} does not exist")
     if top < 1:

@@ -158,7 +158,7 @@ def _describe(model: Any) -> str:
 
 
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
-    """Return the texts; if `tokens`, return the token numbers that they list, as a tensor."""
+    """Return the texts unchanged or, if `tokens`, a tensor of the token numbers that they list."""
     if not tokens:
         return texts
     import torch
@@ -173,7 +173,7 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
 
 
 def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
-    """Return the prompts; if `chat`, return the tokens of each prompt in the chat template."""
+    """Return the prompts unchanged or, if `chat`, as tokens after applying the chat template."""
     if not chat or prompts is None:
         return prompts
     from attn_only_lens.engine.prompts import chat_tokens

@@ -1,4 +1,4 @@
-"""`attn-only-lens patch`: activation patching of heads and neuron-heads."""
+"""`attn-only-lens patch`: activation patching of attention heads and neurons."""
 
 from pathlib import Path
 from typing import Annotated, Any

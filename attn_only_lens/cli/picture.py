@@ -69,7 +69,7 @@ def pattern(
     tokens: Tokens = False,
     chat: Chat = False,
 ) -> None:
-    """Draw the attention patterns of heads and neuron-heads on a text."""
+    """Draw the attention patterns of heads, and the activations of neurons, on one text."""
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import Sites
     from attn_only_lens.patching import heads

@@ -162,7 +162,7 @@ def head_statistics(
 ) -> HeadStatistics:
     """Return which tokens attention heads attend to, and where the heads' outputs are largest.
 
-    The following arguments differ from those of `top_examples`.
+    The arguments that are not described here are the same as for `top_examples`.
 
     Args:
         names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.

@@ -56,7 +56,7 @@ def no_examples(
 def rows_with_new(
     state: State, end: str, score: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "row"]:
-    """Return the neurons with a score in this batch that ranks before their k-th example so far."""
+    """Return the neurons that have a score to add: one that ranks before their k-th example."""
     largest = score.amin(1).neg() if end == "smallest" else score.amax(1)
     return (largest > _least(state, end)[:, -1]).nonzero()[:, 0]
 

@@ -34,7 +34,7 @@ _PROBLEM = "these neurons cannot be attributed in a corpus"
 
 
 def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in: TakeIn) -> None:
-    """Run a model up to its last block, and pass each layer's activations to `take_in`."""
+    """Run the blocks of a model, and pass each layer's activations to `take_in`."""
     ran: set[str] = set()
 
     def look(number: int) -> Callable[[str, Tensor], None]:
@@ -63,7 +63,7 @@ def run_by_gradient(
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
-    # Treat the batch as part of a longer list, because a batch of one-token texts has no loss.
+    # Mark the batch as part of a longer list: `loss` would reject a list of one-token texts.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     keep = [x.__setitem__ for x in seen]

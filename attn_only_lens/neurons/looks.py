@@ -32,7 +32,7 @@ def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batc
     counted[batch.counted] = 1
     counted = counted.view(n_batch, n_pos)
     queries = pattern * counted[..., None]
-    # A first token that is not counted is BOS.
+    # If a row's first token is not counted, it is BOS.
     state["bos"] += (queries[..., 0] * (1 - counted[:, :1])).sum((1, 2))
     queries *= counted[:, None]
     positions = torch.arange(n_pos, device=pattern.device)
@@ -47,8 +47,8 @@ def shares(state: State, occurrences: Tensor) -> State:
     """Convert the sums to shares, and select the `MOST_TOKENS` tokens with the largest sums.
 
     `attended` and `attending` are the shares of these tokens in the attention to other tokens, as
-    keys and as queries. `.mean` is the attention that one occurrence of the token receives or gives
-    on average.
+    keys and as queries. `attended.mean` and `attending.mean` are the attention that one occurrence
+    of the token receives or gives on average.
     """
     n_tokens = occurrences.sum()
     result = {name: state[name].double() / n_tokens for name in ("bos", "offsets")}

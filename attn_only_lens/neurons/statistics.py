@@ -207,7 +207,7 @@ class _Statistics:
 
 
 class NeuronStatistics(_Statistics):
-    """Top examples of neurons in a corpus, and histograms of z, gate and value.
+    """Top examples of neurons in a corpus, and histograms of their z, gate and value.
 
     Attributes:
         names: the neurons.
@@ -247,7 +247,7 @@ class NeuronStatistics(_Statistics):
         return torch.cat([negative.flip(0), positive]), edges
 
     def quadrants(self) -> pd.DataFrame:
-        """Return the share of tokens for each pair of signs of x W_gate and x W_in in a gated MLP.
+        """Return the share of a gated MLP's tokens for each pair of signs of x W_gate and x W_in.
 
         The columns are `name`, "++", "+-", "-+" and "--"; the first sign is that of x W_gate, and 0
         counts as positive. Source: GLUScope, arXiv 2602.23826.
@@ -361,7 +361,8 @@ class CorpusStatistics(NamedTuple):
 
     @property
     def about(self) -> NeuronStatistics | HeadStatistics:
-        """The statistics of one of the two kinds, to read the model, corpus and metric of both."""
+        """The statistics of neurons, or of heads if there are no neurons; the corpus is the
+        same."""
         part = self.neurons or self.heads
         assert part is not None
         return part

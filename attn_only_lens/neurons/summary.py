@@ -243,7 +243,7 @@ class Summary:
         return CorpusStatistics(neurons, heads)
 
     def _about(self, kind: HeadKind, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
-        """Return the fields of `NeuronStatistics` or `HeadStatistics`."""
+        """Return the fields of `NeuronStatistics` or `HeadStatistics` as positional arguments."""
         of_kind = {
             name.removeprefix(f"{kind}."): x
             for name, x in tensors.items()

@@ -3,7 +3,7 @@
 The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
 HookedTransformer, the model is a TransformerBridge. When TransformerLens converts a model to a
 bridge, it silently ignores most fields of the model's HookedTransformerConfig. Therefore
-`load_bridge` is used only for the shipped model, whose logits are tested.
+`load_bridge` is used only for the shipped model, whose logits are checked by the tests.
 """
 
 from importlib.resources import as_file, files

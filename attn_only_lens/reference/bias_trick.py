@@ -59,7 +59,7 @@ def head_with_biases(
         scores of the head with biases are divided by √d_head.
 
     Raises:
-        ValueError: shapes do not match, a tensor is not float64, or the mask is not a mask matrix.
+        ValueError: shapes do not match, a tensor is not float64, or the mask is invalid for `Head`.
 
     Example:
         >>> import torch

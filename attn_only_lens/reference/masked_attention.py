@@ -33,7 +33,8 @@ def msoftmax(
         The attention pattern: each row sums to 1, and entries are 0 where the mask is 0.
 
     Raises:
-        ValueError: a shape or dtype is wrong, or the mask is not a mask matrix.
+        ValueError: a shape or dtype is wrong, the mask has an entry other than 0 or 1, or a row of
+            the mask has no 1.
 
     Example:
         >>> import torch
@@ -61,7 +62,8 @@ class Head:
         mask: Λ; its size is the number of tokens N.
 
     Raises:
-        ValueError: a shape or dtype is wrong, or the mask is not a mask matrix.
+        ValueError: a shape or dtype is wrong, the mask has an entry other than 0 or 1, or a row of
+            the mask has no 1.
 
     Example:
         >>> import torch

@@ -42,7 +42,7 @@ def direct_sum(
         Y: the block at the bottom right.
 
     Returns:
-        The block matrix, which is 0 outside the two blocks.
+        The matrix with the blocks X and Y on its diagonal and 0 elsewhere.
 
     Raises:
         ValueError: X or Y is not a float64 matrix.

@@ -1,7 +1,7 @@
 """Theorem 6: replacing every MLP sublayer by heads does not change a transformer's function.
 
 For each transformer t on M_{N,D} whose MLPs have generalised SiLU activations, there is an
-attention-only transformer t′ on M_{N+1,D+1} with the stream X′_j = X_j ⊕ [1] at every sublayer j.
+attention-only transformer t′ on M_{N+1,D+1} whose stream at every sublayer j is X′_j = X_j ⊕ [1].
 
 (Theorem 4 of the draft.) Proof (Appendix A of the draft), by induction on j. MLPs become the heads
 of Theorem 3. A head h becomes a head h′ with W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0] and Λ′ = Λ ⊕
@@ -45,7 +45,8 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 class PassingNorm:
     """A norm that is applied only to the first N rows and D columns of a matrix.
 
-    The norm can be applied to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
+    So it does not change the constant coordinate and the bias token in [X | 1], X ⊕ [1] and [X | 1]
+    ⊕ [1].
 
     Attributes:
         norm: a norm on M_{N,D}.
@@ -93,7 +94,7 @@ def extended_head(head: Head) -> Head:
 
 
 def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
-    """Return the attention-only transformer t′ of Theorem 6, with the stream X_j ⊕ [1].
+    """Return the attention-only transformer t′ of Theorem 6, whose stream is X_j ⊕ [1].
 
     Args:
         transformer: t on M_{N,D}, post-norm or pre-norm; every MLP has a `GeneralizedSiLU`.
@@ -104,7 +105,8 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
         `.run(X ⊕ [1])` returns every intermediate stream, output and pattern.
 
     Raises:
-        ValueError: an activation is not a `GeneralizedSiLU`, or the masks do not have this N.
+        ValueError: an activation is not a `GeneralizedSiLU`, or a mask is not for `n_tokens`
+            tokens.
 
     Example:
         >>> import torch

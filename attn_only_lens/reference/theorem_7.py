@@ -13,15 +13,15 @@ from attn_only_lens.reference.masked_attention import Head
 
 
 def linear_head(W_OV: Float[Tensor, "d d"], n_tokens: int) -> Head:
-    """Return the head of Theorem 7 that maps X to X W_OV, with W_QK = 0.
+    """Return a head with W_QK = 0 that maps X to X W_OV, as in Theorem 7.
 
     Args:
         W_OV: the linear map, acting on rows from the right.
         n_tokens: N.
 
     Returns:
-        The head on N × D matrices. Its mask is the identity I_N, so each token attends only to
-        itself.
+        The head, which acts on N × D matrices. Its mask is the identity I_N, so each token attends
+        only to itself.
 
     Raises:
         ValueError: W_OV is not a square float64 matrix.

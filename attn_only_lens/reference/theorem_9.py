@@ -72,7 +72,7 @@ def unmasked_head(head: Head, omega: float) -> Head:
         omega: Ω, positive.
 
     Returns:
-        The head, whose input is `with_positions(X)` and whose mask is 1 everywhere.
+        The head. Its input is `with_positions(X)`, and its mask is 1 everywhere.
 
     Raises:
         ValueError: Ω is not positive and finite.

@@ -181,7 +181,8 @@ class Transformer:
             )
         if len(self.norms) != len(self.sublayers):
             raise ValueError(
-                f"norms: got {len(self.norms)}; expected {len(self.sublayers)}, one per sublayer"
+                f"norms: got {len(self.norms)} norms for {len(self.sublayers)} sublayers; "
+                "expected one norm for each sublayer"
             )
         if self.final_norm is not None and not self.pre_norm:
             raise ValueError(

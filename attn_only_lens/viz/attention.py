@@ -164,7 +164,7 @@ def _heads(model: Any, names: Sites) -> list[HeadName]:
     head_names = list(dict.fromkeys(map(str, listed)))
     if not 1 <= len(head_names) <= MOST_HEADS:
         refuse(
-            f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: select some, as in "
+            f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: select some, for example by "
             'sweep.top(7)["name"]'
         )
     resolve_sites(model, head_names)
@@ -181,7 +181,7 @@ def _tokens(model: Any, text: Any) -> Tensor:
         raise UnsupportedCallError(f"text: expected a text or its tokens: {error}") from error
     tokens = checked_tokens(model, tokens[None] if tokens.ndim == 1 else tokens)
     if len(tokens) > 1:
-        refuse(f"got {len(tokens)} prompts; expected one: pass tokens[0], or a cache")
+        refuse(f"got {len(tokens)} prompts; expected one prompt: pass tokens[0], or a cache")
     return tokens
 
 

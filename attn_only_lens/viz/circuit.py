@@ -182,7 +182,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return each node's |attribution|, or its heaviest edge if missing; none for the metric."""
+    """Return each node's |attribution| or, if missing, its largest |weight|; NaN for metrics."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)

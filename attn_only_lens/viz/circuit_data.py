@@ -128,7 +128,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
         odd = [node for node in nodes[column] if not isinstance(node, str)]
         reasons += [f"got {value!r} for a node's {column}; expected a text" for value in odd[:1]]
     twice = nodes.loc[nodes["id"].duplicated(), "id"]
-    reasons += [f"{len(twice)} ids occur twice, such as {value!r}" for value in twice[:1]]
+    reasons += [f"{len(twice)} node ids occur twice, such as {value!r}" for value in twice[:1]]
     for column, words in {"kind": NODE_KINDS, "stability": STABILITIES, "status": STATUSES}.items():
         reasons += _word_reasons(nodes, column, words, "nodes")
     most = {"layer": np.inf, "position": n_tokens - 1}

@@ -87,7 +87,7 @@ def _shown(data: _Data, k: int) -> list[int]:
 
 
 def _kinds(data: _Data) -> list[str]:
-    """Return the kinds of edges in the first view."""
+    """Return the kinds of edges that the first view shows; by default, only value edges."""
     kinds: list[str] = data["state"].get("kinds", ["value"])
     return kinds
 

@@ -148,7 +148,7 @@ def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
 
 
 def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Plot each component's attribution in the grown model against the original model."""
+    """Plot each component's attribution in the grown model against that in the original model."""
     every = _largest(every, ["attribution", "grown_attribution"], _POINTS)
     figure = _figure("Attribution of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):

@@ -171,8 +171,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Narrow columns until all fit; each step narrows the one that then has the fewest
-        lines."""
+        """Narrow columns until all fit, always the one that then has the fewest lines of nodes."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]

@@ -271,7 +271,7 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
-    """Return each position's label, which contains the index or role and the tokens."""
+    """Return each position's label: its index or role, followed by the tokens there."""
     if sweep.tokens is None:
         return {position: str(position) for position in positions}
     numbers = sweep.frame.get("prompt")
@@ -292,7 +292,7 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
-    """Return a note that describes the mean over prompts and the error bars."""
+    """Return the part of a title that describes the mean over prompts and the error bars."""
     numbers = sweep.frame
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:

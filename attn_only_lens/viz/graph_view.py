@@ -37,7 +37,7 @@ from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # the maximum number of pattern weights on a page
-_FEWEST = 8  # the number of strongest edges into a node that are kept on any page
+_FEWEST = 8  # a page keeps at least this many edges into each node
 _EXAMPLES = 30_000  # the maximum number of example tokens on a page
 _WHAT_IS_EXACT = {
     direction: f"Exact effect, from running the model: how much the metric {what}."
@@ -226,7 +226,7 @@ def _record_run(
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in graph.tokens[:3]]
-        refuse(f"got prompts other than the graph's, {'; '.join(shown)}")
+        refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
     heads = graph.heads
     names = {(head.layer, head.kind): head for head in map(HeadName.parse, heads["name"])}
     hooks = [hook for head in names.values() for hook in _hooks(model, head)]
@@ -267,7 +267,7 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     base = exact.corrupted_value if graph.corrupted else 0.0
     reasons, apart = [], abs(exact.clean_value - base - graph.value)
     if exact.metric != graph.metric:
-        reasons.append(f"got a sweep of {exact.metric}; the graph's metric is {graph.metric}")
+        reasons.append(f"got a sweep with {exact.metric}; the graph's metric is {graph.metric}")
     elif apart > 1e-2 * max(abs(exact.clean_value - exact.corrupted_value), abs(graph.value)):
         reasons.append(
             f"got a sweep whose clean metric is {exact.clean_value:.4g}, but the graph's is "

@@ -152,7 +152,7 @@ def count_names(names: Sequence[str]) -> str:
 def page_of_statistics(
     model: Any, statistics: CorpusStatistics, others: dict[int, str] | None = None
 ) -> Page:
-    """Draw a page about the neurons and heads of the statistics; `others` are pages of layers."""
+    """Draw a page about these statistics, with links to the pages of layers in `others`."""
     neurons, heads = statistics
     names = list(neurons.names) if neurons else []
     lists, partners, notes = _by_weights(model, names) if neurons else ({}, {}, [])
@@ -317,7 +317,7 @@ def _examples(
 
 
 def _log_shares(counts: Tensor) -> Tensor:
-    """Convert each neuron's counts to a logarithmic scale from 0 to 255."""
+    """Convert counts to a logarithmic scale, on which each neuron's largest count is 255."""
     logs = counts.double().log1p()
     most = logs.flatten(1).amax(1).clamp(min=1e-9).view(-1, 1, 1)
     return (logs / most * 255).ceil()
