@@ -177,7 +177,7 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
     """Raise an error if --out or --top is invalid; commands call this before they compute."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
-        raise AttnOnlyLensError(f"got --out {out}; expected a file name ending in {expected}")
+        raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
     if not out.absolute().parent.is_dir():
         raise AttnOnlyLensError(f"got --out {out}; the folder {out.parent} does not exist")
     if top < 1:

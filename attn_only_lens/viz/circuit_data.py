@@ -184,7 +184,9 @@ def _details_reasons(
                 reasons.append(f"the pattern of {key!r} has values outside [0, 1]")
         tokens = [*item.writes, *item.reads]
         if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
-            reasons.append(f"tokens that {key!r} writes or reads must be pairs (text, number)")
+            reasons.append(
+                f"tokens that {key!r} writes or reads must be pairs (text, finite number)"
+            )
         for example in item.examples:
             sizes = {len(example.tokens), len(example.values), len(example.gates)}
             if len(sizes) > 1 or not np.isfinite([*example.values, *example.gates]).all():
