@@ -1,4 +1,4 @@
-"""`attn-only-lens patch`: activation patching of heads and neuron-heads."""
+"""`attn-only-lens patch`: activation patching of attention heads and neurons."""
 
 import time
 from pathlib import Path
@@ -80,9 +80,10 @@ def patch(
     ] = None,
     model: ModelOptions,
 ) -> None:
-    """Patch heads and neurons one by one between two prompts, and rank them by their effects.
+    """Patch each head and neuron in turn from one prompt's run into another's; rank them by effect.
 
-    This takes a long time on a large model; `explain` finds the important sites in a few passes.
+    On a large model, this takes a long time; `explain` finds the important heads and neurons in a
+    few forward and backward passes.
     """
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first

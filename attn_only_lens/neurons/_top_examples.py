@@ -1,9 +1,11 @@
 """Compute top examples and statistics of neurons and heads in one pass over a corpus.
 
-Only one layer's activations for one batch are in memory at a time. For each neuron and end,
-examples take k (4 + window) integers and k (1 + 2 window) floats. For each neuron, histograms take
-1,024 + 3 · 128 + 4 integers. Each attention head takes two floats for each token of the vocabulary.
-Attributions need a backward pass, which keeps the activations of all layers.
+Without attributions, only one layer's activations for one batch are in memory at a time;
+attributions need a backward pass, which keeps the activations of all layers. For each neuron and
+each end (largest or smallest values), the k examples take k (4 + window) integers and k (1 + 2
+window) floats, where `window` is the length of a window in tokens. The histograms of a neuron take
+1,024 + 3 · 128 + 4 integers. The sums of an attention head take two floats for each token of the
+vocabulary.
 """
 
 import hashlib
@@ -160,7 +162,7 @@ def head_statistics(
 ) -> HeadStatistics:
     """Return which tokens attention heads attend to, and where the heads' outputs are largest.
 
-    The following arguments differ from those of `top_examples`.
+    The arguments that are not described here are the same as for `top_examples`.
 
     Args:
         names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.
@@ -203,10 +205,11 @@ def corpus_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> CorpusStatistics:
-    """Return the statistics of neurons and of attention heads from one pass.
+    """Return the statistics of neurons and of attention heads, from one pass over the corpus.
 
     Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
-    means all neurons and heads. `by` ranks neurons; heads are ranked by attribution or norm.
+    means all neurons and heads. `by` is the quantity that ranks the examples of neurons; the
+    examples of heads are ranked as in `head_statistics`.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
@@ -240,7 +243,7 @@ def _look_up(
     reasons = _site_reasons(sites, kinds) + reasons_not_to_run(model)
     reasons += _option_reasons(options, metric)
     if not is_count(context, 2, model.cfg.n_ctx):
-        reasons.append(f"got {context=}; expected 2 to {model.cfg.n_ctx}, the model's context")
+        reasons.append(f"got {context=}; expected 2 to {model.cfg.n_ctx}, the context length")
     InputError.raise_if(reasons, _PROBLEM)
     # Plan
     metric = None if metric is None else as_metric(metric)

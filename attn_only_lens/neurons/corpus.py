@@ -1,4 +1,4 @@
-"""Read a corpus text by text, as rows of tokens."""
+"""Read a corpus text by text, and split each text into rows of tokens."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ class Batch:
 
 
 def n_texts(texts: Texts) -> int | None:
-    """Return the number of texts, or None if the number is unknown."""
+    """Return the number of texts, or None if `texts` has no length."""
     try:
         return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
     except TypeError:  # a scalar tensor or a dataset stream has no length
@@ -95,9 +95,9 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 
 
 def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
-    """Yield each batch together with its rows."""
+    """Group the rows into batches of `size` rows; yield each batch together with its rows."""
     device = next(model.parameters()).device
-    # Bidirectional HookedTransformers attend to padding, so each row is a batch.
+    # Bidirectional HookedTransformers attend to padding, so each row is run without padding, alone.
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
     size = size if causal else 1
     while some := list(islice(rows, size)):
@@ -154,7 +154,7 @@ def _entries(texts: Texts) -> Iterator[Any]:
 
 
 def _tokens(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
-    """Return the tokens of a corpus entry."""
+    """Return the tokens of a corpus entry, which is a text or already consists of tokens."""
     try:
         if isinstance(entry, str):
             return tokens_of_text(model, entry)[0].cpu()

@@ -65,7 +65,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         name: the name of the neuron.
 
     Raises:
-        InputError: the frame lacks columns, or does not contain the neuron.
+        InputError: the frame lacks columns of `top_examples`, or does not contain the neuron.
 
     Example:
         >>> import torch
@@ -81,7 +81,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         raise InputError([f"got a {type(frame).__name__}; expected a frame of examples"], problem)
     missing = sorted({"name", *COLUMNS} - set(frame.columns))
     if missing:
-        raise InputError([f"it has no column {', '.join(missing)}"], problem)
+        raise InputError([f"the frame has no column {', '.join(missing)}"], problem)
     rows = frame[frame["name"] == name]
     if rows.empty:
         names = frame["name"].unique().tolist()
@@ -92,7 +92,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
 
 @dataclass(frozen=True, eq=False)
 class _Statistics:
-    """Top examples and counts; the first axis of each tensor is the index in `names`."""
+    """Top examples and counts, as tensors whose first axis is the index in `names`."""
 
     _document: ClassVar[Document]
     _windows: ClassVar[dict[str, str]]
@@ -114,10 +114,11 @@ class _Statistics:
         The columns are those of `top_examples`. For attention heads, `weights` (the attention to
         each token of the window) and `bos` (the attention to BOS) replace `values` and `gates`.
 
-        If pyarrow is installed, windows are columns of arrow lists. Without pyarrow, windows are
-        Python lists, which take about ten times as long and four times the memory. Lists have no
-        hash, so group windows by their text, `frame["tokens"].map("".join)`. To read the frame from
-        parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        If pyarrow is installed, the columns with windows contain arrow lists. Without pyarrow, they
+        contain Python lists, which take about ten times as long to make and four times the memory.
+        Lists cannot be hashed, so to group examples by their windows, use the text of each window,
+        `frame["tokens"].map("".join)`. To read a frame that was saved as parquet, call
+        `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
         return self._frame(ENDS)
 
@@ -182,7 +183,7 @@ class _Statistics:
         return cls(names, vocabulary=vocabulary, examples=examples, counts=counts, **numbers)
 
     def of(self, names: list[str]) -> Self:
-        """Return the statistics of only these names.
+        """Return the statistics of only the neurons or heads with these names.
 
         Raises:
             InputError: the statistics do not contain one of the names.
@@ -206,7 +207,7 @@ class _Statistics:
 
 
 class NeuronStatistics(_Statistics):
-    """Top examples of neurons in a corpus, and histograms of z, gate and value.
+    """Top examples of neurons in a corpus, and histograms of their z, gate and value.
 
     Attributes:
         names: the neurons.
@@ -246,7 +247,7 @@ class NeuronStatistics(_Statistics):
         return torch.cat([negative.flip(0), positive]), edges
 
     def quadrants(self) -> pd.DataFrame:
-        """Return the share of tokens for each pair of signs of x W_gate and x W_in in a gated MLP.
+        """Return the share of a gated MLP's tokens for each pair of signs of x W_gate and x W_in.
 
         The columns are `name`, "++", "+-", "-+" and "--"; the first sign is that of x W_gate, and 0
         counts as positive. Source: GLUScope, arXiv 2602.23826.
@@ -261,7 +262,7 @@ class NeuronStatistics(_Statistics):
         ]
 
     def quadrant_examples(self) -> pd.DataFrame:
-        """Return the tokens with the largest |z| for each pair of signs; `end` has the pair.
+        """Return the tokens with the largest |z| for each pair of signs, which is in column `end`.
 
         The other columns are the same as in `frame`; the errors are the same as for `quadrants`.
         """
@@ -327,7 +328,7 @@ class HeadStatistics(_Statistics):
     def tokens(
         self, name: str, side: Literal["attended", "attending"] = "attended"
     ) -> pd.DataFrame:
-        """Return the tokens that a head attends to most, or the tokens that pay most attention.
+        """Return the tokens that a head attends to most, or from which it attends most to others.
 
         Attention to BOS and from a token to itself is excluded.
 
@@ -348,7 +349,7 @@ class HeadStatistics(_Statistics):
 
 
 class CorpusStatistics(NamedTuple):
-    """The statistics of neurons and of attention heads; None if there are no neurons or heads."""
+    """Statistics of neurons and of attention heads; a field is None if there are no such names."""
 
     neurons: NeuronStatistics | None
     heads: HeadStatistics | None
@@ -360,7 +361,8 @@ class CorpusStatistics(NamedTuple):
 
     @property
     def about(self) -> NeuronStatistics | HeadStatistics:
-        """The statistics of neurons or of heads, which have the same model and corpus."""
+        """The statistics of neurons, or of heads if there are no neurons; the corpus is the
+        same."""
         part = self.neurons or self.heads
         assert part is not None
         return part

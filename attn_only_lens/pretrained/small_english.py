@@ -1,4 +1,4 @@
-"""Small English: a four-layer language model, and held-out texts.
+"""Small English: a four-layer language model that ships with the package, and held-out texts.
 
 The model card is `data/small_english/README.md`.
 """

@@ -1,13 +1,14 @@
-"""Neuron-heads stored as two vectors each, and neuron-heads with a persistent vector.
+"""Neuron-heads stored as two vectors, and with a persistent vector instead of the bias token.
 
-The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
+The heads of Theorem 3, one for each neuron, have internal dimension 1. With columns W_Q, W_K, W_V,
+W_O ∈ M_{D+1,1},
 
     W_QK = W_Q W_Kᵀ / √(D+1)        W_Q = W_V = a₂ [V₁ⁱ | 0]ᵀ
     W_OV = W_V W_Oᵀ                 W_K = √(D+1) [0 | -1]ᵀ,  the same for every neuron
                                     W_O = a₁ [V₂ⁱ | 0]ᵀ
 
-So a neuron stores only the vectors W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is a row. The paper writes
-W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
+So only two vectors must be stored for each neuron: W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is a row.
+The paper writes W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
 
 **The factor √(D+1).** Vaswani et al. divide scores by √d_k, and d_k = 1 here, so a standard
 implementation divides by 1 and needs W_K = [0 | -1]ᵀ. Both conventions give the same W_QK; this
@@ -53,7 +54,7 @@ def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
 
 @dataclass(frozen=True, eq=False)
 class FactoredHead:
-    """A neuron-head with internal dimension 1, stored as factors.
+    """A head that computes one neuron, stored as the four columns whose products are W_QK and W_OV.
 
     Attributes:
         W_Q: a_2 [V_1^i | 0]ᵀ.
@@ -88,12 +89,12 @@ class FactoredHead:
         return math.sqrt(self.W_Q.shape[0])
 
     def head(self, n_tokens: int) -> Head:
-        """Return the head of Theorem 3 on M_{N+1,D+1} with these factors."""
+        """Return the head of Theorem 3 that has these factors; it acts on M_{N+1,D+1}."""
         W_QK = self.W_Q @ self.W_K.T / self.scale
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
     def persistent_pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens keys"]:
-        """Return the [N, N+1] pattern over the tokens and the persistent vector, for X in M_{N,D}.
+        """Return the pattern [N, N+1] of X's N tokens over these tokens and the persistent vector.
 
         Raises:
             ValueError: X has the wrong width, or is not float64.
@@ -103,7 +104,7 @@ class FactoredHead:
         return msoftmax(scores, neuron_mask(len(X))[:-1])
 
     def persistent(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+1"]:
-        """Return the output [f_i(X) | 0], with a persistent vector instead of the bias token.
+        """Return the output [f_i(X) | 0], computed from a persistent vector, not the bias token.
 
         Raises:
             ValueError: X has the wrong width, or is not float64.

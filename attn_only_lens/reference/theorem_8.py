@@ -59,7 +59,7 @@ def replacing_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head
         d: D, the width of X; the heads have D + 1.
 
     Returns:
-        D + 1 heads on M_{N+1,D+1}, with the linear head last.
+        The D + 1 heads on M_{N+1,D+1}; the last is the linear head, which subtracts X.
 
     Example:
         >>> import torch

@@ -65,14 +65,14 @@ def with_positions(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+
 
 
 def unmasked_head(head: Head, omega: float) -> Head:
-    """Return h_Ω, the head on M_{N,D+N} without a mask, in which W_QK encodes Λ.
+    """Return the head h_Ω on M_{N,D+N}, whose W_QK encodes the mask Λ of a head on M_{N,D}.
 
     Args:
         head: a head on M_{N,D}, with any mask.
         omega: Ω, positive.
 
     Returns:
-        A head for `with_positions(X)`, whose mask is 1 everywhere.
+        The head. Its input is `with_positions(X)`, and its mask is 1 everywhere.
 
     Raises:
         ValueError: Ω is not positive and finite.
@@ -96,7 +96,7 @@ def unmasked_head(head: Head, omega: float) -> Head:
 def masking_error(
     head: Head, X: Float[Tensor, "n_tokens d"], omega: float
 ) -> Float[Tensor, " n_tokens"]:
-    """Return an upper bound on ‖h_Ω(X)_t - h(X)_t‖ for each token t of X.
+    """Return, for each token t, an upper bound on the error ‖h_Ω(X)_t - h(X)_t‖ of `unmasked_head`.
 
     Raises:
         ValueError: Ω is not positive and finite, or X does not fit the head.
@@ -116,7 +116,7 @@ def masking_error(
 
 
 def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
-    """Return an Ω for which h_Ω(X) is within a distance `error` of h(X) at every token.
+    """Return an Ω for which h_Ω(X) and h(X) differ by at most `error` at every token.
 
     Args:
         head: the masked head.
@@ -137,7 +137,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # if W_OV = 0, the error is 0 for any Ω
+    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0, when any Ω suffices
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

@@ -1,8 +1,8 @@
 """Draw a circuit as an interactive page and as a static picture.
 
 `assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
-data as JSON. At first, the page shows the strongest nodes and their value edges. The picture is
-drawn in Python, without a browser.
+data as JSON. At first, the page shows the strongest nodes and the value edges between them. The
+picture shows this first view; it is drawn in Python, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from attn_only_lens.viz.page import (
 
 _SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
 _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
-_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # the sizes of a box in pixels
+_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # parts of a box's width in pixels
 _LONGEST = 28  # characters of a label
 MOST_UNFOLDED = 300
 """Nodes of a page that are not folded into groups at first."""
@@ -116,7 +116,7 @@ def circuit_page(
 
 
 def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
-    """If there are many nodes, add a group for each layer and kind of head to the state."""
+    """Group nodes by layer and kind of head if there are more than `MOST_UNFOLDED` of them."""
     if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
         return state
     free = nodes[
@@ -172,7 +172,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the picture's data, with node names from the state instead of labels."""
+    """Return the data of the picture, in which names from the saved state replace node labels."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
@@ -182,7 +182,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return the strength by which each node is ranked; the metric has no strength."""
+    """Return each node's |attribution| or, if missing, its largest |weight|; NaN for metrics."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
@@ -190,7 +190,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the position whose value edges into the metric have the largest total weight."""
+    """Return the position from which the value edges into the metric have the most total weight."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)

@@ -68,9 +68,9 @@ def comparison_report(comparison: Comparison) -> Page:
     )
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits on "
-        f"the first {about['n_prompts_of_circuits']}. {len(comparison.silent)} neurons are not "
-        "shown because they are silent in both models.</p>",
+        f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits "
+        f"use the first {about['n_prompts_of_circuits']} prompts. {len(comparison.silent)} neurons "
+        "are not shown because they are silent in both models.</p>",
         _table("The models", models),
         _table("Circuits at equal faithfulness", comparison.circuits),
         _overlap(comparison),
@@ -95,7 +95,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         comparison: the result of `compare`.
 
     Returns:
-        The page. If there are more than 300 nodes, it shows those with the largest effects.
+        The page. If there are more than 300 nodes, it shows only the 300 with the largest effects.
 
     Raises:
         InputError: neither circuit has a node.
@@ -148,7 +148,7 @@ def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
 
 
 def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Plot each component's attribution in the grown model against the original model."""
+    """Plot each component's attribution in the grown model against that in the original model."""
     every = _largest(every, ["attribution", "grown_attribution"], _POINTS)
     figure = _figure("Attribution of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
@@ -177,7 +177,7 @@ def _points(
 
 
 def _divergences(every: pd.DataFrame) -> str:
-    """Plot how much patterns changed, by layer and kind, next to the changes in the null model."""
+    """Plot by layer and kind how much patterns changed in the grown model and in the null model."""
     name = "Jensen–Shannon divergence of patterns: median and quartiles"
     figure = _figure(name, "layer of the original", "bits")
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
@@ -208,7 +208,7 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars and their confidence intervals, extended if necessary to contain the value."""
+    """Add bars with confidence intervals; an interval that excludes its value is extended to it."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[pair]

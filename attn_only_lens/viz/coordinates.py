@@ -2,12 +2,12 @@
 
 A row contains the nodes of one kind in one layer; rows are in the order of computation, from bottom
 to top. A column is a position of the prompt; nodes without a position have a column on the left.
-Nodes with the same row and column are in as few lines as the width allows. If not all tokens fit,
-columns without nodes are folded.
+Nodes with the same row and column are side by side, in as few lines as the width allows. If not all
+tokens fit, adjacent columns without nodes are folded into one narrow column.
 
 An edge goes up from the top of its source to the bottom of its target. If the curve would cross
-another node, the edge is bent through the nearest gap in that node's line. Edges at the same end of
-a node are spread by kind and direction.
+another node, the edge is bent through the nearest gap in that node's line. Edges that meet at the
+same end of a node are spread over its width, sorted by kind, then by where they come from.
 
 Lengths are in pixels, and y increases downward. `assets/layout.js` computes the same layout in the
 page, where the user can select other nodes; `tests/viz/test_circuit_page.py` compares the two.
@@ -44,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Each box's row (from below), column (or -1) and width, and whether it may overhang."""
+    """The nodes' boxes: row (from below), column (or -1), width, and whether it may overhang."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -171,7 +171,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Narrow columns until all fit: first those with the fewest lines, of these the widest."""
+        """Narrow columns until all fit, always the one that then has the fewest lines of nodes."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]
@@ -181,7 +181,7 @@ class _Columns:
             abreast[min(wide, key=costs.__getitem__)] -= 1
 
     def _fold(self) -> None:
-        """Fold columns of tokens without nodes, the widest first, until the picture fits."""
+        """Fold adjacent token columns without nodes, the widest first, until the picture fits."""
         excess = self._total() - self._free
         if excess <= 0:
             return
@@ -224,7 +224,7 @@ def edge_paths(
     for j, (low, high) in enumerate(up):
         start, stop, source = starts[j], stops[j], edges[j][0]
         y0, y1 = layout.y[low] - BOX / 2, layout.y[high] + BOX / 2
-        if layout.y[low] == layout.y[high]:  # same line: the edge passes above both nodes
+        if layout.y[low] == layout.y[high]:  # both nodes are in one line: the edge goes above them
             top = y0 - _LINE / 2
             paths.append([(start, y0), ((start + stop) / 2, top), (stop, y0 - _ARROW)])
             continue
@@ -255,7 +255,7 @@ def _ports(
     *,
     end: int,
 ) -> list[float]:
-    """Return the x at which each edge meets its lower node (end 0) or upper node (end 1)."""
+    """Return the x coordinate of each edge at its lower node (end 0) or its upper node (end 1)."""
     columns: dict[int, list[int]] = {}
     for j, pair in enumerate(pairs):
         columns.setdefault(pair[end], []).append(j)
@@ -281,7 +281,7 @@ def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) ->
 
 
 def _crossing(p: Point, q: Point, y: float) -> float:
-    """Return the x of the cubic curve from p to q at height y."""
+    """Return the x coordinate at which the cubic curve from p to q has height y."""
     s = min(1.0, max(0.0, (p[1] - y) / (p[1] - q[1])))
     low, high = 0.0, 1.0
     for _ in range(24):
@@ -291,7 +291,7 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x of this lane in the gap between boxes that is nearest to `x`."""
+    """Return the x coordinate of an edge's lane in the gap between boxes that is nearest to `x`."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:

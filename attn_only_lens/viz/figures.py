@@ -1,8 +1,8 @@
 """Draw plotly figures of sweeps and of circuit transfer between tasks.
 
-Figures of a sweep show `Sweep.effect`, the score minus the score of the run before the patch, so
-patches without effect are white. For several prompts, the effect is the mean, with standard errors
-as error bars.
+Figures of a sweep show `Sweep.effect`: the score of the patched run minus the score of the same run
+without a patch. Patches without effect are white. For several prompts, the effect is the mean, with
+standard errors as error bars.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ HEAD_COLOURS = {
     "attention": "#0072B2",
     "neuron": "#E69F00",
 }  # distinguishable for colour-blind readers
-_DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # from red (negative) to blue
+_DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red (negative) to blue
 _OTHER = "#666666"
 _LINE = 95  # the maximum number of characters per line of a title
 
@@ -113,7 +113,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
 def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     """Draw a bar chart of the k patches with the largest |effect|.
 
-    The title has the tokens at the bars' positions.
+    If the sweep has tokens, the title lists the tokens at the positions of the bars.
 
     Args:
         sweep: the results.
@@ -252,7 +252,7 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
-    """Return each patch's effect and standard error, sorted by |effect|; the sort is stable."""
+    """Return each patch's effect and standard error, by descending |effect|; the sort is stable."""
     refuse(*["the sweep has no rows"] * (not len(sweep)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
@@ -271,7 +271,7 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
-    """Return each position's label, which contains the index or role and the tokens."""
+    """Return each position's label: its index or role, followed by the tokens there."""
     if sweep.tokens is None:
         return {position: str(position) for position in positions}
     numbers = sweep.frame.get("prompt")
@@ -292,7 +292,7 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
-    """Return a note that describes the mean over prompts and the error bars."""
+    """Return the part of a title that describes the mean over prompts and the error bars."""
     numbers = sweep.frame
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:

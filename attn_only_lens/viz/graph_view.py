@@ -37,7 +37,7 @@ from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # the maximum number of pattern weights on a page
-_FEWEST = 8  # the number of edges into a node that are always kept
+_FEWEST = 8  # a page keeps at least this many edges into each node
 _EXAMPLES = 30_000  # the maximum number of example tokens on a page
 _WHAT_IS_EXACT = {
     direction: f"Exact effect, from running the model: how much the metric {what}."
@@ -169,7 +169,7 @@ def circuit_view(
 
 
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
-    """Return notes about the graph, which the page shows."""
+    """Return the notes that the page shows about the graph's nodes, prompts and edges."""
     nodes = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
     notes = [
         f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
@@ -226,7 +226,7 @@ def _record_run(
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in graph.tokens[:3]]
-        refuse(f"got prompts other than the graph's, {'; '.join(shown)}")
+        refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
     heads = graph.heads
     names = {(head.layer, head.kind): head for head in map(HeadName.parse, heads["name"])}
     hooks = [hook for head in names.values() for hook in _hooks(model, head)]
@@ -267,7 +267,7 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     base = exact.corrupted_value if graph.corrupted else 0.0
     reasons, apart = [], abs(exact.clean_value - base - graph.value)
     if exact.metric != graph.metric:
-        reasons.append(f"got a sweep of {exact.metric}; the graph's metric is {graph.metric}")
+        reasons.append(f"got a sweep with {exact.metric}; the graph's metric is {graph.metric}")
     elif apart > 1e-2 * max(abs(exact.clean_value - exact.corrupted_value), abs(graph.value)):
         reasons.append(
             f"got a sweep whose clean metric is {exact.clean_value:.4g}, but the graph's is "
@@ -305,7 +305,7 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and the page's state with these groups."""
+    """Return the exact effects of groups, and the page's state with these groups added to it."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
@@ -336,7 +336,7 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add top examples of as many neurons as fit on a page, the largest |attribution| first."""
+    """Add the top examples of neurons, largest |attribution| first, until the page is full."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):

@@ -3,8 +3,8 @@
 The page contains packed arrays, from which scripts (`assets/neurons.js`, `heads.js`) draw one
 neuron or head at a time. An example of 19 tokens takes 114 bytes. Gates and z (divided by the
 neuron's largest |z|) are stored in half precision, and the page computes the value as z / gate.
-Joint counts of gate and value have a logarithmic scale from 0 to 255. `NeuronStatistics` contains
-the exact numbers.
+Joint counts of gate and value are stored as integers from 0 to 255 on a logarithmic scale.
+`NeuronStatistics` contains the exact numbers.
 """
 
 import base64
@@ -119,8 +119,8 @@ def neuron_page(
     wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
-            f"got {count_names(wanted)}; expected {MOST_NEURONS:,} at most on one page: name some, "
-            "or let `attn-only-lens atlas` make a page per layer"
+            f"got {count_names(wanted)}; expected at most {MOST_NEURONS:,} on one page: pass fewer "
+            "names, or let `attn-only-lens atlas` make a page per layer"
         )
     if known is None:
         known = corpus_statistics(
@@ -152,7 +152,7 @@ def count_names(names: Sequence[str]) -> str:
 def page_of_statistics(
     model: Any, statistics: CorpusStatistics, others: dict[int, str] | None = None
 ) -> Page:
-    """Draw a page from the statistics."""
+    """Draw a page about these statistics, with links to the pages of layers in `others`."""
     neurons, heads = statistics
     names = list(neurons.names) if neurons else []
     lists, partners, notes = _by_weights(model, names) if neurons else ({}, {}, [])
@@ -240,7 +240,7 @@ def _about(statistics: CorpusStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return the tokens and heads connected to each neuron by weights, and notes on omissions."""
+    """Return tokens and heads to which each neuron's weights connect it, and notes on errors."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []
@@ -271,7 +271,7 @@ def _by_weights(
 
 
 def _limits(statistics: AnyOneKind, window: str) -> Float[Tensor, "neuron"]:
-    """Return the largest absolute value in each neuron's windows."""
+    """Return the largest absolute value of a quantity in the windows of each neuron's examples."""
     windows = [x for key, x in statistics.examples.items() if key.endswith(f".{window}")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
@@ -284,7 +284,8 @@ def _examples(
 ) -> dict[str, dict[str, Any]]:
     """Pack the examples of each end, as arrays [neuron, k] and [neuron, k, window].
 
-    `windows` maps each quantity to limits that divide each neuron's numbers, or to None.
+    `windows` maps each quantity either to one limit per neuron, by which the neuron's numbers are
+    divided, or to None.
     """
     tokens = torch.tensor(ids, device="cpu")
     kind = "<u2" if len(ids) < 2**16 else "<u4"
@@ -316,7 +317,7 @@ def _examples(
 
 
 def _log_shares(counts: Tensor) -> Tensor:
-    """Convert each neuron's counts to a logarithmic scale from 0 to 255."""
+    """Convert counts to a logarithmic scale, on which each neuron's largest count is 255."""
     logs = counts.double().log1p()
     most = logs.flatten(1).amax(1).clamp(min=1e-9).view(-1, 1, 1)
     return (logs / most * 255).ceil()

@@ -1,7 +1,8 @@
 r"""Self-contained HTML pages, and functions that write pages to files.
 
 A page contains its scripts and styles, and a Content-Security-Policy that forbids all requests:
-`default-src 'none'`. External text enters a page in one of three forms, and is escaped accordingly:
+`default-src 'none'`. Text from outside the package, such as a token, enters a page in one of three
+forms, and is escaped accordingly:
 
     text of an element     `html.escape`
     data for a script      JSON in a <script type="application/json">, with <, > and & as \u003c …,
@@ -102,7 +103,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         ...     viz.write_html(viz.Page("<p>hello"), f"{folder}/hello.html").read_text()
         '<p>hello'
     """
-    plotly = sys.modules.get("plotly.basedatatypes")  # plotly is loaded if a figure exists
+    plotly = sys.modules.get("plotly.basedatatypes")  # if `picture` is a figure, plotly is loaded
     if isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
@@ -165,7 +166,7 @@ def document(title: str, body: str, style: str = "", picture: str | None = None)
 def page_of_tokens(
     title: str, note: str, main: str, data: Any, name: str, libraries: Sequence[str] = ()
 ) -> Page:
-    """Return a page whose scripts draw tokens coloured by neurons or heads."""
+    """Return a page whose scripts draw tokens, coloured by activations of neurons or heads."""
     body = [
         f'<header><h1>{escape(title)}</h1><span class="note">{escape(note)}</span>',
         '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐',
@@ -189,7 +190,7 @@ def script_data(data: Any) -> str:
 def inline_script(source: str) -> str:
     """Return a script element with this JavaScript source."""
     kept = [line for line in source.split("\n") if not line.startswith("//# sourceMappingURL=")]
-    # A browser with open developer tools would request the source map.
+    # Otherwise, a browser with open developer tools would request the source map.
     return "<script>\n" + "\n".join(kept).replace("</script", "<\\/script") + "\n</script>"
 
 
