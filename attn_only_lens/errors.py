@@ -57,7 +57,7 @@ class InputError(AttnOnlyLensError, ValueError):
     @classmethod
     @contextmanager
     def collected(cls, reasons: list[str]) -> Iterator[None]:
-        """Add the reasons of an error in the block to a list, so that others can follow."""
+        """If the `with` raises this error, add its reasons to a list instead of raising it."""
         try:
             yield
         except cls as error:
@@ -88,7 +88,7 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models cannot be compared component by component with these prompts or this provenance.
+    """Models cannot be compared part by part with these prompts, or with this map between parts.
 
     Attributes:
         so_far: the `Comparison` of the batches before the failed batch, without patching, or None.

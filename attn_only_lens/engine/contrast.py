@@ -1,22 +1,23 @@
-"""The difference between two runs as one exact linear map.
+"""Express the difference between two runs of a model exactly, as one linear map.
 
 The model runs on the clean and the corrupted prompts. A third forward pass, with gradients, runs at
 the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs. In the
-backward pass, a rule in `secants.py` replaces the step's derivative by its slope between the runs.
-A product of two activations, such as pattern times value, needs no rule: its gradient at the mean
-is exact. So a backward pass returns multipliers M, and Σ M · Δ is the change of the metric:
+backward pass, the step's derivative is replaced by its slope between the two runs, which a rule in
+`secants.py` computes. A product of two activations, such as pattern times value, needs no rule: its
+gradient at the mean is exact. So the backward pass returns multipliers M. Multiplied by the changes
+of the activations, they add up to the change of the metric:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
 This holds for every set of activations y that all paths from the tokens to the metric pass through.
 Such activations are, for example, the normalised stream, queries, keys, values, scores, patterns,
-gates or z. If a product has three factors that change, their shares depend on which two are
-multiplied first; multipliers follow the model's order.
+gates or z. If three factors of a product change, the share of each depends on which two are
+multiplied first; here, the order is that of the model's own code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads and the
 soft cap of the logits. Calls of torch's softmax are intercepted, because hooks on some bridges see
 only a copy of the pattern. If a model has another nonlinear step, the sum Σ M · Δ over the first
-block's input differs from the metric's change; every call checks this.
+block's input differs from the metric's change; every call of `contrast` checks that they are equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
-_EXACT = 1e-9  # a tolerance for float64, because rounding errors grow over layers
+_EXACT = 1e-9  # the least tolerance: in float64, rounding errors grow from layer to layer
 _SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
@@ -110,7 +111,7 @@ class BothRuns:
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """The multipliers of a metric between two runs.
+    """The multipliers that turn changes of activations between two runs into a metric's change.
 
     Attributes:
         runs: both runs.
@@ -140,7 +141,7 @@ class Contrast:
     def through_patterns(
         self, model: Any, layer: int, kind: HeadKind
     ) -> Float[Tensor, "batch pos head_index"]:
-        """Return the part of each head's attribution that goes through the head's pattern."""
+        """Return the part of each head's attribution that is due to the change of its pattern."""
         if kind == "attention":
             terms: Tensor = self.patterns[layer] * self.softmax_changes[layer]
             return terms.sum(-1).transpose(1, 2)
@@ -191,7 +192,7 @@ def run_softmax(
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
-    """Return the multipliers of a metric at the activations that a tape keeps.
+    """Return a metric's multipliers for the activations that a tape keeps.
 
     With `keep_graph`, the softmax outputs can be differentiated with respect to these activations.
 
@@ -234,7 +235,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the logits' multipliers; they are exact if every function in the metric has a rule."""
+    """Return a metric's multipliers for the logits; exact if all its functions have rules."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -251,7 +252,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the part of the metric's change that multipliers miss, or 0 if it is only rounding."""
+    """Return the metric's change minus its sum over the logits, or 0 if they differ by rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -262,7 +263,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32, and warn how the metric's change differs."""
+    """Run a half-precision model in float32; warn with the metric's change in both precisions."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -333,7 +334,7 @@ def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that replace derivatives of neuron-heads' patterns by slopes between runs."""
+    """Return hooks that replace the derivatives of neuron-heads' patterns by their slopes."""
     queries = list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 
@@ -371,8 +372,9 @@ class _Steps:
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
         """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, a new
-        graph starts, which is joined to the output of the rule.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. At such a
+        hook point, a new autograd graph starts, and the norm's new output passes its gradient on to
+        it.
         """
         points = {
             point: module
@@ -399,7 +401,7 @@ class _Steps:
 
     @contextmanager
     def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """Attach hooks to norms; intercept functions in attention, except in attention's norms."""
+        """Attach hooks to norms; intercept nonlinear functions in attention, not in its norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -428,7 +430,7 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that replaces a norm's output by its mean over both runs, with its rule.
+        """Return a hook that gives a norm both runs' mean output and the gradient of its rule.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """

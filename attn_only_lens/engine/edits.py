@@ -1,7 +1,8 @@
-"""Turn patches of heads into changes of the stream, or into hooks.
+"""Turn patches of heads into changes of the residual stream, or into hooks on the model.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks the source run, from which activations are patched in. Later blocks depend only on the new z:
+marks the source run, from which activations are patched in. Later blocks depend only on the new z,
+which follows from the patched part:
 
     part          new z
     "z"           z' = w' v'
@@ -9,8 +10,8 @@ marks the source run, from which activations are patched in. Later blocks depend
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-The head's contribution to the stream changes by Δz times its neuron's row of W_out. The change of z
-splits into three terms:
+The head's contribution to the stream changes by Δz times its neuron's row of W_out. If both pattern
+and value change, the change of z is the sum of three terms:
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
 
@@ -40,7 +41,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part
 ) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z when one part of the heads is patched from source into target."""
+    """Return the change of z when one part of the heads is patched from `source` into `target`."""
     if part == "z":
         return source.z - target.z
     if part == "value":
@@ -49,14 +50,14 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z minus its changes from the pattern alone and the value alone."""
+    """Return z's change minus its changes from patching the pattern alone and the value alone."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return how much each site changes its neuron's activation, given the change of z."""
+    """Return how much each site changes its neuron's activation, given the changes of heads' z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
@@ -140,7 +141,7 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # `where` would broadcast a single position
+        if value.shape != rows.shape:  # else, `where` would broadcast one position
             reason = (
                 f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"

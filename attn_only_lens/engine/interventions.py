@@ -75,7 +75,7 @@ def ablate(
 def resample_reasons(
     clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
-    """Return reasons why 'resample' cannot take z from the reference or from other prompts."""
+    """Return the reasons, if any, why 'resample' cannot use the reference or the other prompts."""
     reasons = []
     if reference is None:
         if len(real) < 2:
@@ -267,7 +267,7 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Edit:
-    """A vector that replaces the z or the pattern of heads, or is added to z."""
+    """An edit of some heads: a vector that replaces their z or pattern, or is added to z."""
 
     place: _Place
     point: Literal["z", "pattern"]
@@ -296,8 +296,8 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
         edited = default if position is None else (position,)
         if edited is not None and not (edited and all(map(is_count, edited))):
             reasons.append(
-                f"got positions {list(edited)}; expected numbers from 0, or None for all (a text "
-                "that grows has no roles and no last position)"
+                f"got positions {list(edited)}; expected numbers from 0, or None for all "
+                "(while a text grows, roles and its last position are unknown)"
             )
         for sites in resolve_sites(model, heads):
             is_neuron = sites.kind == "neuron"
@@ -333,12 +333,12 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # in case blocks were called without the model
+        values.pop(key, None)  # calls of a block without the model leave a value
 
 
 @contextmanager
 def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
-    """Edit z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in a `with`."""
+    """Edit z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in the `with`."""
 
     def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
         positions, slices = edit.place.positions, edit.place.heads.values()

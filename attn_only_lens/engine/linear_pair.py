@@ -1,11 +1,12 @@
-"""The difference of two runs as linear maps between heads, with the rules in `secants.py`.
+"""Express the difference of two runs as linear maps between heads, by the rules in `secants.py`.
 
 The change of a head's output is a linear function of the changes of all earlier outputs:
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
-Here s is an earlier head and x_0 the embedding. One term of W_ts goes through values and uses the
-mean pattern; the other goes through patterns and uses the slope of the softmax or the gate.
+Here Δ is the clean run minus the corrupted run, s an earlier head, x_0 the embedding and each W a
+matrix. W_ts is the sum of two terms: the effect of s on the values of t, weighted by the mean
+pattern, and its effect on the pattern of t, with the slope of the softmax or the gate.
 """
 
 from dataclasses import dataclass, replace
@@ -120,7 +121,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the matrices for q and u, each with the effect on neurons' outputs via values."""
+    """For q and u, return the weight matrix and the effect on the neurons' outputs via values."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -137,7 +138,7 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return the matrix for q, and the effect of q on the neurons' outputs via patterns.
+    """Return q's weight matrix, and q's effect on the neurons' outputs via the patterns.
 
     Args:
         writes: the neurons' writes in one run on clean and corrupted prompts.

@@ -66,7 +66,7 @@ class PromptPair:
 
     @property
     def n_all(self) -> int:
-        """The total number of prompts, of which this pair may hold only some."""
+        """The total number of prompts in the analysis; this pair may hold only some of them."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
@@ -208,7 +208,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Return rows as one padded tensor, with a mask, or with None if all tokens are real."""
+    """Return rows as one padded tensor, and its mask, which is None if all tokens are real."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
@@ -226,7 +226,7 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     if mask is None:
         return None
     mask = array_as_tensor(mask)
-    expected = f"expected 1 (real) and 0 (padding) in the tokens' shape {list(tokens.shape)}"
+    expected = f"expected 1 (real) or 0 (padding) for each token, in shape {list(tokens.shape)}"
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         reasons.append(f"mask: got {got}; {expected}")

@@ -149,7 +149,7 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Raise UnsupportedCallError for names that a model without neuron-heads cannot have."""
+    """Raise UnsupportedCallError if a model without neuron-heads cannot have this head."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
@@ -169,7 +169,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
 
 
 def head_counts(model: Any) -> list[HeadCounts]:
-    """Return the head counts of each source layer of a model with neuron-heads."""
+    """Return the numbers of heads, neurons and heads per neuron in each source layer."""
     host = host_of(model)
     layers = zip(host.n_heads, host.neurons, strict=True)
     return [(n_heads, layer.n_neurons, layer.heads_per_neuron) for n_heads, layer in layers]

@@ -41,7 +41,7 @@ class Document:
     fields: Any
 
     def text(self, *, indent: int | None = None, **body: Any) -> str:
-        """Return the text of a document with these fields."""
+        """Return the JSON text of a document with these fields and a digest of them."""
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))
@@ -146,9 +146,9 @@ def _digest(path: Path) -> FileDigest:
 def check_files(
     folder: Path, files: Mapping[str, FileDigest], closed: Iterable[str] = (), *, seal: str = ""
 ) -> None:
-    """Compare the files of a folder with the digests in its manifest, a file named `seal`.
+    """Compare the files in a folder with the sizes and digests in its manifest, the file `seal`.
 
-    Files that match a pattern in `closed` must be in the manifest.
+    Every file in the folder that matches a pattern in `closed` must be listed in the manifest.
     """
     wrong = []
     for name, expected in files.items():

@@ -1,4 +1,4 @@
-"""Store data frames, each with a document in a parquet file's metadata or next to a CSV file.
+"""Store each data frame with a JSON document: in a parquet file's metadata, or next to a CSV.
 
 The document holds a digest of a CSV file's bytes, or of a parquet file's columns, because the bytes
 of a parquet file include the document itself.
@@ -112,7 +112,7 @@ def _digest(table: Any) -> str:
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""
-        if hasattr(whole, "dictionary"):  # categories; `indices` has a code for each row
+        if hasattr(whole, "dictionary"):  # categorical: `indices` has each row's code
             texts = json.dumps(whole.dictionary.to_pylist(), default=str)
             whole = whole.indices.cast("int32")
         kind = str(whole.type).removeprefix("large_")

@@ -5,7 +5,8 @@ keys and values replace earlier tokens (`key_values.py`). Each start position is
 first use: noise is added to the stream from this position on, and a run on all positions must agree
 with a run from this position on, in every block and in the logits. All positions run if this test
 fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
-difference. Another test shows whether the model can compute the logits of only some tokens.
+difference. Another test shows whether the model can compute the logits of only some tokens of the
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -103,7 +104,7 @@ class BridgeReplay(Replay):
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Compare a run that starts at `first` with a run that starts at `earlier`."""
+        """Return whether runs that start at `first` and at `earlier` agree from `first` on."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
@@ -119,14 +120,14 @@ class BridgeReplay(Replay):
             expected = expected[:, first - earlier :]
             # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # no token attends to padding, and no patch changes it
+            if mask is not None:  # no patch changes padding, and no token reads it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
         return bool(stacked(agree).all())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
-        """Return the first block's input, the outputs from this block on, and the logits."""
+        """Return the first block's input, the outputs of this and later blocks, and the logits."""
         with record_streams(self.model) as (streams, _):
             logits = self.joined_logits(Joined(variants))
         return [variants.stream, *streams[variants.block + 1 :]], logits
@@ -145,7 +146,7 @@ class BridgeReplay(Replay):
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(self.host.n_heads) * d_head  # shared keys and values are repeated
+        return 3 * max(self.host.n_heads) * d_head  # a copy of shared keys and values per head
 
     @property
     def logits_per_variant(self) -> int:
@@ -174,7 +175,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # accelerate's hook, which moves weights
+        placed = getattr(linear, "_hf_hook", None)  # set by accelerate, which moves weights
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()
@@ -225,7 +226,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Skip the blocks before any variant starts; run each later block on the started variants.
+        """Skip blocks until a variant starts; run each later block on the variants so far.
 
         The model makes masks and rotations for all rows; a block gets only the part for its rows.
         """
