@@ -57,7 +57,7 @@ class InputError(AttnOnlyLensError, ValueError):
     @classmethod
     @contextmanager
     def collected(cls, reasons: list[str]) -> Iterator[None]:
-        """If the `with` raises this error, add its reasons to a list instead of raising it."""
+        """If this error is raised inside the `with`, add its reasons to a list instead."""
         try:
             yield
         except cls as error:

@@ -1,4 +1,4 @@
-"""Provide the names that only one of transformer-lens 3.9 and 4 has, under both versions.
+"""Provide, under transformer-lens 3.9 and 4, the names that only one of the two versions has.
 
 Under version 4, placeholders replace the classes that only 3.9 has: `isinstance` returns False, and
 creating an instance raises an error that says what to use instead. So all other modules import

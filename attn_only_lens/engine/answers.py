@@ -143,7 +143,7 @@ def _token(model: Any, answer: Any) -> int | str:
         answer = token
     if is_count(answer, 0, size - 1):
         return int(answer)
-    return f"got {answer!r}; expected a text, or a token from 0 to {size - 1}"
+    return f"got {answer!r}; expected a text, or a token number from 0 to {size - 1}"
 
 
 def _why_not_one(model: Any, text: str) -> str:

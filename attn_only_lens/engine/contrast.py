@@ -70,7 +70,7 @@ _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 @dataclass(frozen=True, eq=False)
 class BothRuns:
-    """The activations of two runs in one batch: the clean rows, then the corrupted rows.
+    """The activations of two runs, in one batch: first the clean prompts, then the corrupted ones.
 
     Attributes:
         pair: the prompts.
@@ -89,7 +89,7 @@ class BothRuns:
     heads: dict[str, Tensor]
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Return recordings of the clean and the corrupted run, without residual streams."""
+        """Split the activations into recordings of the clean and corrupted run, without streams."""
         host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
@@ -104,7 +104,7 @@ class BothRuns:
         return side(0, self.pair.clean), side(1, self.pair.corrupted)
 
     def change(self, name: str) -> Tensor:
-        """Return the clean activation at a hook point minus the corrupted activation."""
+        """Return a hook point's activation in the clean run minus that in the corrupted run."""
         clean, corrupted = self.heads[name].chunk(2)
         return clean - corrupted
 
@@ -154,7 +154,7 @@ class Contrast:
 @torch.no_grad()
 @full_precision()
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on clean and corrupted prompts; record what the rules in `secants.py` need."""
+    """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps."""
     host = host_of(model)
     points: dict[HeadKind, tuple[str, ...]] = {
         "attention": ("z",),
@@ -252,7 +252,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the metric's change minus its sum over the logits, or 0 if they differ by rounding."""
+    """Return the metric's change minus Σ M Δ over the logits, or 0 if they differ by rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -287,7 +287,7 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
 
 
 def _require_complete(result: Contrast) -> None:
-    """Refuse multipliers if the tokens' contributions do not add up to the metric's change."""
+    """Raise an error if the tokens' contributions do not add up to the metric's change."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
@@ -334,7 +334,7 @@ def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that replace the derivatives of neuron-heads' patterns by their slopes."""
+    """Return hooks that replace derivatives of neuron-heads' patterns by slopes between runs."""
     queries = list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 
@@ -424,7 +424,7 @@ class _Steps:
                 if module in norm_hooks:
                     attach(module, norm_hooks[module], with_kwargs=True)
                 attach(module, leave)
-            # A masked language model has nonlinear functions after its last block too.
+            # Also intercept the nonlinear functions after a masked language model's last block.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
             yield

@@ -38,7 +38,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, in median absolute values
-_CLEAR_EFFECT = 8.0  # in units of the allowed rounding; after smaller effects, noise grows
+_CLEAR_EFFECT = 8.0  # in units of the allowed rounding; if less, test again with more noise
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -47,7 +47,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay if its edits would not have the same effect as hooks in a full pass."""
+    """Raise an error if edits of a replay do not have the same effect as hooks in a full run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
     tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
@@ -113,7 +113,7 @@ def require_edits_read(
     part: Part,
     tested: PassedTests,
 ) -> None:
-    """Refuse hook points where edits have no effect, such as `hook_pattern` on some bridges."""
+    """Raise an error if edits have no effect, as at the `hook_pattern` of some bridges."""
     tests = {layer: ("reads edits", kind, part, layer) for layer in layers}
     layers = [layer for layer in layers if not tested.covers(tests[layer], recording)]
     if not layers:
@@ -143,9 +143,10 @@ def require_edits_read(
 
 @torch.no_grad()
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
-    """Refuse layers in which the heads that share keys and values are not consecutive.
+    """Raise an error if the heads that share keys and values are not consecutive in some layer.
 
-    The last shared value is set to nan; then z is nan in the heads that read this value.
+    To find out, the last shared value is set to nan. Then z is nan in exactly the heads that read
+    this value.
     """
     model = replay.model
     layers = [x for x in layers if not replay.tested.covers(("groups", x), replay.recording)]

@@ -64,7 +64,7 @@ def neuron_changes(
 def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Sum a quantity over each site's heads: all heads of its neuron, or one head."""
+    """Sum a quantity over the heads of each site: all heads of a neuron, or only one head."""
     by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
@@ -88,7 +88,7 @@ def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> 
 
 
 def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
-    """Return a mask of the heads and positions whose activations differ between two runs."""
+    """Return a mask that is True for heads and positions whose activations differ between runs."""
     differs = (target != source).any(dim=-1)
     return differs.transpose(1, 2) if part == "pattern" else differs
 

@@ -4,9 +4,10 @@
                ("resample"), or its value with all attention on the bias token ("bias")
     steered    z becomes z + the value given for the head
 
-Inside these contexts, positions count from the start of the text, even with a key-value cache.
-Sources: activation addition is from Turner et al., "Steering Language Models With Activation
-Engineering" (2023); mean ablation is from Wang et al., "Interpretability in the Wild" (2022).
+Inside `ablated` and `steered`, positions count from the start of the text, even if a key-value
+cache holds its first tokens. Sources: activation addition is from Turner et al., "Steering Language
+Models With Activation Engineering" (2023); mean ablation is from Wang et al., "Interpretability in
+the Wild" (2022).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -239,7 +240,10 @@ def _numbers(
     is_list = isinstance(plain, list | tuple)
     numbers = list(map(as_plain, plain)) if is_list else [plain]
     if n_heads > 1:
-        return f"{name}: {n_heads} heads share this neuron; steer {name}.0 … {name}.{n_heads - 1}"
+        return (
+            f"{name}: {n_heads} heads share this neuron; steer {name}.0 … {name}.{n_heads - 1} one "
+            "by one"
+        )
     if len(numbers) == d_head and all(map(is_number, numbers)):
         return numbers
     got = f"{len(numbers)} numbers" if is_list else repr(value)
@@ -252,7 +256,7 @@ def _numbers(
 
 @dataclass(frozen=True)
 class _Place:
-    """Heads of one layer, and the positions at which they are edited.
+    """Some heads of one layer, and the positions at which these heads are edited.
 
     Attributes:
         heads: for each name, the indices of its head, or of its neuron's heads.
@@ -276,7 +280,7 @@ class _Edit:
 
 
 def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
-    """Return the heads to edit with their positions, and the reasons why positions are invalid."""
+    """Return the heads to edit with their positions, and error texts for invalid positions."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
@@ -297,7 +301,7 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
         if edited is not None and not (edited and all(map(is_count, edited))):
             reasons.append(
                 f"got positions {list(edited)}; expected numbers from 0, or None for all "
-                "(while a text grows, roles and its last position are unknown)"
+                "positions: while it grows, a text has no roles and no last position"
             )
         for sites in resolve_sites(model, heads):
             is_neuron = sites.kind == "neuron"

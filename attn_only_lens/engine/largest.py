@@ -11,7 +11,7 @@ _ROUNDED = 1.001  # bounds times this factor hold despite rounding, in any dtype
 
 
 class LargestScores:
-    """The k largest scores so far, each with its writer and its reader.
+    """The k largest scores that were added so far, each with its row and column in the matrix.
 
     Example:
         >>> largest = LargestScores(2)

@@ -51,7 +51,7 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between two runs, given the norm in one batch that holds both runs."""
+        """Return the norm between two runs, given the norm in a batch that has the rows of both."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
@@ -102,7 +102,7 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
 
 
 def _between(writes: SublayerWrites) -> SublayerWrites:
-    """Return the change of a sublayer's writes between the two runs."""
+    """Return a sublayer's writes in the clean run minus its writes in the corrupted run."""
     clean, corrupted = writes.z.chunk(2)
     reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
     z, entered = clean - corrupted, mean(writes.entered)

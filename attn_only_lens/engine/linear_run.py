@@ -106,7 +106,7 @@ class LinearSublayer:
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradients at the nodes' outputs, given the one at the stream after them."""
+        """Return the gradients at the nodes' outputs, given that of the stream after them."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -170,7 +170,7 @@ def places(position: Place) -> Positions:
 
 @dataclass(frozen=True, eq=False)
 class LinearRun:
-    """A run as linear maps.
+    """A forward pass, expressed as linear maps between heads.
 
     Attributes:
         model: the model.

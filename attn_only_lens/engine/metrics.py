@@ -120,7 +120,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return each prompt's metric in one full run, in float64; refuse results that vary."""
+        """Return each prompt's metric in a full run, in float64; computing it twice must agree."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         both = [self.compute(selected)[0] for _ in range(2)]
@@ -179,7 +179,7 @@ class Metric:
     by_prompt: bool = field(default=True, repr=False)
 
     def identity(self) -> list[Any]:
-        """Return JSON data that identifies this metric when a job is resumed."""
+        """Return JSON data that tells whether a job is resumed with the same metric."""
         if self.version is None:
             reason = (
                 f"{self.name} is your own function, without a version; expected "
@@ -490,14 +490,14 @@ def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
-    """Refuse a metric whose values on the clean and the corrupted run are equal up to rounding."""
+    """Raise an error if the metric's values in the two runs are equal up to rounding."""
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
     if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
         reason = (
             f"got {clean_value} for the clean run and {corrupted_value} for the corrupted run, "
             f"which are equal up to rounding in {dtype}; choose prompts or a metric "
-            "with different values, because scores are fractions of the difference"
+            "for which they differ, because scores are fractions of this difference"
         )
         raise InputError([reason], "this metric is constant")
 
@@ -534,7 +534,7 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 
 
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
-    """Refuse a metric with zero gradient on the patched run, such as `kl` at its minimum.
+    """Raise an error if a metric has gradient 0 on the patched run, as `kl` has on the clean run.
 
     `span` is the change of the metric between the two runs. If Σ |∂metric/∂logits · (reference -
     logits)| is tiny compared with `span`, every estimate from gradients is zero or only a rounding

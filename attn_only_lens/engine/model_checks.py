@@ -104,7 +104,7 @@ def _captures(model: Any) -> set[tuple[int, int]]:
 
 
 def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
-    """Yield the torch hooks on a module: for each, the id of its dictionary, its key, the hook."""
+    """Yield each torch hook on a module: the id of its dictionary, its key, and the hook itself."""
     for kind in _KINDS:
         hooks = vars(module)[kind]
         for key, hook in hooks.items():

@@ -1,4 +1,4 @@
-"""Identify a model by a digest, and give half-precision models float32 weights for a while.
+"""Compute a digest of a model, and run half-precision models with float32 weights.
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
 precision, the rounding is as large as the output of a single head, so analyses that split the

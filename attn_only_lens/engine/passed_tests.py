@@ -31,7 +31,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class PassedTests:
-    """The tests that a model has passed in its current state."""
+    """The tests that a model has passed since it last changed, and on which prompts."""
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, int] = {}  # the length of the longest tested prompts, by test

@@ -277,12 +277,12 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected the tokenizer of a chat model; or give texts
+        the model has no tokenizer; expected a chat model's tokenizer, or prompts that are texts
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
         lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
-        reason = f"the {lacks}; expected the tokenizer of a chat model; or give texts"
+        reason = f"the {lacks}; expected a chat model's tokenizer, or prompts that are texts"
         raise InputError([reason], _PROBLEM_OF_CHAT)
     reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):

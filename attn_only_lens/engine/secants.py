@@ -1,4 +1,4 @@
-"""Compute differences of two runs exactly, with slopes between the runs, not derivatives.
+"""Compute differences of two runs exactly, with slopes between the runs instead of derivatives.
 
 Let y_1 and y_0 be the values of y in two runs, Δy = y_1 - y_0, and ȳ their mean. Every rule is
 exact, however large the changes are:
@@ -186,7 +186,7 @@ class FunctionRules(TorchFunctionMode):
         self._n_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, or the rule that replaces it."""
+        """Run a torch function and record it, or run the rule that replaces the function."""
         kwargs = kwargs or {}
         if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
             return args[0]

@@ -199,7 +199,7 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # making names takes a noticeable part of an attribution
+@lru_cache(maxsize=1024)  # making names takes a noticeable part of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))

@@ -39,7 +39,7 @@ _APOSTROPHES = "'’"  # apostrophes count as parts of a word, as in "don't"
 
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
-    """Convert a text, or tokens in any form, to a tensor on the model's device; check it."""
+    """Convert a text or tokens to a tensor on the model's device, and check the tokens."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(

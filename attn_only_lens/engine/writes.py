@@ -137,7 +137,7 @@ class SublayerWrites:
     def written(
         self, sites: LayerSites, positions: Positions = slice(None)
     ) -> Float[Tensor, "site batch pos d_model"]:
-        """Return the vectors that the given heads added to the stream."""
+        """Return the vectors that the heads at the given sites added to the residual stream."""
         index, writes = sites.index.to(self.z.device), self.writes.at(positions)
         z = self.z[:, positions]
         if self.neurons is not None:
@@ -236,7 +236,7 @@ _NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDiction
 
 
 def _norms(model: Any) -> tuple[list[Any], Any]:
-    """Return each layer's norms and the final norm; check the weights of a model only once."""
+    """Return each layer's norms and the final norm; check a model's weights only the first time."""
     known, host = _NORMS.get(passed_tests(model)), host_of(model)
     if known is None:
         host.require_weights()
@@ -275,7 +275,7 @@ class _Traffic:
         return FrozenNorm(norm, stream, scale)
 
     def require_norms(self) -> None:
-        """Refuse modules that are not norms."""
+        """Raise an error if a module that was taken for a norm does not compute a norm."""
         are_norms = read_all([is_norm for _, is_norm in self._norms])
         others = {
             name for (name, _), is_norm in zip(self._norms, are_norms, strict=True) if not is_norm
@@ -315,7 +315,7 @@ def read_matrices(heads: Any) -> list[Tensor]:
 
 
 def _require_finite(recording: Recording) -> None:
-    """Refuse a run with nan, because nan at padding would spread to every sum over positions."""
+    """Raise an error if a run has nan: even at padding, nan would spread to sums over positions."""
     device = recording.tokens.device
     finite = torch.stack([x.isfinite().all(-1).to(device) for x in recording.streams]).all(0)
     if finite.all():
@@ -327,7 +327,7 @@ def _require_finite(recording: Recording) -> None:
 
 
 def _require_sums(run: Decomposition) -> None:
-    """Refuse a run in which a sublayer's input is not the sum of all earlier writes."""
+    """Raise an error if the input of a sublayer is not the sum of all earlier writes."""
     readers = [
         (f"the {x.kind} of layer {x.layer}", x.reads.stream, len(run.before(x.layer, x.kind)))
         for x in run.sublayers

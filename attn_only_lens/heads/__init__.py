@@ -1,4 +1,4 @@
-"""Neuron-heads, which are MLP neurons as attention heads: computation, names and patterns."""
+"""Neuron-heads (attention heads that compute MLP neurons): computation, names and patterns."""
 
 from attn_only_lens.heads.computation import logit_tolerance
 from attn_only_lens.heads.host import has_neuron_heads, host_of, reasons_without_heads

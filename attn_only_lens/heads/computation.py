@@ -42,7 +42,7 @@ def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
 
 
 class NeuronHeads(ABC):
-    """The neuron-heads of one MLP: their hook points, and the computation of z.
+    """The neuron-heads of one MLP, with their hook points and the computation of their outputs z.
 
     In a converted model, this class is a mixin of the block's attention. In an exposed model, each
     MLP has a separate object of this class.
@@ -81,7 +81,7 @@ class NeuronHeads(ABC):
     def weights_and_values(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
-        """Compute the heads' self weights and values from pre-activations, without hooks."""
+        """Compute the heads' attention to their own token and their values; run no hooks."""
         query, v = self._query_and_value(q, up)
         return self._gate_pattern(query)[..., SELF], v
 

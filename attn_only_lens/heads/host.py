@@ -1,4 +1,4 @@
-"""The interface to models whose MLP neurons are attention heads; each kind has a `Host`.
+"""The interface to models whose MLP neurons are attention heads; each kind of model has a `Host`.
 
 A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
 in block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
@@ -181,7 +181,7 @@ class Host(ABC):
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in the KV cache, given the first block's arguments."""
+        """Return how many tokens the key-value cache holds, given the first block's arguments."""
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:

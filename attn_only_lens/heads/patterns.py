@@ -50,9 +50,9 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
     """Return the factor by which a neuron's gate multiplies its value, Σ_j w_j pattern_j(self).
 
-    With exact gates, this factor is the self weight of the neuron's only head. With bilinear gates,
-    the sum is over the neuron's heads j with weights w_j. In a plain MLP, the factor may be
-    slightly outside [0, 1]; in a gated MLP, it approximates the activation α(q).
+    With exact gates, this factor is the attention of the neuron's only head to the token itself.
+    With bilinear gates, the sum is over the neuron's heads j with weights w_j. In a plain MLP, the
+    factor may be slightly outside [0, 1]; in a gated MLP, it approximates the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.
@@ -139,8 +139,9 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
-    Plotting tools such as circuitsvis expect such a matrix. The self weights are on the diagonal,
-    and all other weights between tokens are zero. Arguments and errors are as for `neuron_pattern`.
+    Plotting tools such as circuitsvis expect such a matrix. The attention of each token to itself
+    is on the diagonal, and all other weights between tokens are zero. Arguments and errors are as
+    for `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

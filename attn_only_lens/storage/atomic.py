@@ -153,7 +153,7 @@ def _remove_leftovers(path: Path) -> None:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # only if empty; a process that loses its folder makes another
+                scratch.rmdir()  # works if empty; a process that loses its folder makes another
             continue
         with lock, suppress(OSError):
             if _lock(lock):

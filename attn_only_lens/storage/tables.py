@@ -1,4 +1,4 @@
-"""Store each data frame with a JSON document: in a parquet file's metadata, or next to a CSV.
+"""Store each data frame with a JSON document: in a parquet file's metadata, or next to a CSV file.
 
 The document holds a digest of a CSV file's bytes, or of a parquet file's columns, because the bytes
 of a parquet file include the document itself.
@@ -85,7 +85,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
 
 
 def read_table_document(path: Path, document: Document) -> dict[str, Any]:
-    """Read the document of a table, but not its rows."""
+    """Read the JSON document that belongs to a table, without reading the table's rows."""
     if not _is_parquet(path):
         return document.read(_sidecar(path))
     _, pq = _pyarrow()

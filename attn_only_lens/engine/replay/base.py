@@ -96,7 +96,7 @@ class Joined:
 
     @property
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The edits of all variants; each edit changes only the rows of its variant."""
+        """The hooks of all variants; each hook edits only the rows of its own variants."""
         if len(self.members) == 1:
             return list(self.members[0].hooks)
         return [
@@ -277,7 +277,7 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the share of a full run's cost for variants that start at a block and position."""
+        """Return the cost of variants that start at `block` and `first`, relative to a full run."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
@@ -349,7 +349,7 @@ class Replay(ABC):
         return None
 
     def check(self) -> None:
-        """Refuse a model if replays without edits do not reproduce the recorded logits."""
+        """Raise an error if replays without edits do not reproduce the recorded logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
         blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads

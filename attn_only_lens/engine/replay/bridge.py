@@ -2,8 +2,8 @@
 
 If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
 keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
-first use: noise is added to the stream from this position on, and a run on all positions must agree
-with a run from this position on, in every block and in the logits. All positions run if this test
+first use. Noise is added to the stream from this position on; then a run on all positions and a run
+from this position on must agree, in every block and in the logits. All positions run if this test
 fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
 difference. Another test shows whether the model can compute the logits of only some tokens of the
 vocabulary.
@@ -226,7 +226,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Skip blocks until a variant starts; run each later block on the variants so far.
+        """Skip blocks until a variant starts; run later blocks on the variants that have started.
 
         The model makes masks and rotations for all rows; a block gets only the part for its rows.
         """
