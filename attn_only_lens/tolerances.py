@@ -1,4 +1,4 @@
-"""Bounds, by dtype, on the difference between two computations of the same numbers.
+"""For each dtype, bounds on the difference between two computations of the same numbers.
 
 If hooks are attached, a converted model computes an activation as pattern times value, p(q) · q;
 its source model computes act(q). The results differ only by rounding errors, which later layers

@@ -108,7 +108,7 @@ def answer_tokens(
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return the tokens of each prompt's answers; append errors to `reasons`."""
+    """Return the tokens of each prompt's answers; append texts on invalid answers to `reasons`."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"

@@ -18,8 +18,8 @@ and value change, the change of z is the sum of three terms:
 For attention heads, the block runs again for a batch of variants, and a hook patches different
 heads at different positions in each variant. In models with grouped-query attention, heads share
 keys and values. To patch a key or value for one head only, the shared key or value is patched, and
-the z of all other heads is restored. The result equals a patch in a model where each head has its
-own copy of keys and values.
+the z of all other heads is restored. The result is the same as that of a patch in a model where
+each head has its own copy of keys and values.
 """
 
 from collections.abc import Callable

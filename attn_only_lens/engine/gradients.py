@@ -11,7 +11,8 @@ shows, for each patched part, the node and its change Δ from the patched run to
     attention  "q"                    exact_gate  z           softmax(q' · K) V - z
     attention  otherwise                          hook point  change of the activation
 
-Shared keys and values have one gradient for each head that reads them (`gradient_by_head`).
+Keys and values that several heads share get one gradient for each of these heads
+(`gradient_by_head`).
 """
 
 import warnings
@@ -117,7 +118,8 @@ def gradient_by_head(
 ) -> Float[Tensor, "batch pos head_index d"]:
     """For each head, return the gradient at its shared keys or values that comes from its own z.
 
-    One backward pass handles one head of every group, or a single head if a norm mixes all keys.
+    One backward pass handles one head of every group that shares keys and values, or a single head
+    if a norm mixes the keys of all groups.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared

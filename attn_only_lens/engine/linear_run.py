@@ -73,11 +73,11 @@ class LinearSublayer:
     constant: Outputs
 
     def z(self, stream: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return each stream part's share of the outputs: [part, batch, pos, node, d_head]."""
+        """Return what each stream part adds to the outputs: [part, batch, pos, node, d_head]."""
         return self.of_input(self.writes.reads.change(stream))
 
     def of_input(self, entering: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return each part's share of the outputs, given parts of the input after the norm."""
+        """Return what each part adds to the outputs, given parts of the input after the norm."""
         raise NotImplementedError
 
     def back(self, gradient: Outputs) -> Residual:
@@ -95,7 +95,7 @@ class LinearSublayer:
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
-        """Return the sum of what all nodes add to the stream: [part, batch, pos, d_model]."""
+        """Return the sum of what all nodes write to the stream: [part, batch, pos, d_model]."""
         return self.writes.writes.change(z.flatten(3) @ self.writes.matrix.flatten(0, 1))
 
     def write_vectors(
@@ -106,7 +106,7 @@ class LinearSublayer:
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradients at the nodes' outputs, given that of the stream after them."""
+        """Return the gradients at the nodes' outputs, given that at the stream after them."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -231,7 +231,7 @@ class LinearRun:
             final: the gradient at the final stream.
         """
         n = len(self.sublayers)
-        readers: list[list[Residual]] = [[] for _ in range(n)]  # by number of earlier sublayers
+        readers: list[list[Residual]] = [[] for _ in range(n)]  # by number of sublayers before them
         outputs: list[Outputs] = []
         streams = [final]
         for index in reversed(range(n)):

@@ -513,7 +513,7 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return a list with one error text in torch's inference mode; otherwise return []."""
+    """Return a list with one error text if torch is in inference mode; otherwise return []."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]

@@ -95,7 +95,7 @@ def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _captures(model: Any) -> set[tuple[int, int]]:
-    """Return the dictionary and key of each hook that a bridge's blocks attach during a run."""
+    """Return ids for the hooks that a bridge's blocks attach during a run: (dictionary id, key)."""
     return {
         (id(handle.hooks_dict_ref()), handle.id)
         for block in getattr(model, "blocks", ())

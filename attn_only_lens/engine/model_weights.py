@@ -2,8 +2,8 @@
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
 precision, the rounding is as large as the output of a single head, so analyses that split the
-stream compute in float32. A bridge with hooks cannot be copied. So during the analysis, each
-half-precision tensor of the model itself holds float32 data. Afterwards, each tensor gets its
+stream compute in float32. A bridge with hooks cannot be copied to float32. So during the analysis,
+each half-precision tensor of the model itself holds float32 data. Afterwards, each tensor gets its
 original data back, so views and tied weights stay intact.
 """
 

@@ -74,7 +74,7 @@ class PromptPair:
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
     def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
-        """Return a pair with some of this pair's prompts.
+        """Return a new pair that holds only some of this pair's prompts.
 
         Args:
             prompts: the indices of these prompts.
@@ -140,7 +140,7 @@ def prompt_pair(
 
 
 def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
-    """Pair each prompt with itself, for analyses of a single run."""
+    """Return a pair in which each prompt is paired with itself, for analyses of a single run."""
     (tokens,), mask = _tokenize(model, {"": prompts}, mask, _PROBLEM_OF_SINGLE)
     return PromptPair(tokens, tokens, mask)
 

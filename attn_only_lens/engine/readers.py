@@ -91,7 +91,7 @@ class Readers:
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the run's q and u; at first, test that W_in and W_gate compute them."""
+        """Return the run's q and u; on first use, test that W_in and W_gate compute them."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered

@@ -73,7 +73,7 @@ class Recording:
     key_values: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def __getitem__(self, rows: slice) -> "Recording":
-        """Return the recording for some of the prompts."""
+        """Return a recording that holds only some of this recording's prompts."""
         return replace(
             self,
             tokens=self.tokens[rows],
@@ -200,7 +200,7 @@ def record_pair(
     hooks: Hooks = (),
     distinct: bool = True,
 ) -> RunPair:
-    """Record the clean and the corrupted run at the sites, and compute the metric on both."""
+    """Record the clean and the corrupted run at the sites, and compute the metric of both runs."""
     layers = [site.layer for site in sites if site.kind == "neuron"]
     attention = [site.layer for site in sites if site.kind == "attention"]
     hook_names = {layer: hook_name(model, layer, part) for layer in attention}

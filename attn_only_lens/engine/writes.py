@@ -347,7 +347,7 @@ def _require_sums(run: Decomposition) -> None:
             reason = (
                 f"the input of {reader} differs by {error:.2g} from the sum of all earlier writes "
                 f"(largest entry: {size:.2g}): another module adds to the stream, or outputs are "
-                "multiplied"
+                "multiplied by a factor"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
 

@@ -195,7 +195,7 @@ class WithNeuronHeads:
 
 
 def stock_class(module: object) -> type:
-    """Return a module's original class, without neuron-heads."""
+    """Return the class that a module had before it got neuron-heads."""
     kind = type(module)
     return vars(kind).get("_stock", kind)  # `vars` ignores base classes
 
@@ -206,7 +206,7 @@ def has_neuron_heads(model: object) -> bool:
 
 
 def host_of(model: Any) -> Host:
-    """Return the host of a model; raise UnsupportedCallError if there are no neuron-heads."""
+    """Return a model's `Host`; raise UnsupportedCallError if the model has no neuron-heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)

@@ -59,7 +59,7 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Return this head's index in the block; raise UnknownHeadError if there is none."""
+        """Return this head's index in its block; raise UnknownHeadError if it does not exist."""
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
@@ -69,7 +69,7 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the head_index range of this head, or of all heads of this neuron."""
+        """Return the range of `head_index` of this head, or of all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)

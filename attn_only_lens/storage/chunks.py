@@ -4,7 +4,7 @@
     folder/KEY.safetensors            the arrays of one chunk, with a digest of the settings
 
 A chunk is written completely or not at all, with a digest. So a killed process loses only the chunk
-that it was computing, and changes to a file are detected.
+that it was computing. The digest reveals whether a file was changed later.
 """
 
 import hashlib

@@ -26,7 +26,7 @@ _SHOWN = 5
 
 
 class FileDigest(TypedDict):
-    """The size and digest of a file, as listed in a manifest."""
+    """The size and digest of a file, as the manifest of a folder lists them."""
 
     bytes: int
     sha256: str

@@ -26,14 +26,14 @@ _NUMBERS = ("int64", "float64")
 
 
 class TableFields(TypedDict):
-    """The fields of every table's document: the frame's digest, and its numeric columns."""
+    """The fields of every table's document: the data frame's digest and its numeric columns."""
 
     content: str
     numbers: dict[str, Literal["int64", "float64"]]
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a frame and its document; the suffix, .parquet or .csv, selects the format."""
+    """Write a data frame and its document; `path` ends in .parquet or .csv, the file's format."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -61,7 +61,7 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
 
 
 def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read a frame and its document."""
+    """Read a data frame and its document, and check the frame against its digest."""
     path = as_path(path)
     fields = read_table_document(path, document)
     with _as_checkpoint_error(path):

@@ -38,7 +38,7 @@ _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's
 # that are in memory at once, according to torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
 _LOGITS_AT_ONCE = 2**26  # floats, with copies: enough for 170 tokens with 49,152 logits each
-_CALL_FLOPS = 3e10  # for GPUs: each block has about 90 kernels of 10 µs, at 30 Tflop/s
+_CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 30 Tflop/s
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,8 @@ class BridgeReplay(Replay):
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
         """Skip blocks until a variant starts; run later blocks on the variants that have started.
 
-        The model makes masks and rotations for all rows; a block gets only the part for its rows.
+        The model computes masks and rotary embeddings for all rows; each block gets only the part
+        for its own rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 

@@ -87,6 +87,6 @@ def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[N
 
 
 def at_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return one token from each row, [row, 1, …]: each prompt's, for every variant."""
+    """Return one token of each row, [row, 1, …]; all variants of a prompt use the same column."""
     rows = torch.arange(len(x), device=x.device)
     return x[rows, columns.to(x.device).repeat(len(x) // len(columns))].unsqueeze(1)
