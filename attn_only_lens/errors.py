@@ -104,7 +104,7 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth step would change the model's function, or cannot be undone; the step was not made.
+    """A growth step would change what the model computes, or cannot be undone; it was not made.
 
     Example:
         >>> from attn_only_lens.errors import GrowthError
@@ -135,7 +135,7 @@ class UnsupportedModelError(InputError):
 
 
 class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
-    """A TransformerLens call has no correct result for a converted model.
+    """A TransformerLens method or attribute has no correct result for a converted model.
 
     The error message names the call to use instead.
 

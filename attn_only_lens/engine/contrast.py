@@ -319,7 +319,7 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 
 def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield each layer and its gates' slopes; compute small layers with equal gates together."""
+    """Yield layers and their gates' slopes; compute small layers with equal gates at once."""
     sides, groups = dict[int, Both](), dict[Any, list[int]]()
     for layer, heads in enumerate(host.neurons):
         q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
@@ -360,7 +360,7 @@ class _Steps:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the inputs and outputs of norms and nonlinear functions in a forward pass."""
+        """Inside a `with`, record the inputs and outputs of norms and of nonlinear functions."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()

@@ -120,7 +120,7 @@ def require_edits_read(
         return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
-    # With a single key, the pattern is 1 for every finite key, but nan for a nan key.
+    # With a single key, the pattern is 1 for every finite key. Only nan in the key changes it.
     later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
     looked_at = list(chain(*looks.values()))
@@ -166,8 +166,8 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
         expected = list(range(n_heads - n_heads // n_shared, n_heads))
         if reading != expected:
             reasons.append(
-                f"layer {layer}: heads {reading} read the last shared value; expected heads "
-                f"{expected}; patch z instead"
+                f"layer {layer}: heads {reading} use the last of the values that heads share; "
+                f"expected heads {expected}; patch z instead"
             )
     UnsupportedModelError.raise_if(reasons, "the shared keys and values cannot be patched")
     for layer in layers:

@@ -234,7 +234,7 @@ def steered(
 def _numbers(
     name: str, value: Any, z: Float[Tensor, "head_index d"], kind: HeadKind
 ) -> list[float] | str:
-    """Return the numbers to add to a head's z, or an error text if they are invalid."""
+    """Return the numbers to add to a head's z, or an error text if `value` is invalid."""
     n_heads, d_head = z.shape
     plain = as_plain(value)
     is_list = isinstance(plain, list | tuple)
@@ -375,7 +375,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
 def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:
-    """Record z on the prompts (or on two dummy tokens); refuse a model that ignores edits of z."""
+    """Record z on the prompts, or on two dummy tokens; refuse a model that ignores edits of z."""
     host, layers = host_of(model), {kind: list[int]() for kind in HEAD_KINDS}
     for layer, kind in dict.fromkeys((place.layer, place.kind) for place in places):
         layers[kind].append(layer)

@@ -65,7 +65,7 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the output that is due to a part of the input's change."""
+        """Return the change of the norm's output that is due to a part of its input's change."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result
@@ -83,7 +83,7 @@ class SecantNorm(FrozenNorm):
 
 
 def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
-    """Return every sublayer's linear maps, given one run on clean and corrupted prompts."""
+    """Return the linear maps of every sublayer, given one run on clean and corrupted prompts."""
     host = host_of(model)
     sublayers: list[LinearSublayer] = []
     for writes in both.sublayers:

@@ -106,8 +106,8 @@ class BoundMetric:
         """Select the logits that this metric reads from the logits of full runs."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
-                f"got logits {list(logits.shape)}; expected [..., batch, pos, d_vocab] ending in "
-                f"{list(self.shape)}"
+                f"got logits of shape {list(logits.shape)}; expected [..., batch, pos, d_vocab] "
+                f"ending in {list(self.shape)}"
             )
         if self.positions is not None:
             rows = torch.arange(self.shape[0], device=logits.device)

@@ -128,7 +128,7 @@ def _widen(model: nn.Module) -> ExitStack:
                     seen.add(id(tensor))
                     gradient = tensor.grad if tensor.is_leaf else None
                     undo.callback(restore, tensor, tensor.data, gradient)
-                    tensor.grad = None  # a gradient must have the dtype of its tensor
+                    tensor.grad = None  # a gradient must have its tensor's dtype, so remove it
                     tensor.data = tensor.data.float()
         # TransformerLens' norms and rotary embeddings compute in cfg.dtype.
         for _, module in modules_of(model):

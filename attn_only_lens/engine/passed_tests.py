@@ -121,7 +121,7 @@ def _tensor_state(tensor: Tensor) -> object:
 
 
 def _contents(tensors: list[Tensor]) -> bytes:
-    """Return the bytes of small tensors, such as biases and gains."""
+    """Return the bytes of small tensors, such as biases and gains, to notice changes."""
     known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
     if not known:
         return b""

@@ -215,7 +215,7 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
     pad = getattr(model.tokenizer, "pad_token_id", None)
     if (
         pad is None or pad >= model.cfg.d_vocab
-    ):  # some tokenizers pad with a token that the model does not have
+    ):  # some tokenizers pad with a token that is not in the model's vocabulary
         pad = 0
     real = [torch.ones_like(row) for row in rows]
     return pad_sequence(rows, True, pad, side), pad_sequence(real, True, 0, side)

@@ -221,7 +221,7 @@ class Readers:
 def _require_products(
     heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
 ) -> None:
-    """Refuse an MLP that does not multiply its input by W_in, and by W_gate if it is gated."""
+    """Raise an error if an MLP does not multiply its input by W_in (and W_gate, if it is gated)."""
     noise = _noise(x)
     befores, afters = (
         [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))

@@ -57,7 +57,7 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
         got = f"{dtype} {list(tokens.shape)}"
         if dtype.startswith(("int", "uint")) and tokens.ndim == 2 and tokens.numel():
             tokens = tokens.long()
-            low, high = torch.stack(tokens.aminmax()).tolist()  # waits once for the device
+            low, high = torch.stack(tokens.aminmax()).tolist()  # read both numbers at once
             if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
                 return tokens.to(next(model.parameters()).device)
             got = f"values from {low} to {high} and pos={tokens.shape[1]}"
@@ -218,7 +218,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
         ['kezs', ' ', '!']
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if not getattr(tokenizer, "is_fast", False):  # without offsets, try each word alone
+    if not getattr(tokenizer, "is_fast", False):  # slow tokenizers give no offsets: try each word
         return [
             word
             for word in dict.fromkeys(text.split() or [text])

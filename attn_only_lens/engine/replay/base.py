@@ -282,7 +282,7 @@ class Replay(ABC):
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost, in flops, of a run that starts at a block."""
+        """Return the fixed cost, in flops, of calling all blocks of a run from `block` on."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 

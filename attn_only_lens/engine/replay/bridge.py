@@ -111,7 +111,7 @@ class BridgeReplay(Replay):
         stream = recorded + noise.to(recorded) * recorded.std()
         whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
         later, again = list[Residual](), logits
-        with suppress_refusals():  # the model may not be able to continue a cache
+        with suppress_refusals():  # the model may be unable to run on cached keys and values
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
         if not later:
             return False
@@ -183,7 +183,7 @@ class BridgeReplay(Replay):
             return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
-        with suppress_refusals(), self._unembed_columns():  # the model may need all columns
+        with suppress_refusals(), self._unembed_columns():  # the model may need all logits
             got = self._run(Joined(unedited))
             if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
                 self.tested.add(test, self.recording)

@@ -25,7 +25,7 @@ class HookedReplay(Replay):
         super().__post_init__()
         model, cfg = self.model, self.model.cfg
         self._causal = cfg.attention_dir == "causal"
-        # Shortformer models add position embeddings in every block. A model may make its own mask.
+        # Shortformer models add position embeddings in every block. The model may also make a mask.
         tokens, mask = self.recording.tokens, self.recording.mask
         _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
         self._past: dict[int, _Past] = {}
