@@ -66,7 +66,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
             try:
                 new = scratch / "new"
                 yield new
-                # The contents must be on disk before the move, or a crash could leave damaged files.
+                # The contents must be on disk before the move, or a crash could leave broken files.
                 for entry in [new, *new.rglob("*")]:
                     if entry.is_file():
                         with entry.open("rb") as file:
