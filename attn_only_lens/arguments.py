@@ -40,7 +40,7 @@ def positive_reasons(**options: Any) -> list[str]:
 
 
 def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
-    """Return a list with an error text if an option's value is invalid, or an empty list."""
+    """Return a list with one error text if an option's value is invalid; otherwise return []."""
     if got in expected:
         return []
     return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]

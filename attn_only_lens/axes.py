@@ -8,7 +8,8 @@
     d_head      a coordinate inside a head; a neuron-head has only one coordinate
     d_vocab     a token of the vocabulary
 
-In a neuron-head's pattern, `key` is `SELF` (the token itself) or `BIAS` (the static bias token).
+A neuron-head is an attention head that computes an MLP neuron or a part of it. It attends to only
+two keys: index `SELF` is the token itself, and index `BIAS` is a static bias token.
 """
 
 from typing import TypeAlias

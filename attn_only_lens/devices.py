@@ -1,6 +1,7 @@
-"""Helpers for devices: float64, random numbers, transfers to the CPU, and free memory.
+"""Helpers for code that runs on any device: float64, random numbers, copies to the CPU, memory.
 
-MPS devices have no float64. Random number generators draw different numbers on different devices.
+MPS devices have no float64. With the same seed, random number generators draw different numbers on
+different devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ def to_float64_device(x: Tensor) -> Tensor:
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small tensors to the CPU, with one transfer for each dtype.
+    """Copy small tensors to the CPU, with a single transfer for all tensors of the same dtype.
 
     Example:
         >>> [x.shape for x in on_cpu([torch.ones(2, 3), torch.ones(5)])]
@@ -45,7 +46,7 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_all(numbers: Sequence[Tensor]) -> list[Any]:
-    """Return the values of scalar tensors, with one transfer for each dtype."""
+    """Return scalar tensors as Python numbers, with a single transfer for each dtype."""
     return [x.item() for x in on_cpu(numbers)]
 
 
@@ -81,7 +82,7 @@ def float32_if_half(x: Tensor) -> Tensor:
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Draw normal float64 numbers on the CPU, so that every device gets the same numbers.
+    """Draw normally distributed float64 numbers on the CPU, so that all devices get the same ones.
 
     Example:
         >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
@@ -93,7 +94,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random state of the CPU and of a device when the context ends.
+    """At the end of the `with`, restore the random states of the CPU and of a device.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):

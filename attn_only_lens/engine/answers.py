@@ -1,4 +1,4 @@
-"""The answers that a metric compares; each answer is a token, or a text that is one token.
+"""The answers that a metric compares; an answer is a token, or a text that encodes to one token.
 
 A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
 or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
@@ -40,8 +40,8 @@ _FAR_MORE_PROBABLE = 10.0
 
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
-_SHOWN = 4  # the largest number of answers in a metric's name
-_SPACES = (" ", "Ġ", "▁")  # a space in word-level, byte-level and SentencePiece vocabularies
+_SHOWN = 4  # a metric's name lists at most this many answers
+_SPACES = (" ", "Ġ", "▁")  # a space, as word-level, byte-level and SentencePiece tokens show it
 
 
 def answer_rows(answers: Any) -> AnswerRows:
@@ -108,7 +108,7 @@ def answer_tokens(
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return the tokens of each prompt's answers; describe invalid answers in `reasons`."""
+    """Return the tokens of each prompt's answers; append texts on invalid answers to `reasons`."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"
@@ -143,7 +143,7 @@ def _token(model: Any, answer: Any) -> int | str:
         answer = token
     if is_count(answer, 0, size - 1):
         return int(answer)
-    return f"got {answer!r}; expected a text, or a token from 0 to {size - 1}"
+    return f"got {answer!r}; expected a text, or a token number from 0 to {size - 1}"
 
 
 def _why_not_one(model: Any, text: str) -> str:
@@ -191,10 +191,10 @@ def _warn_of_spaces(
 
 
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the token for the same word with its leading space added or removed, or None.
+    """Return the token for the same word with its leading space added or removed, if there is one.
 
-    The token is looked up in the vocabulary. Tokenizing the text would not work, because
-    SentencePiece adds a space to every text.
+    The token is looked up in the vocabulary, because tokenizing the word would not work:
+    SentencePiece adds a space at the beginning of every text.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -209,7 +209,7 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return a warning line that says how much more probable the other spelling is."""
+    """Return a line for a warning that says how much more probable the other spelling is."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]

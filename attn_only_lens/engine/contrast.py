@@ -1,22 +1,23 @@
-"""The difference between two runs as one exact linear map.
+"""Express the difference between two runs of a model exactly, as one linear map.
 
 The model runs on the clean and the corrupted prompts. A third forward pass, with gradients, runs at
 the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs. In the
-backward pass, a rule in `secants.py` replaces the step's derivative by its slope between the runs.
-A product of two activations, such as pattern times value, needs no rule: its gradient at the mean
-is exact. So a backward pass returns multipliers M, and Σ M · Δ is the change of the metric:
+backward pass, the step's derivative is replaced by its slope between the two runs, which a rule in
+`secants.py` computes. A product of two activations, such as pattern times value, needs no rule: its
+gradient at the mean is exact. So the backward pass returns multipliers M. Multiplied by the changes
+of the activations, they add up to the change of the metric:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
 This holds for every set of activations y that all paths from the tokens to the metric pass through.
 Such activations are, for example, the normalised stream, queries, keys, values, scores, patterns,
-gates or z. If a product has three factors that change, their shares depend on which two are
-multiplied first; multipliers follow the model's order.
+gates or z. If three factors of a product change, the share of each depends on which two are
+multiplied first; here, the order is that of the model's own code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads and the
 soft cap of the logits. Calls of torch's softmax are intercepted, because hooks on some bridges see
 only a copy of the pattern. If a model has another nonlinear step, the sum Σ M · Δ over the first
-block's input differs from the metric's change; every call checks this.
+block's input differs from the metric's change; every call of `contrast` checks that they are equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,14 +63,14 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
-_EXACT = 1e-9  # a tolerance for float64, because rounding errors grow over layers
+_EXACT = 1e-9  # the least tolerance: in float64, rounding errors grow from layer to layer
 _SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 
 @dataclass(frozen=True, eq=False)
 class BothRuns:
-    """The activations of two runs in one batch: the clean rows, then the corrupted rows.
+    """The activations of two runs, in one batch: first the clean prompts, then the corrupted ones.
 
     Attributes:
         pair: the prompts.
@@ -88,7 +89,7 @@ class BothRuns:
     heads: dict[str, Tensor]
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Return recordings of the clean and the corrupted run, without residual streams."""
+        """Split the activations into recordings of the clean and corrupted run, without streams."""
         host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
@@ -103,14 +104,14 @@ class BothRuns:
         return side(0, self.pair.clean), side(1, self.pair.corrupted)
 
     def change(self, name: str) -> Tensor:
-        """Return the clean activation at a hook point minus the corrupted activation."""
+        """Return a hook point's activation in the clean run minus that in the corrupted run."""
         clean, corrupted = self.heads[name].chunk(2)
         return clean - corrupted
 
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """The multipliers of a metric between two runs.
+    """The multipliers that turn changes of activations between two runs into a metric's change.
 
     Attributes:
         runs: both runs.
@@ -140,7 +141,7 @@ class Contrast:
     def through_patterns(
         self, model: Any, layer: int, kind: HeadKind
     ) -> Float[Tensor, "batch pos head_index"]:
-        """Return the part of each head's attribution that goes through the head's pattern."""
+        """Return the part of each head's attribution that is due to the change of its pattern."""
         if kind == "attention":
             terms: Tensor = self.patterns[layer] * self.softmax_changes[layer]
             return terms.sum(-1).transpose(1, 2)
@@ -153,7 +154,7 @@ class Contrast:
 @torch.no_grad()
 @full_precision()
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on clean and corrupted prompts; record what the rules in `secants.py` need."""
+    """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps."""
     host = host_of(model)
     points: dict[HeadKind, tuple[str, ...]] = {
         "attention": ("z",),
@@ -191,7 +192,7 @@ def run_softmax(
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
-    """Return the multipliers of a metric at the activations that a tape keeps.
+    """Return a metric's multipliers for the activations that a tape keeps.
 
     With `keep_graph`, the softmax outputs can be differentiated with respect to these activations.
 
@@ -234,7 +235,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the logits' multipliers; they are exact if every function in the metric has a rule."""
+    """Return a metric's multipliers for the logits; exact if all its functions have rules."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -251,7 +252,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the part of the metric's change that multipliers miss, or 0 if it is only rounding."""
+    """Return the metric's change minus Σ M Δ over the logits, or 0 if they differ by rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -262,7 +263,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32, and warn how the metric's change differs."""
+    """Run a half-precision model in float32; warn with the metric's change in both precisions."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -286,7 +287,7 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
 
 
 def _require_complete(result: Contrast) -> None:
-    """Refuse multipliers if the tokens' contributions do not add up to the metric's change."""
+    """Raise an error if the tokens' contributions do not add up to the metric's change."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
@@ -318,7 +319,7 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 
 def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield each layer and its gates' slopes; compute small layers with equal gates together."""
+    """Yield layers and their gates' slopes; compute small layers with equal gates at once."""
     sides, groups = dict[int, Both](), dict[Any, list[int]]()
     for layer, heads in enumerate(host.neurons):
         q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
@@ -359,7 +360,7 @@ class _Steps:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the inputs and outputs of norms and nonlinear functions in a forward pass."""
+        """Inside a `with`, record the inputs and outputs of norms and of nonlinear functions."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
@@ -371,8 +372,9 @@ class _Steps:
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
         """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, a new
-        graph starts, which is joined to the output of the rule.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. At such a
+        hook point, a new autograd graph starts, and the norm's new output passes its gradient on to
+        it.
         """
         points = {
             point: module
@@ -399,7 +401,7 @@ class _Steps:
 
     @contextmanager
     def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """Attach hooks to norms; intercept functions in attention, except in attention's norms."""
+        """Attach hooks to norms; intercept nonlinear functions in attention, not in its norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -422,13 +424,13 @@ class _Steps:
                 if module in norm_hooks:
                     attach(module, norm_hooks[module], with_kwargs=True)
                 attach(module, leave)
-            # A masked language model has nonlinear functions after its last block too.
+            # Also intercept the nonlinear functions after a masked language model's last block.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that replaces a norm's output by its mean over both runs, with its rule.
+        """Return a hook that gives a norm both runs' mean output and the gradient of its rule.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """

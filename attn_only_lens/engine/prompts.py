@@ -66,7 +66,7 @@ class PromptPair:
 
     @property
     def n_all(self) -> int:
-        """The total number of prompts, of which this pair may hold only some."""
+        """The total number of prompts in the analysis; this pair may hold only some of them."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
@@ -74,7 +74,7 @@ class PromptPair:
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
     def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
-        """Return a pair with some of this pair's prompts.
+        """Return a new pair that holds only some of this pair's prompts.
 
         Args:
             prompts: the indices of these prompts.
@@ -140,7 +140,7 @@ def prompt_pair(
 
 
 def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
-    """Pair each prompt with itself, for analyses of a single run."""
+    """Return a pair in which each prompt is paired with itself, for analyses of a single run."""
     (tokens,), mask = _tokenize(model, {"": prompts}, mask, _PROBLEM_OF_SINGLE)
     return PromptPair(tokens, tokens, mask)
 
@@ -208,14 +208,14 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Return rows as one padded tensor, with a mask, or with None if all tokens are real."""
+    """Return rows as one padded tensor, and its mask, which is None if all tokens are real."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
     pad = getattr(model.tokenizer, "pad_token_id", None)
     if (
         pad is None or pad >= model.cfg.d_vocab
-    ):  # some tokenizers pad with a token that the model does not have
+    ):  # some tokenizers pad with a token that is not in the model's vocabulary
         pad = 0
     real = [torch.ones_like(row) for row in rows]
     return pad_sequence(rows, True, pad, side), pad_sequence(real, True, 0, side)
@@ -226,7 +226,7 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     if mask is None:
         return None
     mask = array_as_tensor(mask)
-    expected = f"expected 1 (real) and 0 (padding) in the tokens' shape {list(tokens.shape)}"
+    expected = f"expected 1 (real) or 0 (padding) for each token, in shape {list(tokens.shape)}"
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         reasons.append(f"mask: got {got}; {expected}")
@@ -277,12 +277,12 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected the tokenizer of a chat model; or give texts
+        the model has no tokenizer; expected a chat model's tokenizer, or prompts that are texts
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
         lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
-        reason = f"the {lacks}; expected the tokenizer of a chat model; or give texts"
+        reason = f"the {lacks}; expected a chat model's tokenizer, or prompts that are texts"
         raise InputError([reason], _PROBLEM_OF_CHAT)
     reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):

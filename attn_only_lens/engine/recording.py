@@ -73,7 +73,7 @@ class Recording:
     key_values: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def __getitem__(self, rows: slice) -> "Recording":
-        """Return the recording for some of the prompts."""
+        """Return a recording that holds only some of this recording's prompts."""
         return replace(
             self,
             tokens=self.tokens[rows],
@@ -102,12 +102,12 @@ class RunPair:
 
     @property
     def clean_value(self) -> float:
-        """The metric on the clean run."""
+        """The metric's mean over all prompts in the clean run."""
         return self.metric.mean(self.clean_values).item()
 
     @property
     def corrupted_value(self) -> float:
-        """The metric on the corrupted run."""
+        """The metric's mean over all prompts in the corrupted run."""
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
@@ -200,7 +200,7 @@ def record_pair(
     hooks: Hooks = (),
     distinct: bool = True,
 ) -> RunPair:
-    """Record the clean and the corrupted run at the sites, and compute the metric on both."""
+    """Record the clean and the corrupted run at the sites, and compute the metric of both runs."""
     layers = [site.layer for site in sites if site.kind == "neuron"]
     attention = [site.layer for site in sites if site.kind == "attention"]
     hook_names = {layer: hook_name(model, layer, part) for layer in attention}
@@ -240,7 +240,8 @@ def _record_both(
     if any(len(value) != 2 * n for value in both.hooked.values()):
         return None
     clean, corrupted = both[:n], both[n:]
-    # A matrix product may round equal rows differently; then a patch would seem to have an effect.
+    # In one batch, a matrix product may round equal rows differently. Then patches of activations
+    # that are equal in both runs would seem to have an effect.
     first = int((pair.clean != pair.corrupted).any(dim=0).int().argmax())
     same = torch.equal(clean.streams[-1][:, :first], corrupted.streams[-1][:, :first])
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
@@ -268,7 +269,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
-    """Refuse activations that have no axis for heads or for groups of heads."""
+    """Raise an error if recorded activations have no axis for heads or for groups of heads."""
     reasons = []
     for layer, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
@@ -284,7 +285,7 @@ def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording
 
 
 def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
-    """Refuse a model that does not run the modules with the expected hook points."""
+    """Raise an error if a forward pass did not run the modules with the expected hook points."""
     silent = [name for key, name in expected.items() if key not in seen]
     if silent:
         more = f" and {len(silent) - 3} more" * (len(silent) > 3)
@@ -311,7 +312,7 @@ def run(
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that acts only in forward passes in this thread."""
+    """Return a hook that acts only in forward passes that run in the current thread."""
     thread = threading.get_ident()
 
     def act(*args: Any, **kwargs: Any) -> Any:
@@ -321,7 +322,7 @@ def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StopForward(Exception):
-    """Stop a forward pass that is no longer needed."""
+    """An exception that stops a forward pass when its remaining results are not needed."""
 
 
 def run_blocks(

@@ -39,7 +39,7 @@ _APOSTROPHES = "'’"  # apostrophes count as parts of a word, as in "don't"
 
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
-    """Convert a text or tokens to tokens on the model's device; refuse invalid tokens."""
+    """Convert a text or tokens to a tensor on the model's device, and check the tokens."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
@@ -57,7 +57,7 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
         got = f"{dtype} {list(tokens.shape)}"
         if dtype.startswith(("int", "uint")) and tokens.ndim == 2 and tokens.numel():
             tokens = tokens.long()
-            low, high = torch.stack(tokens.aminmax()).tolist()  # waits once for the device
+            low, high = torch.stack(tokens.aminmax()).tolist()  # read both numbers at once
             if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
                 return tokens.to(next(model.parameters()).device)
             got = f"values from {low} to {high} and pos={tokens.shape[1]}"
@@ -138,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given each token's text in the middle of a text."""
+    """Return the texts of a prompt's tokens, given the text of each token inside a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -218,7 +218,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
         ['kezs', ' ', '!']
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if not getattr(tokenizer, "is_fast", False):  # without offsets, try each word alone
+    if not getattr(tokenizer, "is_fast", False):  # slow tokenizers give no offsets: try each word
         return [
             word
             for word in dict.fromkeys(text.split() or [text])
@@ -242,7 +242,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def _piece(text: str, start: int, end: int) -> str:
-    """Return the text from `start` to `end`, extended to the whole word if it is part of a word."""
+    """Return the text from `start` to `end`; if it is part of a word, return the whole word."""
     piece = text[start:end]
     if not any(map(_in_word, piece)):
         return piece.strip() or piece
@@ -265,7 +265,7 @@ def instead_of_unknown(tokenizer: Any) -> str:
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn about unknown words in texts, given by name; return whether any word is unknown."""
+    """Warn about unknown words in `prompts`, {name: text}; return whether there are any."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"

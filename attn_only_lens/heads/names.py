@@ -59,7 +59,7 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Return this head's index in the block; raise UnknownHeadError if there is none."""
+        """Return this head's index in its block; raise UnknownHeadError if it does not exist."""
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
@@ -69,7 +69,7 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the head_index range of this head, or of all heads of this neuron."""
+        """Return the range of `head_index` of this head, or of all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
@@ -149,7 +149,7 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Raise UnsupportedCallError for names that a model without neuron-heads cannot have."""
+    """Raise UnsupportedCallError if a model without neuron-heads cannot have this head."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
@@ -169,7 +169,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
 
 
 def head_counts(model: Any) -> list[HeadCounts]:
-    """Return the head counts of each source layer of a model with neuron-heads."""
+    """Return the numbers of heads, neurons and heads per neuron in each source layer."""
     host = host_of(model)
     layers = zip(host.n_heads, host.neurons, strict=True)
     return [(n_heads, layer.n_neurons, layer.heads_per_neuron) for n_heads, layer in layers]

@@ -1,11 +1,11 @@
 """Run only the last blocks of a forward pass, for many variants of the run at once.
 
-Rows are variants × prompts: row r holds prompt r mod batch of variant r // batch. Variants that
-enter at different blocks run together (`Joined`). A replay computes only what its variants can
-change and the metric needs. Replays skip earlier blocks, logits that the metric does not read and,
-in causal models, positions before `first`; later positions attend to recorded keys and values.
-Before its first use, a replay must reproduce the recorded logits, and its edits must have the same
-effects as hooks (`edit_checks.py`).
+A forward pass has one row for each prompt of each variant. With n prompts, row r holds prompt r mod
+n of variant r // n. Variants that enter at different blocks run together (`Joined`). A replay
+computes only what its variants can change and the metric needs. Replays skip earlier blocks, logits
+that the metric does not read and, in causal models, positions before `first`; later positions
+attend to recorded keys and values. Before its first use, a replay must reproduce the recorded
+logits, and its edits must have the same effects as hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's
 # that are in memory at once, according to torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
 _LOGITS_AT_ONCE = 2**26  # floats, with copies: enough for 170 tokens with 49,152 logits each
-_CALL_FLOPS = 3e10  # an estimate for GPUs, with 90 kernels of 10 µs per block and 30 Tflop/s
+_CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 30 Tflop/s
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Joined:
 
     @property
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The edits of all variants; each edit changes only the rows of its variant."""
+        """The hooks of all variants; each hook edits only the rows of its own variants."""
         if len(self.members) == 1:
             return list(self.members[0].hooks)
         return [
@@ -107,7 +107,7 @@ class Joined:
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Add `added` to the outputs of MLPs inside a `with`."""
+        """Inside a `with`, add each variant's `added` to the output of its MLP."""
         with ExitStack() as stack:
             for variants, rows in self._slices():
                 if variants.mlp is not None:
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors of a model that cannot run like this, but not memory or package errors."""
+    """Suppress errors of a model that cannot run this way; raise memory and package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -227,7 +227,7 @@ class Replay(ABC):
 
     @property
     def precise(self) -> "Replay":
-        """The replay that is tested: `other` if there is one, otherwise this replay."""
+        """The replay that is used for tests: `other` if it is not None, otherwise this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
@@ -277,12 +277,12 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the share of a full run's cost for variants that start at a block and position."""
+        """Return the cost of variants that start at `block` and `first`, relative to a full run."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost, in flops, of a run that starts at a block."""
+        """Return the fixed cost, in flops, of calling all blocks of a run from `block` on."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
@@ -311,7 +311,7 @@ class Replay(ABC):
         block: int,
         positions: slice | Int[Tensor, "pos"] = slice(None),
     ) -> Bool[Tensor, "*any batch pos"]:
-        """Return which changes of the stream that enters a block can affect the metric."""
+        """Return which changed tokens in a block's input stream can affect the metric."""
         if self.metric.positions is None or block < self.n_blocks:
             return changed
         # After the last block, tokens do not affect each other.
@@ -324,7 +324,7 @@ class Replay(ABC):
         return self.precise._adds[block]
 
     def test_mlp_outputs(self, mlps: Mapping[int, nn.Module]) -> None:
-        """Test whether blocks add their MLPs' outputs to the stream; read all errors at once."""
+        """Test for each block whether it adds its MLP's output to the stream unchanged."""
         if self.precise is not self:
             with full_precision():
                 return self.precise.test_mlp_outputs(mlps)
@@ -349,7 +349,7 @@ class Replay(ABC):
         return None
 
     def check(self) -> None:
-        """Refuse a model if replays without edits do not reproduce the recorded logits."""
+        """Raise an error if replays without edits do not reproduce the recorded logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
         blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads
@@ -385,7 +385,7 @@ class Replay(ABC):
             raise UnsupportedModelError([reason], PROBLEM)
 
     def _difference(self, first: int, blocks: Sequence[int]) -> tuple[float, float, float]:
-        """Return the largest difference of the logits, its allowed size, and the largest logit."""
+        """Return the largest error of the logits, the allowed error, and the largest logit."""
         unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
         whole, largest = (
             self.metric.select(self.recording.logits),
@@ -402,7 +402,7 @@ class Replay(ABC):
     def with_earlier_logits(
         self, logits: Float[Tensor, "row position column"], first: int
     ) -> Float[Tensor, "row position column"]:
-        """Prepend the recorded logits before `first`, if the metric reads all positions."""
+        """If the metric reads all positions, prepend the recorded logits from before `first`."""
         if self.metric.positions is not None or not first:
             return logits
         before = self.metric.select(self.recording.logits)[:, :first]

@@ -2,10 +2,11 @@
 
 If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
 keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
-first use: noise is added to the stream from this position on, and a run on all positions must agree
-with a run from this position on, in every block and in the logits. All positions run if this test
+first use. Noise is added to the stream from this position on; then a run on all positions and a run
+from this position on must agree, in every block and in the logits. All positions run if this test
 fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
-difference. Another test shows whether the model can compute the logits of only some tokens.
+difference. Another test shows whether the model can compute the logits of only some tokens of the
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -103,14 +104,14 @@ class BridgeReplay(Replay):
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Compare a run that starts at `first` with a run that starts at `earlier`."""
+        """Return whether runs that start at `first` and at `earlier` agree from `first` on."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
         stream = recorded + noise.to(recorded) * recorded.std()
         whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
         later, again = list[Residual](), logits
-        with suppress_refusals():  # the model may not be able to continue a cache
+        with suppress_refusals():  # the model may be unable to run on cached keys and values
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
         if not later:
             return False
@@ -119,14 +120,14 @@ class BridgeReplay(Replay):
             expected = expected[:, first - earlier :]
             # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # no token attends to padding, and no patch changes it
+            if mask is not None:  # no patch changes padding, and no token reads it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
         return bool(stacked(agree).all())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
-        """Return the first block's input, the outputs from this block on, and the logits."""
+        """Return the first block's input, the outputs of this and later blocks, and the logits."""
         with record_streams(self.model) as (streams, _):
             logits = self.joined_logits(Joined(variants))
         return [variants.stream, *streams[variants.block + 1 :]], logits
@@ -145,7 +146,7 @@ class BridgeReplay(Replay):
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(self.host.n_heads) * d_head  # shared keys and values are repeated
+        return 3 * max(self.host.n_heads) * d_head  # a copy of shared keys and values per head
 
     @property
     def logits_per_variant(self) -> int:
@@ -174,7 +175,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # accelerate's hook, which moves weights
+        placed = getattr(linear, "_hf_hook", None)  # set by accelerate, which moves weights
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()
@@ -182,7 +183,7 @@ class BridgeReplay(Replay):
             return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
-        with suppress_refusals(), self._unembed_columns():  # the model may need all columns
+        with suppress_refusals(), self._unembed_columns():  # the model may need all logits
             got = self._run(Joined(unedited))
             if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
                 self.tested.add(test, self.recording)
@@ -225,9 +226,10 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Skip the blocks before any variant starts; run each later block on the started variants.
+        """Skip blocks until a variant starts; run later blocks on the variants that have started.
 
-        The model makes masks and rotations for all rows; a block gets only the part for its rows.
+        The model computes masks and rotary embeddings for all rows; each block gets only the part
+        for its own rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 

@@ -21,7 +21,7 @@ from transformers.activations import FastGELUActivation, NewGELUActivation
 _FUSED = partial(functional.gelu, approximate="tanh")
 _SLOW_MODULES = NewGELUActivation, FastGELUActivation
 _SLOW_FUNCTIONS = gelu_new, gelu_fast
-_ROUNDINGS = 8  # the tolerance in units of the pre-activation's rounding
+_ROUNDINGS = 8  # largest allowed difference, in units of the pre-activation's rounding
 _FINE = torch.float32, torch.float64
 
 
@@ -87,6 +87,6 @@ def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[N
 
 
 def at_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return one token from each row, [row, 1, …]; rows are variants × prompts."""
+    """Return one token of each row, [row, 1, …]; all variants of a prompt use the same column."""
     rows = torch.arange(len(x), device=x.device)
     return x[rows, columns.to(x.device).repeat(len(x) // len(columns))].unsqueeze(1)
