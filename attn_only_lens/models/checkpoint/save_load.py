@@ -1,12 +1,13 @@
 """Save models with neuron-heads to folders of safetensors and JSON files, and load them again.
 
-    gate.json           the manifest: kind of model, gate, state, digest of every file
+    gate.json           the manifest: the kind of model, its gates, a digest of every file, …
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
-    tokenizer/          the tokenizer's own files; for a bridge they are in the folder itself
+    tokenizer/          the tokenizer's files; a bridge's are in the folder itself
     config.json         the configuration, only for a bridge
 
 A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` first writes a
-folder next to the destination, and moves it there once it is complete.
+temporary folder next to the destination. Once this folder is complete, it takes the place of the
+destination.
 """
 
 import os
@@ -63,7 +64,7 @@ class _Manifest(TypedDict):
 class _Kind(NamedTuple):
     """A kind of model: its manifest entries, and the functions that write and read its files.
 
-    `closed` lists file patterns: matching files that are not in the manifest are errors.
+    `closed` lists file patterns; a file that matches one but is not in the manifest is an error.
     """
 
     fields: Any

@@ -1,11 +1,12 @@
 """Copy a TransformerBridge or HookedTransformer before exposing its neuron-heads.
 
-To preserve tied tensors and views, `deepcopy` gets a memo that maps every tensor to its
-counterpart: an alias, or a view of a storage that is copied only once (in joint attention, q, k and
-v are views of one weight). `deepcopy` cannot copy closures. So the hooks with which TransformerLens
-captures the inputs of norms and MLPs are removed from the copy, and its blocks attach new ones when
-they run. The hooks that serve as hook points of BERT's MLPs (transformer-lens 4) are created again
-for the copy. Bridges with other closures are refused (`engine/model_checks.py`).
+So that tied tensors stay tied and views stay views, `deepcopy` gets a memo that maps every tensor
+to its counterpart in the copy. The counterpart is an alias or, if weights are copied, a view of a
+storage that is copied only once. (In joint attention, q, k and v are views of one weight.)
+`deepcopy` cannot copy closures. So the hooks with which TransformerLens captures the inputs of
+norms and MLPs are removed from the copy, and the blocks of the copy attach new hooks when they run.
+The hooks that serve as hook points of BERT's MLPs (transformer-lens 4) are created again for the
+copy. Bridges with other closures are refused (`engine/model_checks.py`).
 """
 
 import copy
@@ -70,7 +71,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """Replace the placeholder hooks on a copied hook point by hooks bound to the copied modules."""
+    """Replace the placeholder hooks on a copied hook point by hooks that act on copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)
