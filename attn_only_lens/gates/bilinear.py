@@ -116,7 +116,7 @@ class BilinearGate:
 
     @property
     def amplification(self) -> float:
-        """The mixture's rounding error divided by the one of α: max(1, Σ_j |w_j| / limit)."""
+        """The ratio of the mixture's rounding error to α's rounding error: max(1, Σ_j |w_j| / limit)."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
@@ -216,19 +216,19 @@ def bilinear_gate(
         if heads not in (None, 1) or tolerance is not None:
             raise ValueError(
                 f"got slope={slope!r} with heads={heads!r} and tolerance={tolerance!r}; expected "
-                "only a slope, which means one head and determines the error"
+                "only a slope: it implies one head per neuron and determines the error"
             )
         return _of_slope(act_fn, slope)
     if tolerance is not None and not _LEAST_TOLERANCE <= tolerance < math.inf:
         raise ValueError(
-            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. For "
-            "an error of only rounding, use an exact gate (GATES)"
+            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. An "
+            "exact gate (GATES) has no error except rounding"
         )
     return _within(act_fn, heads, tolerance)
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the gate with the fewest heads, or with `heads` heads, whose error is allowed."""
+    """Return the gate with the fewest heads, or `heads` heads, whose bound is within a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -295,8 +295,8 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     gates = _with_heads(_fitted("gated", act_fn), heads)
     if not 0.0 < limit <= _LARGEST_LIMIT:
         raise ValueError(
-            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}: the largest "
-            "|q| to cover"
+            f"got limit={limit}; expected the largest |q| for which the gate is needed, a positive "
+            f"number up to {_LARGEST_LIMIT:g}"
         )
     if act_fn == "relu":  # rescale the fit on [-1, 1]; a power of two causes no rounding
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1

@@ -11,8 +11,8 @@ As in the paper cited below, the token's score for itself is 0. The bias token t
 
 so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu, `log_odds` is linear
 in q, exactly as in Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
-Heads". For the other activations, `log_odds` is not linear, so the score is a monotone function of
-q, which is itself a bilinear form.
+Heads". For the other activations, `log_odds` is a monotone but nonlinear function of q, so the
+score is not bilinear.
 
 Attention weights are computed in the model's dtype, or in float32 for half-precision models. In
 float16, the cubic term of gelu_new would overflow near |q| = 100, long before gelu_new itself
@@ -74,7 +74,7 @@ class Gate:
 
         Log-odds outside the range of the dtype (for relu, ±∞ everywhere) are clamped to the dtype's
         largest finite numbers. Clamping does not change the softmax, and it prevents ∞ - ∞ in later
-        arithmetic on cached scores.
+        computations with cached scores.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max

@@ -1,4 +1,4 @@
-"""The choice of gates that turn a model's MLP neurons into attention heads; generalized SiLUs.
+"""The gates chosen for the MLP neurons of a model (`Gating`), and generalized SiLU activations.
 
 A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). One head computes it exactly,
 by Theorem 3 of the paper cited in `GeneralizedSiLU`, because the bias token's score, -a_2 q, is
@@ -29,7 +29,7 @@ _SIZE = "with an absolute value from 2^-126 to 2^127"
 
 @dataclass(frozen=True)
 class GeneralizedSiLU:
-    """The activation a_1 SiLU(a_2 x), for `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
+    """The activation a_1 SiLU(a_2 x), for use in `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
     `convert` checks that the MLPs of the model compute this activation. One head represents each
     neuron exactly, with attention weight σ(a_2 q) on its own token, the value a_1 a_2 q (times u in
@@ -99,7 +99,7 @@ def _silu_gate(a_1: float, a_2: float) -> Gate:
 
 @dataclass(frozen=True)
 class Gating:
-    """The gates chosen to turn the neurons of a model into heads.
+    """The gates chosen to turn the MLP neurons of a model into attention heads.
 
     Attributes:
         kind: "exact", where each neuron becomes one head whose attention pattern is computed from
@@ -120,7 +120,7 @@ class Gating:
     def __post_init__(self) -> None:
         bilinear_fields = self.heads_per_neuron, self.slope, self.ranges
         if self.kind == "exact" and bilinear_fields != (1, None, None):
-            raise ValueError(f"got {self}; exact gates have one head, no slope and no ranges")
+            raise ValueError(f"got {self}; expected one head, no slope and no ranges if exact")
         if self.kind == "bilinear" and self.silu is not None:
             raise ValueError(f"got {self}; expected kind='exact' for a generalized SiLU")
 

@@ -107,10 +107,10 @@ def expose_neuron_heads(
     `HeadName.hook` returns these names. Name filters such as `name.endswith("hook_z")` still select
     only attention heads, because the new hook points have different names.
 
-    The model keeps its names, weights and methods, and existing hooks fire as before. With exact
-    gates and no hooks on the new hook points, only the model's own code runs, so the logits are
-    bitwise equal to the logits before exposing. With hooks on the new hook points, the logits agree
-    up to rounding.
+    The model's hook points keep their names, its weights and methods stay the same, and existing
+    hooks fire as before. With exact gates and no hooks on the new hook points, only the model's own
+    code runs, so the logits are bitwise equal to the logits before exposing. With hooks on the new
+    hook points, the logits agree up to rounding.
 
     An edit at a hook point affects all later hook points, in this order: hook_pre; the heads' q, k,
     v, attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
@@ -229,7 +229,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
         before = [run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in runs]
         show(model, heads)
         reasons, measured = [], []
-        with heads[0].passing.new_pass():  # when it ends, it reads all layers' errors at once
+        with heads[0].passing.new_pass():  # at its end, all layers' errors are read at once
             for (layer, x), expected in zip(runs, before, strict=True):
                 try:
                     measured.append((layer, _differences(layer, x, expected)))
@@ -283,7 +283,7 @@ def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> li
     for text, difference in others.items():
         if not difference <= logit_tolerance([heads], dtype) * largest:
             reasons.append(
-                f"its MLP's {text} of its neuron-heads; they differ by up to {difference:.2g}, and "
-                f"the largest entry is {largest:.2g}"
+                f"its MLP's {text} of its neuron-heads: outputs differ by up to {difference:.2g}, "
+                f"and the largest output entry is {largest:.2g}"
             )
     return reasons

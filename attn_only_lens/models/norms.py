@@ -37,7 +37,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
-_TOLERANCE = 1e-2  # allows half precision; a transposed or permuted matrix has an error near 1
+_TOLERANCE = 1e-2  # allows half-precision errors; a transposed matrix has an error near 1
 STOCK_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
@@ -163,7 +163,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, and norms subtract the mean."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, and norm subtracts the mean."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # not BERT, where no single module runs the whole MLP
     blocks = []

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 64  # the least number of entries to sample of a large parameter
+_SAMPLED = 64  # about this many entries of each parameter are sampled
 _CLOSE = 1e-2  # allows weights that were cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
@@ -41,7 +41,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return an error text if another model's norms were folded into the weights that it shares."""
+    """Return an error text if the norms of another model were folded into this model's weights."""
     if model not in _groups:
         return []
     group, before = _groups[model]

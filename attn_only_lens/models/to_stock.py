@@ -140,7 +140,7 @@ def neuron_heads(
     gate: BilinearGate,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the neurons of one MLP as d_mlp · m heads of width 1 (see the module docstring).
+    """Return weights with which d_mlp · m heads of width 1 compute one MLP (see the module).
 
     The result maps parameter names to tensors. The attention layer that receives them must have
     window 1, and must not scale its scores.

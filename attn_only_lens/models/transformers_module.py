@@ -1,4 +1,4 @@
-"""Build transformers models with layer sizes of any kind, and refuse quantised models.
+"""Build transformers models with sizes that transformers does not allow; refuse quantised models.
 
 *Sizes.* In transformers, all layers of a model have the same size, some classes require hidden_size
 to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. The
@@ -116,7 +116,7 @@ def config_reasons(config: dict[str, Any], name: str) -> list[str]:
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # an enum in a loaded configuration
+            kind = getattr(method, "value", method)  # in a loaded configuration, it is an enum
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 

@@ -35,7 +35,7 @@ class Verification:
 
     The logits and residual streams of the converted model are measured with hooks on all hook
     points of its neuron-heads. For `bitwise`, there are no hooks; for `rounding` with bilinear
-    gates, the logits are measured both ways.
+    gates, the logits are measured with and without hooks.
 
     Attributes:
         bitwise: True if the logits without hooks equal the logits of the source bit for bit.

@@ -1,11 +1,12 @@
-"""Save TransformerBridges with neuron-heads in place, as Hugging Face folders where possible.
+"""Save TransformerBridges whose MLP neurons are exposed as attention heads (neuron-heads).
 
-A Hugging Face folder holds the weights of the wrapped model under their names in transformers, so
-`from_pretrained` and `boot_transformers` can open it. Such a folder cannot hold weights that
-TransformerLens has processed, models from `boot_native`, or layer sizes that transformers does not
-support (`transformers_module.py`). In these cases the tensors are saved in `bridge.safetensors`,
-under their names in the bridge. Only `load` reads this file: it builds the model from its
-configuration, repeats the weight processing, and then copies the saved tensors into it.
+A bridge is saved as a Hugging Face folder where possible. Such a folder holds the weights of the
+wrapped model under their names in transformers, so `from_pretrained` and `boot_transformers` can
+open it. It cannot hold weights that TransformerLens has processed, models from `boot_native`, or
+layer sizes that transformers does not support (`transformers_module.py`). In these cases the
+tensors are saved in `bridge.safetensors`, under their names in the bridge. Only `load` reads this
+file: it builds the model from its configuration, repeats the weight processing, and then copies the
+saved tensors into it.
 
 `save` loads the files that it has written, and compares the modules, hook points, tensors and
 settings of the loaded model with those of the original. On a few tokens, the logits of both models
@@ -86,7 +87,7 @@ class BridgeFields(TypedDict):
 
 
 def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write a bridge to an empty folder, load it to check it, and return its manifest entries."""
+    """Write a bridge to an empty folder, check the files, and return the manifest entries."""
     entries = common | _describe(model)
     if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
@@ -214,7 +215,7 @@ def _write_tensors(model: TransformerBridge, folder: Path) -> None:
 def _from_config(
     folder: Path, manifest: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return arguments for `build_bridge_from_module`, with a model whose weights are not set."""
+    """Return arguments for `build_bridge_from_module`; the weights of their model are not set."""
     config, architecture = read_json(folder / CONFIG), manifest["architecture"]
     if not isinstance(config, dict):
         raise CheckpointError(

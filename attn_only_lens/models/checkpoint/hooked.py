@@ -1,4 +1,4 @@
-"""Save and read HookedTransformers that are converted or have neuron-heads in place.
+"""Save and read HookedTransformers whose neurons are attention heads, converted or in place.
 
 `load` builds a model from the configuration of its source, and then sets its tensors. `save` and
 `load` raise an error if the tensors do not fit the model that this configuration describes. The

@@ -1,4 +1,4 @@
-"""Save models with neuron-heads to folders of safetensors and JSON files, and load them again.
+"""Save models whose neurons are attention heads as safetensors and JSON files, and load them.
 
     gate.json           the manifest: the kind of model, its gates, a digest of every file, …
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
@@ -83,7 +83,7 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 
 @torch.inference_mode(False)  # as in `load`
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
-    """Save a model with neuron-heads to a folder, completely or not at all.
+    """Save a model with neuron-heads to a folder; if an error occurs, the folder is not changed.
 
     A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
     `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the

@@ -38,7 +38,7 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the model; raise an error if an MLP was replaced, since its heads would not fire."""
+        """Run the model; raise an error if an MLP was replaced, since its heads would not run."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
         with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
@@ -127,7 +127,7 @@ class _ExposedMLPBridge:
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does, and keep the heads' values apart from other runs."""
+        """Run the MLP as TransformerLens does; its heads store values for this run only."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
@@ -171,7 +171,7 @@ class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
-    """A gated MLP with neuron-heads and one joint weight for q and u, in a bridge."""
+    """A gated MLP with neuron-heads, in a bridge, where one weight matrix computes q and u."""
 
     _stock = JointGateUpMLPBridge
 

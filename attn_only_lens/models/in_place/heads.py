@@ -41,7 +41,7 @@ from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.host import POINTS, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # the number of rounding errors allowed in one activation
+_ROUNDINGS = 16  # the error allowed in an activation, in units of the rounding error
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class InPlace(NeuronHeads):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this layer, looked up by name so that a saved model holds no code."""
+        """The gate of this layer. It is looked up by name, so that pickled models hold no code."""
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
@@ -126,7 +126,7 @@ class InPlace(NeuronHeads):
 
     @property
     def output_module(self) -> nn.Module:
-        """The module that outputs the MLP's output: a hook point after W_out, or the MLP itself."""
+        """The module that returns the MLP's output: a hook point after W_out, or the MLP itself."""
         return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
@@ -384,7 +384,7 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
     if converted:
         raise UnknownMLPError(
             f"its hook points {converted} pass a reshaped tensor to hooks (in OPT, one axis holds "
-            "the tokens of all prompts)"
+            "the tokens of all prompts); expected hooks to receive the tensor itself"
         )
     return points
 

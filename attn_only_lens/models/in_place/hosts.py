@@ -1,4 +1,4 @@
-"""The hosts of exposed models, whose blocks hold attention heads and neuron-heads.
+"""The hosts of exposed models, whose existing MLPs show their neurons as attention heads.
 
 A host is the interface through which analyses access a model (`heads/host.py`).
 """
@@ -142,7 +142,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Raise an error if modules, torch hooks or weight matrices of the bridge were changed."""
+        """Raise an error for replaced modules, harmful torch hooks or mismatched weights."""
         super().require_weights()
         require_bridge_weights(self.model)
 

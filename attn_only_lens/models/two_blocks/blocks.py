@@ -1,4 +1,4 @@
-"""The two blocks that replace a source layer: one for its heads, one for its neurons as heads.
+"""The two blocks that replace a source layer: one for attention heads, one for neurons as heads.
 
 For a token with normalised residual x, the head of neuron i of a plain MLP computes
 
@@ -46,7 +46,7 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
 class QKAndOV:
-    """A mixin that adds QK and OV matrices to heads with W_Q, W_K, W_V and W_O."""
+    """A mixin that computes QK and OV matrices from the W_Q, W_K, W_V and W_O of heads."""
 
     W_Q: Any
     W_K: Any
@@ -67,7 +67,7 @@ class QKAndOV:
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     """The d_mlp neuron-heads of one source MLP; parameters have the same names as in the MLP.
 
-    `W_Q`, `W_K`, `W_V` and `W_O` are views with the shapes of head weights.
+    `W_Q`, `W_K`, `W_V` and `W_O` are made from these parameters, with the shapes of head weights.
     """
 
     W_in: nn.Parameter
@@ -91,7 +91,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this block, looked up by name so that a saved model holds no code."""
+        """The gate of this block. It is looked up by name, so that pickled models hold no code."""
         return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
 
     @property
@@ -360,7 +360,7 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Add a hook from `model.hooks`, which passes a level; otherwise raise an error."""
+        """Add a hook if `model.hooks` calls this method, with a level; otherwise raise an error."""
         if level is None:
             raise UnsupportedCallError(f"a hook on {self.name} is refused: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)

@@ -175,7 +175,7 @@ def skeleton_misfits(
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return error texts for tensors that do not fit those expected.
+    """Return error texts for tensors that are missing, unknown, or of another shape than expected.
 
     Tensors in `growing` may have a different length along axis 0."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]

@@ -74,7 +74,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return error texts for replaced forward methods, inference tensors, or missing blocks."""
+    """Return error texts for replaced forward methods, inference tensors or a wrong n_layers."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(

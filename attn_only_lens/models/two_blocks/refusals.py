@@ -153,7 +153,7 @@ class ConvertedHookChecks(HookChecks):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return a name unchanged; make a name filter exclude all names of `hook_mlp_out`."""
+        """Return a name unchanged; make a name filter exclude names that end in `hook_mlp_out`."""
         if isinstance(wanted, str):
             return wanted
         return lambda name: wanted(name) and not name.endswith(_MLP_OUT)
