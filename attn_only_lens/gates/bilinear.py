@@ -22,16 +22,18 @@ slope, and 2.4e-5 with four heads. relu is approximated by one head of slope k, 
 In a gated MLP, a neuron computes α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The
 value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b
 = 0 and c = ∞: it attends only to its own token, so its output is linear in u, as in Theorem 7 of
-the same paper. We know of no publication that covers gated MLPs. A sum of sigmoids is bounded and α
-is not, so no finite number of heads can approximate α for every q. The linear part of α comes from
-wide sigmoids whose large terms nearly cancel, which causes rounding errors of about 2^-22 Σ_j |w_j|
-in float32. For relu, one gate is fitted on [-1, 1] and rescaled for other limits; its error and its
-weights are proportional to the limit. `bound` is an absolute error. In half precision, the heads of
-a neuron lose too much accuracy, because their outputs are much larger than the sum of the outputs.
+the same paper. We know of no publication in which attention heads compute gated MLPs. A sum of
+sigmoids is bounded and α is not, so no finite number of heads can approximate α for every q. The
+linear part of α comes from wide sigmoids whose large terms nearly cancel, which causes rounding
+errors of about 2^-22 Σ_j |w_j| in float32. For relu, one gate is fitted on [-1, 1] and rescaled for
+other limits; its error and its weights are proportional to the limit. `bound` is an absolute error.
+In half precision, the heads of a neuron lose too much accuracy, because their outputs are much
+larger than the sum of the outputs.
 
-`plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
-`fit_gated_gates.py`). Each w_j is a multiple of 2^-23, so float32 represents every partial sum
-exactly. `analyses/tools/certificates.py` proves the bounds, which do not include rounding errors.
+`plain.json` and `gated.json` hold the gates that `analyses/tools/fit_gates.py` and
+`fit_gated_gates.py` have fitted. Each w_j is a multiple of 2^-23, so float32 represents every
+partial sum exactly. `analyses/tools/certificates.py` proves the bounds, which do not include
+rounding errors.
 """
 
 import json
@@ -65,8 +67,8 @@ class BilinearGate:
     Attributes:
         name: the activation α, as in TransformerLens (`cfg.act_fn`).
         w: for each head, the factor of W_out[i].
-        b: for each head, the slope of its query in q.
-        c: for each head, the offset of its query; ∞ if the head attends only to its own token.
+        b: for each head, the slope b_j of its query b_j q + c_j.
+        c: for each head, the offset c_j of its query; ∞ if the head attends only to its own token.
         bound: the certified largest error of `activation` over all |q| <= limit.
         limit: the largest |q| for which the bound holds; ∞ for a plain MLP, finite for a gated one.
 
@@ -116,7 +118,7 @@ class BilinearGate:
 
     @property
     def amplification(self) -> float:
-        """The ratio of the mixture's rounding error to α's rounding error: max(1, Σ_j |w_j| / limit)."""
+        """The factor by which the mixture amplifies rounding errors: max(1, Σ_j |w_j| / limit)."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
@@ -171,9 +173,9 @@ def bilinear_gate(
 ) -> BilinearGate:
     """Return the bilinear gate of an activation, with its coefficients and certified bound.
 
-    For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is at most
-    `tolerance`. For gated MLPs, it is the gate with `heads` heads whose tabulated limit is the
-    smallest one that is at least `limit`.
+    For plain MLPs (if no `limit` is given), this is the gate with the fewest heads whose bound is
+    at most `tolerance`. For gated MLPs, it is the gate with `heads` heads whose tabulated limit is
+    the smallest one that is at least `limit`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
     one-head gates.
@@ -184,9 +186,10 @@ def bilinear_gate(
             1 for the other activations; in gated MLPs it is 4, 6, 8 (the default) or 12.
         tolerance: in plain MLPs, the largest error over all real q, at least 1e-12; 1e-3 by
             default. For relu, it determines the slope of the gate.
-        slope: in plain MLPs, use one head, SiLU(slope · q) / slope. For relu, pass any slope k; the
-            error is at most 0.2785/k. For the gelus, pass a slope from 1 to 3.2, or "paper" for the
-            paper's 1.702, which has the bound 0.0204 (0.0207 for the tanh forms).
+        slope: in plain MLPs, use one head, which computes SiLU(slope · q) / slope. For relu, pass
+            any slope k; the error is at most 0.2785/k. For the gelus, pass a slope from 1 to 3.2,
+            or "paper" for the paper's 1.702, which has the bound 0.0204 (0.0207 for the tanh
+            forms).
         limit: in gated MLPs, the largest |q| at which the gate must approximate the activation.
 
     Raises:
@@ -228,7 +231,7 @@ def bilinear_gate(
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the gate with the fewest heads, or `heads` heads, whose bound is within a tolerance."""
+    """Return the gate with `heads` heads or, by default, the fewest heads that meet a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:

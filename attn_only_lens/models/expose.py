@@ -40,7 +40,7 @@ _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
 
 class ExposedNeurons:
-    """A model with exposed neuron-heads, which `undo` hides again.
+    """A model whose neurons are exposed as attention heads (neuron-heads), until `undo` is called.
 
     As a context manager, this object returns the model. When the `with` block ends, the
     neuron-heads are hidden again, unless they were already exposed before.
@@ -110,7 +110,7 @@ def expose_neuron_heads(
     The model's hook points keep their names, its weights and methods stay the same, and existing
     hooks fire as before. With exact gates and no hooks on the new hook points, only the model's own
     code runs, so the logits are bitwise equal to the logits before exposing. With hooks on the new
-    hook points, the logits agree up to rounding.
+    hook points, the logits agree with the original ones up to rounding.
 
     An edit at a hook point affects all later hook points, in this order: hook_pre; the heads' q, k,
     v, attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook

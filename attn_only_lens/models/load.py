@@ -91,7 +91,7 @@ def load(
     to_dtype = None if dtype is None else parse_dtype(dtype)
     if isinstance(model, str) and not _is_path(model):
         if model.replace("_", "-") == _SHIPPED:
-            # `pretrained` imports this module, so it is imported only here.
+            # Import `pretrained` only here, because it imports this module.
             pretrained = import_module("attn_only_lens.pretrained")
             return pretrained.small_english(to_device, to_dtype or torch.float32, hooked=hooked)
         by_name = _hooked_by_name if hooked else _bridge_by_name

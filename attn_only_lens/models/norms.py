@@ -88,7 +88,7 @@ class LayerNorms:
 def hooked_norms(
     cfg: Any, attention: Sequence[Any], modules: Sequence[Sequence[Any]]
 ) -> list[LayerNorms]:
-    """Return the norms of each source layer of a HookedTransformer.
+    """Return the norms of each source layer of a HookedTransformer, given its norm modules.
 
     For each layer, `modules` holds the norm modules before attention, before the MLP, after
     attention and after the MLP; None means no norm.

@@ -63,7 +63,7 @@ GROWN = Document("attn_only_lens.Grown", 3, GrownFields)
 def load_source(
     folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
 ) -> HookedTransformer:
-    """Load a stock model from its folder alone, without pickles, network access or custom code."""
+    """Load a stock model from its folder, without pickles, network access or custom code."""
     folder = open_folder(folder)
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
@@ -188,7 +188,7 @@ def original_tokenizer(tokenizer: Any) -> Any:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the beginning of an error message, on one line."""
+    """Return the first 300 characters of an error message, on one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 

@@ -170,7 +170,8 @@ def neuron_heads(
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
     """Copy weights into the first heads of `attn`, from head dimension `coordinate` on.
 
-    All other entries of the parameters are set to zero."""
+    All other entries of the parameters are set to zero.
+    """
     for parameter in attn.parameters():
         parameter.zero_()
     n_heads = len(heads["b_Q"])

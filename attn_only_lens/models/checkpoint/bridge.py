@@ -68,7 +68,7 @@ _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", 
 
 
 class BridgeFields(TypedDict):
-    """The manifest entries that only a TransformerBridge has.
+    """The entries of the manifest (`gate.json`) that are saved only for a TransformerBridge.
 
     `other_mode` lists the modules that are in training mode while the model is not, or vice versa.
     """
@@ -131,7 +131,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
 
 
 def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Repeat the weight processing that the manifest of a saved bridge describes."""
+    """Process a bridge's weights in the way in which those of the saved bridge were processed."""
     if manifest["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=manifest["quiet"], no_processing=not manifest["processed"]

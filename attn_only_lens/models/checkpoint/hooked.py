@@ -45,7 +45,7 @@ MISFIT = "the weights do not fit their manifest"
 
 
 class HookedFields(TypedDict):
-    """The manifest entries that only a HookedTransformer has."""
+    """The entries of the manifest (`gate.json`) that are saved only for a HookedTransformer."""
 
     layout: Literal["two blocks a layer", "in place"]
     config: dict[str, Any]
@@ -127,7 +127,7 @@ def _rebuilt(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def expose_again(model: Any, manifest: dict[str, Any]) -> None:
-    """Expose the neuron-heads of a model with the gates that its manifest names."""
+    """Expose the neuron-heads of a loaded model, with the gates that its manifest describes."""
     problem = "its neuron-heads cannot be exposed again"
     try:
         gating = Gating.from_json(manifest["gate"])

@@ -62,7 +62,7 @@ class _Manifest(TypedDict):
 
 
 class _Kind(NamedTuple):
-    """A kind of model: its manifest entries, and the functions that write and read its files.
+    """One kind of model: its entries in the manifest, and functions to write and read its files.
 
     `closed` lists file patterns; a file that matches one but is not in the manifest is an error.
     """
@@ -140,7 +140,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
 
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Load a saved model from its folder alone, without pickles, network access or custom code."""
+    """Load a saved model from its folder, without pickles, network access or custom code."""
     manifest = read_manifest(folder)
     kind = _KINDS[manifest["model"]]
     check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)

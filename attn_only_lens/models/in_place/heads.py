@@ -1,7 +1,8 @@
 """The neuron-heads of an MLP that keeps running: its neurons get the hook points of heads.
 
-A TransformerLens MLP computes q → hook_pre → act → hook_post → W_out. A gated MLP also computes u →
-hook_pre_linear. The MLP's own code still runs. Neuron-heads intercept its hook points:
+A TransformerLens MLP passes its pre-activation q through these steps: hook_pre → act → hook_post →
+W_out. A gated MLP also passes a second projection u through hook_pre_linear. The MLP's own code
+still runs. Neuron-heads intercept its hook points:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads
@@ -169,7 +170,7 @@ class InPlace(NeuronHeads):
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return the MLP's pre-activation q and, in a gated MLP, u."""
+        """Run the MLP on `x`; return its pre-activation q and, in a gated MLP, u."""
         seen: dict[HookPoint, Tensor] = {}
         pre, pre_linear = self.mlp_points.pre, self.mlp_points.pre_linear
 
@@ -215,7 +216,7 @@ class InPlace(NeuronHeads):
 
     @property
     def _recomputes(self) -> bool:
-        """True if the heads recompute the activations from q and u."""
+        """True if the heads compute the activations from q and u, instead of using the MLP's."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()
@@ -361,7 +362,7 @@ class UnknownMLPError(Exception):
 
 
 def find_hook_points(mlp: Any) -> MLPHookPoints:
-    """Return the hook points of an MLP; raise UnknownMLPError for an unknown class."""
+    """Return the hook points of an MLP; raise UnknownMLPError for an MLP of an unknown class."""
     if mlp is None:
         raise UnknownMLPError("it has no MLP")
     kind = stock_class(mlp)

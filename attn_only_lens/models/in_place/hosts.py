@@ -61,7 +61,7 @@ class _InPlaceHost(ModelHost):
 
     @property
     def passing(self) -> PassState:
-        """The values that a forward pass stores, shared by all MLPs."""
+        """The values that modules store for later modules in a forward pass, shared by all MLPs."""
         return self.neurons[0].passing
 
     @property
@@ -111,7 +111,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay that runs block by block."""
+        """Return a replay, which runs the last blocks of a forward pass one by one."""
         return HookedReplay(self.model, recording, metric, precise)
 
 

@@ -55,7 +55,7 @@ class QKAndOV:
 
     @property
     def QK(self) -> FactoredMatrix:
-        """W_Q @ W_K^T for every head; zero for neuron-heads."""
+        """W_Q @ W_K^T for every head; for neuron-heads, this is zero."""
         return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
 
     @property
@@ -105,7 +105,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self.W_gate is not None
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output of the source MLP for the normalised residual stream `x`."""
+        """Return the output that the source MLP has for the normalised residual stream `x`."""
         q, up = self.projections(x)
         z = self._through_hooks(
             q, up, lambda: self.act_fn(q) if up is None else self.act_fn(q) * up
@@ -113,7 +113,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self._write(z)
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return the pre-activation q and, in a gated MLP, u."""
+        """Return the MLP's pre-activation q and, in a gated MLP, its second projection u."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
         # Use the same calls as TransformerLens' GatedMLP, since other calls round differently.

@@ -39,7 +39,8 @@ def convert_as(
 ) -> AttentionOnlyTransformer:
     """Convert a model for which `reasons_against` returns no reasons.
 
-    The layers of the result have the given `sizes`, by default those of the model."""
+    The layers of the result have the given `sizes`, by default those of the model.
+    """
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)
@@ -62,7 +63,8 @@ def convert_as(
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
     """Return a deep copy of the model's `__dict__` that shares the tokenizer and the dataset.
 
-    The copy also shares the model's tensors, unless `copy_weights` is set."""
+    The copy also shares the model's tensors, unless `copy_weights` is set.
+    """
     memo: dict[int, Any] = {id(model.cfg): cfg}
     for tensor in [*model.parameters(), *model.buffers()]:
         alias = tensor.detach().clone() if copy_weights else tensor.detach()
@@ -84,7 +86,7 @@ _POSITIONS = ("standard", "rotary", "shortformer", "alibi")
 
 
 def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
-    """Build a stock model without weights from all fields of a configuration."""
+    """Build a stock model without weights, from the fields of a `HookedTransformerConfig`."""
     positions = fields.get("positional_embedding_type", _POSITIONS[0])
     if positions not in _POSITIONS:
         raise ValueError(f"got positional_embedding_type={positions!r}; expected {_POSITIONS}")
@@ -177,7 +179,8 @@ def tensor_misfits(
 ) -> list[str]:
     """Return error texts for tensors that are missing, unknown, or of another shape than expected.
 
-    Tensors in `growing` may have a different length along axis 0."""
+    Tensors in `growing` may have a different length along axis 0.
+    """
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
     for name in filter(tensors.__contains__, expected):

@@ -225,7 +225,7 @@ class AttentionOnlyCache(ActivationCache):
         return stack.finish_rows(incl_remainder, return_labels)
 
     def compute_head_results(self) -> None:
-        """Add the missing `hook_result` activations of all blocks to the cache."""
+        """Add each block's `hook_result` activations to the cache, if they are missing."""
         for block in range(self.model.cfg.n_layers):
             self.cache_dict[f"blocks.{block}.attn.hook_result"] = self._results(block)
 
@@ -388,7 +388,7 @@ class _OutputNorm:
         return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
-        """Divide activations [..., pos, any] by the scale at each position."""
+        """Divide activations [..., pos, any] by the scale of the norm at each position."""
         return amounts if self.scale is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
@@ -450,7 +450,7 @@ class _Stack:
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
 
     def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Return the result of `finish` for a stack of heads, as `HeadRows`."""
+        """Return the result of `finish`, in which each row belongs to one head, as `HeadRows`."""
         components, labels = self.finish(incl_remainder, return_labels=True)
         rows = HeadRows.of(components, self.cache.model.cfg.n_layers)
         return (rows, labels) if return_labels else rows

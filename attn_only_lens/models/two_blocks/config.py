@@ -151,7 +151,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
-        """The number of neurons in each source layer; an error is raised if layers differ."""
+        """The number of neurons in every source layer; an error is raised if layers differ."""
         counts = [sizes.d_mlp for sizes in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
@@ -167,7 +167,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return the source's stock configuration; raise an error unless `has_stock_sizes`."""
+        """Return the source's configuration; raise an error if no stock model has these sizes."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
                 "this model has no source_cfg, because its layers differ in size, or values and "

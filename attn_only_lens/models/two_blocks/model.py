@@ -113,7 +113,7 @@ class HeadStack(QKAndOV):
 
     @property
     def labels(self) -> list[str]:
-        """The names of all heads, layer by layer."""
+        """The names of all heads of this kind, layer by layer."""
         labels: list[str] = []
         for layer, attn in enumerate(self.attns):
             heads_per_neuron = getattr(attn, "heads_per_neuron", 1)
@@ -148,7 +148,7 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def passing(self) -> PassState:
-        """The values that a forward pass stores, shared by all blocks."""
+        """The values that blocks store for later blocks in a forward pass, shared by all blocks."""
         return self.model.passing
 
     @property
@@ -180,7 +180,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay that runs block by block."""
+        """Return a replay, which runs the last blocks of a forward pass one by one."""
         return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
@@ -206,8 +206,8 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
     as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
     Names of heads refer to source layers (`L5H3`, `L5N1234`). Methods of TransformerLens that would
-    return a wrong result raise an `UnsupportedCallError` that says what to use instead. After
-    growth, layers may differ in size: see `cfg.layer_sizes`.
+    return a wrong result raise an `UnsupportedCallError` that says what to use instead. In a grown
+    model, layers may differ in size; `cfg.layer_sizes` holds the sizes.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -239,7 +239,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def source_cfg(self) -> HookedTransformerConfig:
-        """The source model's stock configuration, with the current dtype and device.
+        """The configuration of the source model, with the current dtype and device of this model.
 
         Raises:
             UnsupportedCallError: layers differ in size, or values and queries differ in width.
