@@ -298,8 +298,8 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     gates = _with_heads(_fitted("gated", act_fn), heads)
     if not 0.0 < limit <= _LARGEST_LIMIT:
         raise ValueError(
-            f"got limit={limit}; expected the largest |q| for which the gate is needed, a positive "
-            f"number up to {_LARGEST_LIMIT:g}"
+            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}, the largest "
+            "|q| for which the gate is needed"
         )
     if act_fn == "relu":  # rescale the fit on [-1, 1]; a power of two causes no rounding
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
