@@ -40,7 +40,7 @@ from attn_only_lens.models.transformers_module import DEQUANTISE, config_reasons
 from attn_only_lens.storage import limit_size, out_of_range, read_json, require_few_layers
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safetensors")
-"""Patterns of the files that are read from a folder, or downloaded from the hub."""
+"""Patterns of the files that are read from a model's folder, or downloaded from the hub."""
 _INDEX = f"{WEIGHTS}.index.json"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken")
@@ -69,15 +69,16 @@ def read_hf_folder(
 ) -> TransformerBridge:
     """Load the bridge from a Hugging Face folder; `name` becomes the bridge's `cfg.model_name`.
 
-    `attention` names an attention implementation, by default that of `boot_transformers`.
+    `attention` names transformers' attention implementation; by default, the model gets the same
+    one as from `boot_transformers`.
     """
     try:
         return _bridge(folder, name, dtype, device, attention)
-    except Exception as error:  # transformers and TransformerLens raise errors of many kinds
+    except Exception as error:  # transformers and TransformerLens raise many types of errors
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # the text of a KeyError is a key
+            kind = "KeyError: " * isinstance(error, KeyError)  # its text is only the key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -120,7 +121,7 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: dict[str, Any]) -> list[str]:
-    """Return an error text if a model was trained for another task, such as classification."""
+    """Return an error text if a model is not a language model but, for example, a classifier."""
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [
@@ -154,7 +155,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Return meta tensors with the names, shapes and dtypes of the stored tensors."""
+    """Return meta tensors with the names, shapes and dtypes of the tensors stored in files."""
     tensors = {}
     for path in files:
         try:
@@ -186,7 +187,7 @@ def _build(
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **offline)
     architecture = determine_architecture_from_hf_config(config)
-    # Use the options of the architecture's adapter, as in `boot_transformers`.
+    # Use the options that TransformerLens' adapter sets, as `boot_transformers` does.
     cfg = build_bridge_config_from_hf(config, architecture, name, dtype)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
     options: dict[str, Any] = {"config": config, "dtype": dtype}
@@ -202,7 +203,7 @@ def _build(
         output_loading_info=True,
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # some stay in float32
+        parameter.data = parameter.data.to(dtype)  # transformers leaves some in float32
     return model.eval(), architecture, info
 
 
@@ -222,7 +223,7 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return whether an unexpected weight belongs to an existing module or to any layer.
+    """Return whether an unexpected weight belongs to one of the model's modules or to any layer.
 
     All other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
     """

@@ -7,9 +7,10 @@ weights, but removes the gains from the norms of only one model. In the other mo
 act twice. (Bridges are not affected, because their weights are not processed in place.)
 
 A model is therefore refused under two conditions: another model with the same weights has new norm
-modules, and the refused model's weights differ from a sample taken when sharing began. (If a
-model's weights were moved or cast, they are no longer shared and do not change.) The weights are
-compared only if norm modules are new, so a forward pass usually costs one comparison per norm.
+modules, and the refused model's weights differ from a sample of them that was taken when sharing
+began. (If a model's weights were moved or cast, they are no longer shared and do not change.) The
+weights are compared only if norm modules are new, so a forward pass usually costs only one identity
+check (`is`) per norm module.
 """
 
 import weakref
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 64  # entries per parameter
+_SAMPLED = 64  # about this many entries of each parameter are sampled
 _CLOSE = 1e-2  # allows weights that were cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
@@ -31,7 +32,7 @@ _groups = weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]()
 
 
 def share_weights(source: nn.Module, model: nn.Module) -> None:
-    """Register that two models share their weights."""
+    """Record that two models share their weights, with their current norms and a weight sample."""
     group = _groups[source][0] if source in _groups else _Group()
     for member in (source, model):
         if member not in group:
@@ -65,8 +66,8 @@ def sharing_reasons(model: nn.Module) -> list[str]:
     if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [
-        "another model shares its weights, and would compute different logits afterwards; "
-        "make one of the two with copy_weights=True, or pass fold_ln=False"
+        "another model shares its weights, and folding the norms of one model would change the "
+        "logits of the other; make one of the two with copy_weights=True, or pass fold_ln=False"
     ]
 
 

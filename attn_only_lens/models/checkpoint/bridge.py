@@ -1,11 +1,12 @@
-"""Save TransformerBridges with neuron-heads in place, as Hugging Face folders where possible.
+"""Save TransformerBridges whose MLP neurons are exposed as attention heads (neuron-heads).
 
-A Hugging Face folder holds the weights of the wrapped model under their names in transformers, so
-`from_pretrained` and `boot_transformers` can open it. Such a folder cannot hold processed weights,
-models from `boot_native`, or layer sizes that transformers does not support
-(`transformers_module.py`). In these cases the tensors are saved in `bridge.safetensors`, under
-their names in the bridge. Only `load` reads this file: it builds the model from its configuration,
-repeats the weight processing, and fills in the tensors.
+A bridge is saved as a Hugging Face folder where possible. Such a folder holds the weights of the
+wrapped model under their names in transformers, so `from_pretrained` and `boot_transformers` can
+open it. It cannot hold weights that TransformerLens has processed, models from `boot_native`, or
+layer sizes that transformers does not support (`transformers_module.py`). In these cases the
+tensors are saved in `bridge.safetensors`, under their names in the bridge. Only `load` reads this
+file: it builds the model from its configuration, repeats the weight processing, and then copies the
+saved tensors into it.
 
 `save` loads the files that it has written, and compares the modules, hook points, tensors and
 settings of the loaded model with those of the original. On a few tokens, the logits of both models
@@ -62,14 +63,14 @@ _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _POS = 7  # the length of the two prompts on which logits are compared
-# Only transformers' own attention implementations: others could be code from the hub.
+# Allow only transformers' own implementations, since other names could load code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
 class BridgeFields(TypedDict):
-    """The manifest entries that only a TransformerBridge has.
+    """The entries of the manifest (`gate.json`) that are saved only for a TransformerBridge.
 
-    `other_mode` lists the modules whose training mode differs from the model's.
+    `other_mode` lists the modules that are in training mode while the model is not, or vice versa.
     """
 
     layout: Literal["in place"]
@@ -86,7 +87,7 @@ class BridgeFields(TypedDict):
 
 
 def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write an exposed bridge to an empty folder, check it, and return the manifest entries."""
+    """Write a bridge to an empty folder, check the files, and return the manifest entries."""
     entries = common | _describe(model)
     if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
@@ -130,7 +131,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
 
 
 def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Repeat the weight processing that the manifest of a saved bridge describes."""
+    """Process a bridge's weights in the way in which those of the saved bridge were processed."""
     if manifest["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=manifest["quiet"], no_processing=not manifest["processed"]
@@ -180,7 +181,7 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     """Write the wrapped model so that the `from_pretrained` of its class can read it."""
     wrapped: Any = model.original_model
     config = copy.deepcopy(wrapped.config)
-    config.output_attentions = False  # undo TransformerLens' own setting
+    config.output_attentions = False  # TransformerLens sets this to True
     with torch.device("meta"):
         module = build_module(type(wrapped), config)
     named = {name.replace(_WRAPPED, ""): tensor for name, tensor in wrapped.state_dict().items()}
@@ -214,7 +215,7 @@ def _write_tensors(model: TransformerBridge, folder: Path) -> None:
 def _from_config(
     folder: Path, manifest: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return arguments of `build_bridge_from_module` for a model whose weights are not set yet."""
+    """Return arguments for `build_bridge_from_module`; the weights of their model are not set."""
     config, architecture = read_json(folder / CONFIG), manifest["architecture"]
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -245,7 +246,7 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors; tensors that share memory still share it if their values agree."""
+    """Copy values into tensors; tensors that share memory still do if their values are equal."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
@@ -276,13 +277,13 @@ def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
 
 
 def _settings(model: TransformerBridge) -> dict[str, Any]:
-    """Return the part of the bridge's configuration that JSON can hold."""
+    """Return the entries of a bridge's configuration that can be stored as JSON."""
     settings = {}
     for key, value in plain_config(model.cfg).items():
         try:
             settings[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            continue  # rebuilt from the wrapped model's configuration
+            continue  # not saved, but rebuilt from the wrapped model's configuration
     return {key: value for key, value in settings.items() if key not in _DERIVED}
 
 
@@ -308,7 +309,7 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _differences(model: Any, twin: Any) -> list[str]:
-    """List the differences between a model and the copy loaded from its files."""
+    """List the differences between a model and `twin`, the copy loaded from the saved files."""
     wrong = []
     for what, read in (
         ("modules", lambda bridge: {name: type(module) for name, module in _modules(bridge)}),

@@ -1,4 +1,7 @@
-"""The hosts of exposed models, which have attention heads and neuron-heads in the same block."""
+"""The hosts of exposed models, whose existing MLPs show their neurons as attention heads.
+
+A host is the interface through which analyses access a model (`heads/host.py`).
+"""
 
 from typing import Any, Literal
 
@@ -41,7 +44,7 @@ def replaced_mlps(model: Any) -> list[str]:
 
 
 def _run_mlp(block: Any, mlp: Any) -> Any:
-    """Return the module that a bridge's wrapped layer runs as its MLP."""
+    """Return the module that the transformers layer in a bridge's block runs as its MLP."""
     layer = block._modules.get("_original_component")
     name = None if layer is None else mlp.name
     return layer._modules.get(name) if name in getattr(layer, "_modules", ()) else mlp
@@ -58,7 +61,7 @@ class _InPlaceHost(ModelHost):
 
     @property
     def passing(self) -> PassState:
-        """The values that a forward pass stores, shared by all MLPs."""
+        """The values that modules store for later modules in a forward pass, shared by all MLPs."""
         return self.neurons[0].passing
 
     @property
@@ -84,7 +87,7 @@ class _InPlaceHost(ModelHost):
         return reasons
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates and the activation of each layer as plain data."""
+        """Return the gates and the activation's name for each layer, as JSON data."""
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
@@ -108,7 +111,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay that runs block by block."""
+        """Return a replay, which runs the last blocks of a forward pass one by one."""
         return HookedReplay(self.model, recording, metric, precise)
 
 
@@ -120,7 +123,7 @@ class BridgeHost(_InPlaceHost):
         return self._mlp_reasons() + component_reasons(self.model)
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return error texts for torch hooks that receive z before other hooks edit it."""
+        """Return error texts for torch hooks that receive z before hooks at hook_z edit it."""
         if kind == "neuron":
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
@@ -131,7 +134,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_norms(self.model)
 
     def reads_centred(self) -> bool:
-        """Return whether heads read a centred stream. (BERT's norms centre the stream itself.)"""
+        """Return whether heads read a stream with mean zero; in BERT, norms centre the stream."""
         return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:
@@ -139,15 +142,15 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Check the modules, hooks and weight matrices of the bridge."""
+        """Raise an error for replaced modules, harmful torch hooks or mismatched weights."""
         super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in a transformers cache among the arguments; 0 if none."""
+        """Return the number of tokens in the arguments' key-value cache; 0 if there is no cache."""
         caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Cache)]
         return max((int(cache.get_seq_length()) for cache in caches), default=0)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay that uses the forward pass of the wrapped model."""
+        """Return a replay that runs the forward pass of the model that the bridge wraps."""
         return BridgeReplay(self.model, recording, metric, precise)
