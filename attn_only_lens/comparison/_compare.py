@@ -1,4 +1,4 @@
-"""Compare a model with its grown model (see `grow`) over a dataset, and their circuits on a batch.
+"""Compare a model with its grown model (see `grow`): components on a dataset, circuits on a batch.
 
     alignment.py     matches the components of both models, by provenance
     batches.py       yields batches of prompts, each prompt with a corrupted prompt
@@ -12,9 +12,9 @@ run many variants of a batch, so they use only the first batch.
 
 Memory does not grow with the number of batches. In addition to the models, memory holds, for each
 model and token of a batch, 3 values per neuron, d_head + pos values per head in both runs, the
-logits, and the tensors that the backward pass needs. For the first batch, it also holds both runs
-until the circuits are found, and one value per component and token. The sums over the dataset are
-14 float64 values per component.
+logits, and the tensors that the backward pass needs. For the first batch, memory also holds both
+runs until the circuits are found, and one value per component and token. The sums over the dataset
+are 14 float64 values per component.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
-_N_RANDOM = 3  # the number of random circuits of the same size to compare with each circuit
+_N_RANDOM = 3  # for each circuit, the number of random circuits of the same size
 
 
 @warned_once()
@@ -317,7 +317,7 @@ def _require_source(model: Any, provenance: Provenance) -> None:
 
 
 class _Circuit(NamedTuple):
-    """A circuit's size; the faithfulness of the circuit, its complement and random circuits."""
+    """A circuit's size, and the faithfulness of the circuit, its complement and random circuits."""
 
     size: int
     faithfulness: float
@@ -328,7 +328,7 @@ class _Circuit(NamedTuple):
 def _circuit(
     run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
 ) -> _Circuit:
-    """Rank components at positions by |effect|, and find how many of the first ones suffice."""
+    """Rank components at positions by |effect|; find how many of the highest-ranked suffice."""
     runs = run.recorded
     assert runs is not None
     logits = runs.clean.logits

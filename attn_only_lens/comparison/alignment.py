@@ -26,7 +26,7 @@ _AXES = ("head", "d_mlp", "d_model")
 
 @dataclass(frozen=True, eq=False)
 class SharedComponents:
-    """Components of one kind in one layer that two models share, in the same order."""
+    """Components of one kind in one layer that two models share, in the same order for both."""
 
     first: LayerSites
     second: LayerSites

@@ -89,7 +89,7 @@ def batches(
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Split prompts into batches; without `corrupted`, a batch has prompts of one length."""
+    """Split prompts into batches; without `corrupted`, a batch's prompts have the same length."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:
