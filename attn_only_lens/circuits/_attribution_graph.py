@@ -228,7 +228,7 @@ def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
         is_neuron = run.linear.sublayers[index].writes.kind == "neuron"
         for kind in run.kinds(index):
             reads_own = is_neuron or kind == "q"
-            # `+ 3` and `+ n_pos + 2` count the edges from the embedding, "rest" and "bias".
+            # Also count edges from the embedding (one per position), from "rest" and from "bias".
             sources = before + 3 if reads_own else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())
         before += here

@@ -1,4 +1,4 @@
-"""Group the nodes of an attribution graph into "supernodes" with similar weights and edges.
+"""Group the nodes of an attribution graph into "supernodes", by similar weights and edges.
 
 Only nodes of the same kind at the same position can form a group. The similarity of two nodes is
 the mean of three values:

@@ -7,7 +7,7 @@ fixed. A neuron-head is linear if its gate is held fixed. So the stream is
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
 The sum is over all paths from the embedding through heads s, …, t to the logits. After the
-unembedding, it equals the run's logits. The terms depend on the prompt, because the patterns do.
+unembedding, the sum is the run's logits. The terms depend on the prompt, because the patterns do.
 
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
 one hop. A path from an output bias, b_O or b_out, begins with 0 hops. A path from b_V, b_in or a
@@ -157,7 +157,7 @@ def path_expansion(
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
             model is run in float32.
         prompts: a text, a list of texts, or tokens.
-        hops: the largest number of heads for which paths have a separate entry.
+        hops: paths through at most this many heads have one entry for each number of heads.
         held: in a gated MLP with exact heads, the factor of the value that is held fixed: "gate"
             (paths go through W_in), or "up" (paths go through W_gate, the neuron's score).
         mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.

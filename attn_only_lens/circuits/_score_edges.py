@@ -211,7 +211,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The run on all prompts of one length; these prompts have a `share` of all tokens."""
+    """The run on all prompts of one length, which have the fraction `share` of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -382,7 +382,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return how much the logits change in each variant of a run; it replaces one node's z."""
+        """Return how much the logits change in each variant, in which one node's z is replaced."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")

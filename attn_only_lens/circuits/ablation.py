@@ -270,7 +270,7 @@ class AblatedModel:
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Rank sites by effect or |effect|, from `effects` or `ranking`; return row indices."""
-        # The metric's difference between the two runs may have a different sign than `self.span`.
+        # The clean minus the corrupted metric may have another sign than `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
@@ -464,7 +464,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places, one more for tokens without a place; and the number of nodes."""
+        """The number of places, plus one for tokens without a place, and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 

@@ -55,7 +55,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The part of the metric's gradient at pre-activations that flows through neurons' patterns.
+    """The part of the gradient at neurons' pre-activations that flows through their patterns.
 
     `constant` is what biases contribute to the metric through these patterns, to first order.
     """
@@ -68,7 +68,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return the covector with which each target reads the stream, and its bias term."""
+        """Return, for each target, a covector with which it reads the stream, and a bias term."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]

@@ -141,7 +141,7 @@ class CircuitGraph:
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
         """Keep the heads and neurons with the largest |attribution|; merge the others into "rest".
 
-        All sums still hold.
+        The weights into each node that is kept have the same sum as before.
 
         Args:
             top: how many heads and neurons to keep.
@@ -164,7 +164,7 @@ class CircuitGraph:
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
         """Keep the edges with the largest |weight| into each node; merge the others into "rest".
 
-        All sums still hold. Edges from "bias" and "offset" are always kept.
+        The weights into each node keep their sums. Edges from "bias" and "offset" are always kept.
 
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.

@@ -331,7 +331,7 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return dot products of covectors with the sources of the first `n_before` sublayers.
+        """Return dot products of covectors with what sources before sublayer `n_before` write.
 
         Each target reads at its position in `target_positions`; if `target_positions` is None, all
         targets read at every position. The last two columns are "rest" and "bias".

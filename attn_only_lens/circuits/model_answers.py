@@ -39,7 +39,7 @@ def model_answers(
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return table cells for each run: the top token, and the median rank of each answer."""
+    """Return the cells of a table for each run: the top token, and each answer's median rank."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
         counts, n = rows["top"].value_counts(), len(rows)

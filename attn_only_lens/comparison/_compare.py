@@ -75,11 +75,11 @@ def compare(
 
     The effect of a component is the decrease of the metric when the component's output is replaced
     by its output on the corrupted prompt. If no corrupted prompts are given, the next prompt (in a
-    stream, the next prompt of the same batch) is used instead. In this case, the metric must depend
-    on the prompt, like `loss`.
+    stream, the next prompt of the same batch) is used instead. Then the metric must depend on the
+    prompt's tokens, as `loss` does.
 
     Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
-    Architectures", 2023. See `circuits.discover` and `patching.attribution` for the other methods.
+    Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
 
     Args:
         model: the original, with the weights that it had when it grew, in any dtype and of any
@@ -103,8 +103,8 @@ def compare(
         faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
             at most 1 - `faithfulness`.
         n_patched: how many components to patch, by largest |attribution| in any model; None: all.
-        n_nodes: for how many circuit nodes, by largest effect, to compute edges; 0 for no edges,
-            for models whose patterns cannot be frozen.
+        n_nodes: the number of circuit nodes with the largest effects between which edges are
+            computed; 0 for models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
         n_resamples: how often the first batch's prompts are resampled, for confidence intervals.
         confidence: the level of the confidence intervals.

@@ -14,7 +14,8 @@ otherwise. Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-So three d_head × d_head matrices per head, or three values per neuron, give these sums over tokens:
+So three d_head × d_head matrices per head, or three values per neuron, are enough for these sums
+over tokens:
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 

@@ -95,7 +95,7 @@ def from_templates(
 
 
 def _fields(template: object) -> list[str]:
-    """Return the fields of a template, or an empty list if it is not a text with plain fields."""
+    """Return a template's fields, or an empty list if the template is no text with plain fields."""
     try:
         parts = list(Formatter().parse(template)) if isinstance(template, str) else []
     except ValueError:  # an unmatched brace

@@ -15,9 +15,8 @@ divided by 1/√d_model.
 
 A pair is included if the writer's sublayer comes before the reader's sublayer. In one layer, an
 attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
-omits pairs within a layer. A neuron-head's key is constant, so K-composition into a neuron-head is
-zero: `composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits the
-pair.
+omits pairs within a layer. A neuron-head's key is constant, so K-composition into it is zero:
+`composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits the pair.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
 excludes rotary embeddings, and "embed" excludes positional embeddings.
@@ -216,8 +215,8 @@ def virtual_weights(
     Rows stand for the writer's input: the stream (d_model rows) for an attention head, the
     activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for the
     reader's output. For kinds "q" and "k", the output of an attention head is the stream at the
-    other position of the attention score. For "v", it is what the head writes. The output of a
-    neuron is its query or value.
+    other position of the score (the key's or the query's). For "v", the output is what the head
+    writes. The output of a neuron is its query or value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 

@@ -3,8 +3,8 @@
     reads    W_E N W         N: the gain of the norm before the head
     writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
-Softmax does not depend on the mean of the logits, so C removes this mean. So centring W_U does not
-change the matrices.
+Softmax does not depend on the mean of the logits, so C removes this mean. Centring W_U therefore
+does not change the matrices.
 
 `DirectEffects` returns one score per token for the direct path between one node and the token:
 
@@ -99,7 +99,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what each row of the stream adds to each logit, minus the mean of its logits."""
+        """Return what each row of the stream adds to each logit, minus the mean over logits."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
