@@ -6,9 +6,9 @@ into one edge from the node "rest". So the sum of the edges into a target does n
 heads become nodes.
 
 Neurons and queries read the residual stream only at their own position. Keys and values read it at
-every position. So, for each kind of edge, a target has at most one edge from each node of an
-earlier sublayer, and only if this node is at a position that the target reads. If this allows more
-than `max_edges` edges, `attribution_graph` raises an error before it computes any edge.
+every position. So a node of an earlier sublayer has at most one edge of each kind to a target, and
+only if the target reads the node's position. If the number of such edges could exceed `max_edges`,
+`attribution_graph` raises an error before it computes any edge.
 """
 
 from bisect import bisect_left
@@ -45,7 +45,7 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
-_BYTES = 40  # bytes per edge: its source, target, kind, weight, and weight in one prompt
+_BYTES = 40  # bytes per edge: 8 each for source, target, kind, weight, and the weight in one prompt
 _PROBLEM = "no attribution graph can be made"
 
 
@@ -70,9 +70,9 @@ def attribution_graph(
     With `corrupted`, the graph explains exactly how the metric differs between the two runs. The
     weights of the edges into a node add up to the node's attribution, and the weights of the edges
     into the metric add up to the change of the metric. Nonlinear functions are replaced by linear
-    functions that give the exact change between the two runs (secants, `engine/secants.py`). The
-    change of a product is divided between its factors by a convention. A node's attribution can
-    differ from the effect of patching the node.
+    functions that give the exact change between the two runs (secants, `engine/secants.py`). By
+    convention, the change of a product is split between its factors: the change of each, times the
+    mean of the other. A node's attribution can differ from the effect of patching the node.
 
     Without `corrupted`, the graph explains the value of the metric in one run, with patterns and
     norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
@@ -185,7 +185,7 @@ def attribution_graph(
 def _rows_of(
     run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return the indices of the named nodes among all nodes; raise an error for unknown names."""
+    """Return the row numbers of the nodes that `sites` names; raise an error for unknown names."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     ends = zip(run.linear.sublayers, run.gradients, strict=True)
@@ -209,7 +209,7 @@ def _rows_of(
 def _by_sublayer(
     run: AttributedRun, index: npt.NDArray[np.int64], n_places: int
 ) -> list[list[Node]]:
-    """Split the indices of the chosen nodes by sublayer, and return (place, index) pairs."""
+    """Return the chosen nodes of each sublayer, as pairs (place, index within the sublayer)."""
     chosen, first = [], 0
     for gradients in run.gradients:
         n_nodes = gradients.shape[2]
@@ -228,7 +228,7 @@ def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
         is_neuron = run.linear.sublayers[index].writes.kind == "neuron"
         for kind in run.kinds(index):
             reads_own = is_neuron or kind == "q"
-            # `+ 3` and `+ n_pos + 2` count the edges from the embedding, "rest" and "bias".
+            # Also count edges from the embedding (one per position), from "rest" and from "bias".
             sources = before + 3 if reads_own else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())
         before += here
@@ -242,7 +242,7 @@ def _require_affordable(
     max_edges: int,
     n_pos: int,
 ) -> None:
-    """Raise an error if there are too many edges, and suggest the largest allowed `top`."""
+    """Raise an error if the edges could exceed `max_edges`; suggest the largest `top` that fits."""
     n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return

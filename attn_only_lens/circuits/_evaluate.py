@@ -59,7 +59,7 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on other prompts, with the ablation method that was used to find it.
+    """Evaluate a circuit on other prompts, with the same ablation as when the circuit was found.
 
     Args:
         model: the circuit's model.
@@ -157,7 +157,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         `viz.transfer_heatmap` draws it.
 
     Raises:
-        InputError: a task lacks one of a circuit's roles, or an argument of `evaluate` is invalid.
+        InputError: a task lacks one of a circuit's roles, or `evaluate` refuses an argument.
 
     Example:
         >>> import torch

@@ -60,9 +60,9 @@ class Explanation:
         circuit: a small circuit that keeps most of the difference.
         graph: the attribution graph of the difference, with the sites of the circuit as nodes.
         patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
-        answers: what the model answers: for each run ("clean", "corrupted") and prompt, the most
-            probable token and its probability, and each answer of the metric ("correct" and
-            "wrong", or "answer") with its rank and its probability.
+        answers: one row for each run ("clean", "corrupted") and prompt, with the most probable
+            token and its probability, and each answer of the metric ("correct" and "wrong", or
+            "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id.
         labels: the label of each node, by id: its name with the token that it attends to or
             promotes most.
@@ -97,11 +97,11 @@ class Explanation:
 
         The columns are `id`; `token`, the token at the site's position in the first clean prompt;
         `does`, what the site reads and writes; `share`, the site's share of the difference, which
-        is the sum of `by_pattern` and `by_value`; and `denoise` and `noise`. The last two are the
-        effects of patching only this site, as shares of the difference: `denoise` in the corrupted
-        run, and `noise` in the clean run. They are missing for sites that were not patched. A path
-        through several sites is counted for each of these sites, so shares can add up to more than
-        1.
+        is the sum of `by_pattern` and `by_value`; and `denoise` and `noise`. `denoise` is the
+        effect of patching only this site in the corrupted run, and `noise` is the effect in the
+        clean run, both as shares of the difference. Both are missing for sites that were not
+        patched. A path through several sites is counted for each of these sites, so shares can add
+        up to more than 1.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -115,7 +115,7 @@ class Explanation:
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
-        """Write the graph as an interactive page, and return the page's path; see `view`."""
+        """Write the page that `view` returns to a file, and return the file's path."""
         viz = import_module("attn_only_lens.viz")
         result: Path = viz.write_html(self.view(examples), path)
         return result
@@ -272,7 +272,7 @@ def explain(
 def _what_nodes_do(
     model: Any, pair: PromptPair, metric: AnyMetric, nodes: Sequence[tuple[str, int]]
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str]]:
-    """Return the model's answers, a text about what each node reads and writes, and node labels."""
+    """Return the model's answers, a description of each node, and a label for each node."""
     host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
     hooks = {
         host.hook_name(head.layer, head.kind, point) for head in heads for point in ("z", "pattern")

@@ -6,16 +6,16 @@ fixed. A neuron-head is linear if its gate is held fixed. So the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-The sum is over all paths from the embedding through heads s, …, t to the logits. The terms of all
-paths add up to the run's logits. The terms depend on the prompt, because the patterns do.
+The sum is over all paths from the embedding through heads s, …, t to the logits. After the
+unembedding, the sum is the run's logits. The terms depend on the prompt, because the patterns do.
 
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
-one hop. A path that begins at an output bias, b_O or b_out, starts with no hops. A path that begins
-at b_V, b_in or a norm's bias starts with one hop: the head that reads this bias. One pass through
-the layers computes, for 0, 1, 2, … hops, what all paths with this number of hops add to the stream.
-Let z_s be the output of head s if it reads nothing from other heads, and let c be the metric's
-gradient at the final stream. Then the effect of the path embedding → s → t → logits is the dot
-product of z_s W_O[s] and F_tᵀ c.
+one hop. A path from an output bias, b_O or b_out, begins with 0 hops. A path from b_V, b_in or a
+norm's bias begins with 1 hop, for the head that reads the bias. One pass through the layers
+computes, for 0, 1, 2, … hops, what all paths with this number of hops add to the stream. Let z_s be
+the output of head s if it reads nothing from other heads, and let c be the metric's gradient at the
+final stream. Then the effect of the path embedding → s → t → logits is the dot product of z_s
+W_O[s] and F_tᵀ c.
 """
 
 from bisect import bisect_right
@@ -157,7 +157,7 @@ def path_expansion(
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
             model is run in float32.
         prompts: a text, a list of texts, or tokens.
-        hops: the largest number of heads for which paths have a separate entry.
+        hops: paths through at most this many heads have one entry for each number of heads.
         held: in a gated MLP with exact heads, the factor of the value that is held fixed: "gate"
             (paths go through W_in), or "up" (paths go through W_gate, the neuron's score).
         mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
@@ -207,7 +207,7 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Split the final stream by number of hops; also return what heads output in one-hop paths."""
+    """Return the final stream split by number of hops, and the heads' outputs in one-hop paths."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
@@ -223,7 +223,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The k paths with the largest effects; `first` has each head's output in one-hop paths."""
+    """The k paths with the largest effects; `first` has the outputs of heads in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -232,11 +232,11 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the number of a sublayer's first head at a position; head numbers start at 1."""
+        """Return the running number, from 1, of a sublayer's first head at a position."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:
-        """Add paths whose last head is at `end`; `stream` is the metric's gradient there."""
+        """Add the paths whose last head is at position `end`, given the metric's gradient there."""
         for index, last in enumerate(self._linear.sublayers):
             gradient = last.output_gradients(stream, slice(end, end + 1))[:, 0]
             alone = (gradient * self._first[index][:, end]).sum((0, 2))

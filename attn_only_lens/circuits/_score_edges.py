@@ -17,8 +17,8 @@ or the whole input of a neuron-head or of the unembedding ("in"). Norm scales ar
 edges into the logits ("output"), L, score and exact are equal.
 
 One forward pass records all writes. Each node, and each exact cut, needs one more forward pass per
-reference. In addition, the attention block of each layer with readers runs on a batch with one
-entry per writer, once for each kind and reference. Prompts of the same length form one batch.
+reference. In addition, for each kind and reference, every attention block that contains readers
+runs once on a batch with one entry per writer. Prompts of the same length form one batch.
 """
 
 from collections import defaultdict
@@ -87,7 +87,7 @@ def score_edges(
 ) -> pd.DataFrame:
     """Score every edge between the given nodes, the embedding and the logits.
 
-    An edge connects a writer to one input of a later reader, and covers all positions.
+    An edge connects a writer to one input of a later reader, at all positions together.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
@@ -165,7 +165,7 @@ def score_edges(
 
 
 def _by_length(pair: PromptPair) -> list[Tokens]:
-    """Return one batch without padding for each prompt length, the shortest first."""
+    """Return batches without padding, one for each length of prompts, the shortest first."""
     rows: dict[int, list[Tensor]] = {}
     for row, real in zip(pair.clean, pair.real, strict=True):
         rows.setdefault(int(real.sum()), []).append(row[real])
@@ -173,7 +173,7 @@ def _by_length(pair: PromptPair) -> list[Tokens]:
 
 
 def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return the `top` heads with the largest Σ |gradient · z|, or all if there are no more."""
+    """Return the `top` nodes with the largest Σ |gradient · z|, or all nodes if they are fewer."""
     layers = resolve_sites(model, all_heads())
     names = [name for layer in layers for name in layer.names]
     if len(names) <= top:
@@ -211,7 +211,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The run on all prompts of one length; `share` is the fraction of all tokens that it has."""
+    """The run on all prompts of one length, which have the fraction `share` of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -295,7 +295,7 @@ class _Scoring:
 
     @torch.no_grad()
     def exact(self, edges: Sequence[_Edge]) -> Iterator[tuple[_Edge, float]]:
-        """Yield (edge, term) pairs for exact cuts; the terms add up to the change of the logits."""
+        """Cut edges exactly; yield (edge, term) pairs; an edge's terms add up to `exact`."""
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
@@ -324,7 +324,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return the writers, and how the stream changes if one of them is replaced."""
+        """Return the writers' names, and how the stream changes if each writer is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -347,7 +347,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield chunks of writers, and the z of a layer's nodes when one writer is replaced."""
+        """Yield chunks of writers, with the z of a layer's nodes after each writer is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -382,7 +382,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return how much each variant changes the logits; a variant replaces one node's z."""
+        """Return how much the logits change in each variant, in which one node's z is replaced."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -408,7 +408,7 @@ class _Scoring:
 
 
 def _largest_change(decomposed: Decomposition) -> BoundMetric:
-    """Return a metric: the largest |change of a logit| at a token, averaged over tokens."""
+    """Return a metric that averages over tokens the largest |change of a logit| at each token."""
     recorded = decomposed.recording.logits
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:
@@ -430,7 +430,7 @@ def _sizes(
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
-    """Return the norm of the change in each node's write, averaged over tokens, for each writer."""
+    """Return the mean norm of the change that `dz`, a change of z, makes to each node's write."""
     index = sites.index.to(dz.device)
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])

@@ -6,12 +6,12 @@ fixed, a score is linear in the stream at the query, and linear in the stream at
     score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'      N: the norm's gain; s, s': its scales
 
-The matrix B gives the head's score for any query and key at these two positions, as a bilinear
-form. B includes 1/√d_head, rotary embeddings, and query and key norms with scales held fixed. B is
-computed with the model's own code, as the mixed second derivative of the score at q = k = 0. In
-some models, the hook point for scores receives the pattern instead. Then the logarithm of the
-pattern is used. Other terms of a score (ALiBi, the bias of a query norm) are assigned to the head's
-own biases. The score is taken before the softmax and any soft cap. For a neuron,
+B is the matrix of a bilinear form: for a query q and a key k at these two positions, the head's
+score is q B k. B includes 1/√d_head, rotary embeddings, and query and key norms with scales held
+fixed. B is computed with the model's own code, as the mixed second derivative of the score at q = k
+= 0. In some models, the hook point for scores receives the pattern; its logarithm is then used.
+Other terms of a score (ALiBi, the bias of a query norm) are counted as the head's own biases. The
+score is taken before the softmax and any soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
@@ -60,7 +60,7 @@ def score_sources(
     *,
     top: int | None = None,
 ) -> pd.DataFrame:
-    """Split an attention score, or a neuron's pre-activation, into the share of each writer.
+    """Split an attention score, or a neuron's pre-activation, into shares of earlier writers.
 
     With norm scales held at their values in the run, the shares add up to the score.
 
@@ -134,7 +134,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return the writers, and what a head reads from each through W; the last is "own bias"."""
+    """Return writer names, and what the head reads from each through W; "own bias" is last."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -179,7 +179,7 @@ def _of_attention(
         host.hook_name(head.layer, "attention", point)
         for point in ("q", "k", "attn_scores", "pattern")
     )
-    # the hook points of query-norm and key-norm scales
+    # the hook points for the scales of query norms and key norms
     points = [m for m in host.attention(head.layer).modules() if isinstance(m, HookPoint)]
     scales = sorted({str(m.name) for m in points if str(m.name).endswith("hook_scale")})
     parts = decompose(model, tokens, None, names=(*names, *scales))
@@ -223,7 +223,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's part of the query or key, and a coordinate that is 1 for "own bias"."""
+    """Return each writer's part of the query or key; append 1 for "own bias", 0 for others."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(
@@ -249,7 +249,7 @@ def _bilinear_form(
     *,
     hidden: bool,
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the score as a bilinear form of one query and one key, each with a 1 appended."""
+    """Return the matrix of the score, a bilinear form of query and key, each with a 1 appended."""
     recorded, n_heads = parts.recording.hooked, host_of(model).n_heads[head.layer]
     leaves = [torch.zeros_like(recorded[name]).requires_grad_() for name in names[:2]]
     scores: list[Tensor] = []
@@ -289,7 +289,7 @@ def _bilinear_form(
 def _taylor(
     score: Tensor, leaves: list[Tensor], places: list[tuple[int, int, int]]
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the score's value, first derivatives and mixed second derivatives at q = k = 0."""
+    """Return one matrix: the score's value, first and mixed second derivatives at q = k = 0."""
     by_q, by_k = torch.autograd.grad(score, leaves, create_graph=True)
     by_q, by_k = by_q[places[0]], by_k[places[1]]
     n, m = len(by_q), len(by_k)
@@ -304,7 +304,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Raise an error if `total` is not the run's score; for two keys, compare their difference."""
+    """Raise an error if `total` is not the run's score; for two keys, compare score differences."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:

@@ -15,9 +15,9 @@ step starts from the best circuit so far:
                removed together. If none can be removed, chunks are halved, down to single sites.
 
 At the end, the search evaluates every prefix of both rankings (by |effect| and by signed effect)
-that is shorter than the circuit. So if the result has at most 1,000 sites, it becomes insufficient
-if any single site is removed, and no shorter prefix of the rankings is sufficient. A smaller
-circuit may still exist.
+that is shorter than the circuit. So a circuit of at most 1,000 sites is minimal in two ways: it
+becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
+sufficient. A smaller circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -63,9 +63,9 @@ from attn_only_lens.patching.results import MEASURED, Sweep
 
 _PER_DOUBLING = 4  # the number of sizes in the grid from k to 2k
 _BETWEEN = 16  # the number of sizes in the finer grid, between two sizes of the first grid
-_AT_ONCE = 16  # the number of sizes that are evaluated as one batch, from small to large
+_AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
-_AROUND = 4  # assumed upper bound on the ratio of circuit sizes for two sets of prompts
+_AROUND = 4  # assumption: circuits for two sets of prompts differ in size at most by this factor
 _LARGE = 1000  # larger circuits are pruned in chunks, not site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
@@ -125,14 +125,14 @@ class Circuit:
         return f"{title}, all others {self.completeness:.0%}{random}\n{self.frame}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the sites of the circuit, or, with `resamples`, of all resampled circuits."""
+        """Return the sites of the circuit or, if prompts were resampled, of all circuits found."""
         if self.stability is None:
             return self.frame.copy()
         sites = self.stability.sites
         return sites.assign(in_circuit=self.contains(sites))
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return, for each row (`name`, `position`) of a frame of sites, if the circuit has it."""
+        """Return which rows of a frame (with `name` and `position`) are sites of the circuit."""
         inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
         return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
@@ -211,7 +211,7 @@ def discover(
         progress: show a progress bar over the circuits that are run; a text is its label.
 
     Returns:
-        The circuit. The circuit's `tried` lists all circuits that were evaluated.
+        The circuit. Its frame `tried` lists all circuits that the search evaluated.
 
     Raises:
         InputError: with every reason: invalid settings, prompts, metric, sites or positions;
@@ -284,7 +284,7 @@ def discover(
 def rank_sites(
     prompts: tuple[Any, ...], method: str, budget: Budget, options: Mapping[str, Any]
 ) -> Sweep:
-    """Return the effect of removing each site from the clean run, estimated or exact."""
+    """Return the effect of replacing each site's clean output with its corrupted output."""
     settings: dict[str, Any] = {**options, "direction": "noise", "progress": False}
     if method == MEASURED:
         return activation_patch(*prompts, **settings)
@@ -301,7 +301,7 @@ def circuit_of(
     draws: tuple[int, int] = (3, 0),
     **settings: Any,
 ) -> Circuit:
-    """Evaluate a set of sites, and return a circuit sorted by decreasing |effect|.
+    """Evaluate a set of sites, and return them as a circuit, sorted by decreasing |effect|.
 
     `draws` is the number of random circuits and their seed; `settings` are the remaining fields of
     the circuit.
@@ -336,7 +336,7 @@ def _smallest(
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Search for the smallest circuit; return its rows, and the list of evaluated circuits."""
+    """Search for a small circuit; return the rows of its sites, and all evaluated circuits."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
@@ -347,8 +347,8 @@ def _smallest(
 class _Search:
     """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 
-    `near` is the size of a circuit that was found for other prompts. With `near`, the search first
-    tries sizes close to `near`, and skips its last step, which evaluates all shorter prefixes.
+    `near` is the size of a circuit that was found for other prompts. With `near`, the search tries
+    similar sizes first, and does not evaluate all shorter prefixes at its end.
     """
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
@@ -387,8 +387,8 @@ class _Search:
     def _search(self, order: Rows, longest: int | None) -> _Questions:
         """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
-        # Grid sizes do not depend on the number of sites. Sites without effects are ranked last,
-        # so a model that grows by such sites keeps the same prefix.
+        # Grid sizes do not depend on the number of sites. Sites without an effect are ranked last,
+        # so the same prefix is found after growth adds such sites.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -488,5 +488,5 @@ class _Search:
         return values
 
     def _suffices(self, f: float, size: int) -> bool:
-        # With all sites, f is 1 up to rounding errors, so this circuit always suffices.
+        # The circuit of all sites has f = 1 up to rounding errors, so it always suffices.
         return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)

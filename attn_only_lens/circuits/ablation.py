@@ -8,7 +8,7 @@ token in each prompt). Sites in the circuit are unchanged. All other sites are a
     "positional_mean"  its mean over the clean prompts at the same position, or role
     "resample"         its value in the corrupted run, at the same position
 
-Heads and positions that are not sites, the embedding and the biases are never ablated. Many
+The embedding, the biases, and heads and positions that are not sites are never ablated. Many
 circuits are run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
@@ -18,10 +18,10 @@ Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g b
 at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
 ablated z) / (m(M) - m(∅)) to f(C).
 
-`faithfulness` evaluates circuits C_k, which consist of the highest-ranked sites; k is their share
-of all sites. MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures
-circuit size in edges instead of sites, and ranks edges by |score| only for CMD. These two areas
-from MIB are computed by the trapezoidal rule:
+`faithfulness` evaluates circuits C_k: the highest-ranked sites, whose share of all sites is k. MIB,
+the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures circuit size in edges
+instead of sites, and ranks edges by |score| only for CMD. These two areas from MIB are computed by
+the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -122,7 +122,7 @@ def faithfulness(
     seed: int = 0,
     mask: Tensor | None = None,
 ) -> Faithfulness:
-    """Compute faithfulness and completeness for circuits of several sizes, taken from a ranking.
+    """Compute faithfulness and completeness of the highest-ranked sites, for several circuit sizes.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -218,7 +218,7 @@ class AblatedModel:
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`; `positions` has the position of each role; `some` has the
+        `sites` are rows of `Sweep.frame`; `positions` maps roles to positions; `some` lists the
         indices of the prompts to use; `runs` are these prompts' runs, if they are recorded already;
         `on_done` receives the number of newly finished circuits.
         """
@@ -269,8 +269,8 @@ class AblatedModel:
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Return row indices of sites, the highest effect of a ranking (or in `effects`) first."""
-        # The metric's difference between the two runs may have a different sign than `self.span`.
+        """Rank sites by effect or |effect|, from `effects` or `ranking`; return row indices."""
+        # The clean minus the corrupted metric may have another sign than `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
@@ -331,7 +331,7 @@ class AblatedModel:
         return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
-        """Return the mean over prompts, with the weights that the metric uses."""
+        """Return the mean over prompts, weighted as in the metric."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
     @torch.no_grad()
@@ -415,11 +415,11 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """The sites at one hook point, and the ablated value of every z at the hook point.
+    """The sites at one hook point, and the values that replace z there for ablated sites.
 
-    A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
-    tokens to places, and is -1 for tokens without a place. Without roles, all prompts share one row
-    of `place_of`.
+    A place is the index of a position or role, or 0 for sites at all positions together. `place_of`
+    maps tokens to places, and is -1 for tokens without a place. Without roles, all prompts share
+    one row of `place_of`.
     """
 
     name: str
@@ -435,8 +435,8 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
-        The hook receives activations from position `first` on; it stores them in `computed`, if
-        given.
+        The hook receives activations from position `first` onward, and stores them in `computed`
+        unless that is None.
         """
         replacement = self.replacement[:, first:]
 
@@ -456,7 +456,7 @@ class _AblatedPoint:
         return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Sum the values of all heads of each site; `by_head` begins at position `first`."""
+        """Sum `by_head`, which begins at position `first`, over each site's heads and tokens."""
         by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         by_place = np.zeros(self._shape)
         np.add.at(by_place, self.place_of[:, first:], by_node)
@@ -464,7 +464,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places (the last is for tokens without a place) and the number of nodes."""
+        """The number of places, plus one for tokens without a place, and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 
@@ -472,7 +472,7 @@ class _AblatedPoint:
 def _ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> list[_AblatedPoint]:
-    """Return the hook points of the given sites, with ablated values from the run `source`."""
+    """Return the hook points of the sites; the run `source` has the values of ablated sites."""
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)

@@ -55,9 +55,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The part of the metric's gradient at pre-activations that flows through neurons' patterns.
+    """The part of the gradient at neurons' pre-activations that flows through their patterns.
 
-    `constant` is the contribution of all biases to the metric, to first order.
+    `constant` is what biases contribute to the metric through these patterns, to first order.
     """
 
     sublayer: LinearSublayer
@@ -68,7 +68,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return the covector with which each target reads the stream, and its bias term."""
+        """Return, for each target, a covector with which it reads the stream, and a bias term."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -92,7 +92,7 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return the metric's gradient at `inputs` that flows through each target's pattern row."""
+        """Return the part of the gradient at `inputs` that each target's pattern row passes on."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
@@ -124,7 +124,7 @@ Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
 class AttributedRun:
     """One run, or the difference of two runs, as linear maps, with the gradients of a metric.
 
-    Each list has one entry per sublayer.
+    The lists `gradients`, `slopes` and `z` have one entry per sublayer.
     """
 
     linear: LinearRun
@@ -337,7 +337,7 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # Smaller sums may consist only of rounding errors, so this is a lower bound for `size`.
+    # A smaller sum may consist only of rounding errors, so no `size` is taken to be below this.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "

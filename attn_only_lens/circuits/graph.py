@@ -124,8 +124,8 @@ class CircuitGraph:
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
         """Return the sum of the weights of the edges into each node, indexed by node id.
 
-        By default, all edge kinds that add up to attributions are included. An unknown kind raises
-        an `InputError`.
+        By default, edges of all kinds that add up to attributions are included. An unknown kind
+        raises an `InputError`.
         """
         if kind not in (None, *EDGE_KINDS):
             raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
@@ -141,7 +141,7 @@ class CircuitGraph:
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
         """Keep the heads and neurons with the largest |attribution|; merge the others into "rest".
 
-        All sums still hold.
+        The weights into each node that is kept have the same sum as before.
 
         Args:
             top: how many heads and neurons to keep.
@@ -164,7 +164,7 @@ class CircuitGraph:
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
         """Keep the edges with the largest |weight| into each node; merge the others into "rest".
 
-        All sums still hold. Edges from "bias" and "offset" are always kept.
+        The weights into each node keep their sums. Edges from "bias" and "offset" are always kept.
 
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.
@@ -181,7 +181,7 @@ class CircuitGraph:
         return replace(self, edges=_through_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """Return a networkx graph, with node ids as its nodes, and kinds of edges as its edge keys.
+        """Return a networkx graph whose nodes are the node ids, and whose edge keys are edge kinds.
 
         Example:
             >>> import torch
@@ -215,7 +215,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return indices of the `top` largest entries, or of the fewest that reach `mass` of the sum.
+    """Return indices of the `top` largest entries, or of the fewest with a share `mass` of the sum.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

@@ -32,7 +32,7 @@ _SHARE = 0.1  # the largest fraction of a device's free memory to use
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where nodes can be: at positions, or at roles (tokens whose position differs by prompt).
+    """The places of nodes: positions, or roles (tokens whose position differs between prompts).
 
     Attributes:
         names: positions as texts, or roles in the order of their mean positions.
@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places in the prompts; a token with several roles gets only the first one."""
+        """Return the places in the prompts; a token with several roles keeps only the first."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -64,14 +64,14 @@ class Places:
     def sums(
         self, by_position: Float[Tensor, "batch pos node"]
     ) -> Float[Tensor, "batch place node"]:
-        """Return the values at each place, given the values at each position."""
+        """Return values at places, given values at positions; a role's tokens are summed."""
         numbers = by_position.cpu().double()
         if self.chosen is None:
             return numbers
         return torch.einsum("rbp,bpn->brn", self.chosen.double(), numbers)
 
     def positions_of(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the (position, index) pairs that the nodes have in any of the prompts."""
+        """Return nodes as (position, index) pairs; a role has its positions in all prompts."""
         if self.chosen is None:
             return list(nodes)
         some = self.chosen.any(1)
@@ -82,7 +82,7 @@ class Places:
     def by_role(
         self, edges: pd.DataFrame, by_prompt: Float[np.ndarray, "edge batch"], ids: set[str]
     ) -> pd.DataFrame:
-        """Merge edges between positions into edges between roles; replace unknown ids by "rest"."""
+        """Merge edges between positions into edges of roles; nodes not in `ids` become "rest"."""
         assert self.chosen is not None
         columns = []
         for prompt in range(by_prompt.shape[1]):
@@ -185,7 +185,7 @@ def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
 
 
 class LinearGraph:
-    """The edges of an attributed run into chosen nodes; a node is a (position, index) pair."""
+    """The edges into the chosen nodes of an attributed run; a node is a (position, index) pair."""
 
     def __init__(
         self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]
@@ -275,7 +275,7 @@ def _edges_of(
 ) -> Iterator[tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]]:
     """Yield a frame of each chunk's nonzero edges, and the weights of these edges in each prompt.
 
-    A chunk in `blocks` has target ids, the kind of its edges, and edge weights [batch, target,
+    Each chunk in `blocks` consists of target ids, an edge kind, and edge weights [batch, target,
     column].
     """
     read = on_cpu([by_prompt for *_, by_prompt in blocks])
@@ -331,10 +331,10 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return dot products of covectors with the sources of the first `n_before` sublayers.
+        """Return dot products of covectors with what sources before sublayer `n_before` write.
 
-        Each target reads at its position in `target_positions`; if this is None, targets read at
-        every position. The last two columns are "rest" and "bias".
+        Each target reads at its position in `target_positions`; if `target_positions` is None, all
+        targets read at every position. The last two columns are "rest" and "bias".
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)
         vectors, streams = self._vectors[:, :n], (self._rest[n_before], self._bias[n_before])

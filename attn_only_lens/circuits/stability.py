@@ -2,7 +2,7 @@
 
 The prompts are repeatedly split into random halves, and `discover` searches for a circuit on each
 half. This is stability selection (Meinshausen and Bühlmann 2010) with complementary pairs (Shah and
-Samworth 2013). Each circuit is also evaluated on the other half.
+Samworth 2013). Each circuit is also evaluated on the other half of its split.
 
     inclusion    the share of these circuits that include a site: an estimate of the probability
                  that the site is in the circuit of a new sample with half as many prompts
@@ -62,7 +62,7 @@ class Stability:
 
     @property
     def n_core(self) -> int:
-        """The number of sites in the core, which have an inclusion of at least 90 %."""
+        """The number of sites in the core: the sites whose inclusion is at least 90 %."""
         return int((self.sites["class"] == "core").sum())
 
     @property
@@ -171,7 +171,7 @@ def inclusion_interval(count: int, n: int) -> tuple[float, float]:
 
 def interval(share: float, n: float) -> tuple[float, float]:
     """Return the 90 % Wilson interval of a share observed in n trials; n may be fractional."""
-    z2 = 1.6448536269514722**2  # squared quantile of a two-sided 90 % interval
+    z2 = 1.6448536269514722**2  # squared normal quantile for a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)

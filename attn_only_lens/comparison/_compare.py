@@ -1,4 +1,4 @@
-"""Compare a model with its grown model (see `grow`) over a dataset, and their circuits on a batch.
+"""Compare a model with its grown model (see `grow`): components on a dataset, circuits on a batch.
 
     alignment.py     matches the components of both models, by provenance
     batches.py       yields batches of prompts, each prompt with a corrupted prompt
@@ -12,9 +12,9 @@ run many variants of a batch, so they use only the first batch.
 
 Memory does not grow with the number of batches. In addition to the models, memory holds, for each
 model and token of a batch, 3 values per neuron, d_head + pos values per head in both runs, the
-logits, and the tensors that the backward pass needs. For the first batch, it also holds both runs
-until the circuits are found, and one value per component and token. The sums over the dataset are
-14 float64 values per component.
+logits, and the tensors that the backward pass needs. For the first batch, memory also holds both
+runs until the circuits are found, and one value per component and token. The sums over the dataset
+are 14 float64 values per component.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
-_N_RANDOM = 3  # the number of random circuits of the same size to compare with each circuit
+_N_RANDOM = 3  # for each circuit, the number of random circuits of the same size
 
 
 @warned_once()
@@ -75,11 +75,11 @@ def compare(
 
     The effect of a component is the decrease of the metric when the component's output is replaced
     by its output on the corrupted prompt. If no corrupted prompts are given, the next prompt (in a
-    stream, the next prompt of the same batch) is used instead. In this case, the metric must depend
-    on the prompt, like `loss`.
+    stream, the next prompt of the same batch) is used instead. Then the metric must depend on the
+    prompt's tokens, as `loss` does.
 
     Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
-    Architectures", 2023. See `circuits.discover` and `patching.attribution` for the other methods.
+    Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
 
     Args:
         model: the original, with the weights that it had when it grew, in any dtype and of any
@@ -103,8 +103,8 @@ def compare(
         faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
             at most 1 - `faithfulness`.
         n_patched: how many components to patch, by largest |attribution| in any model; None: all.
-        n_nodes: for how many circuit nodes, by largest effect, to compute edges; 0 for no edges,
-            for models whose patterns cannot be frozen.
+        n_nodes: the number of circuit nodes with the largest effects between which edges are
+            computed; 0 for models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
         n_resamples: how often the first batch's prompts are resampled, for confidence intervals.
         confidence: the level of the confidence intervals.
@@ -317,7 +317,7 @@ def _require_source(model: Any, provenance: Provenance) -> None:
 
 
 class _Circuit(NamedTuple):
-    """A circuit's size; the faithfulness of the circuit, its complement and random circuits."""
+    """A circuit's size, and the faithfulness of the circuit, its complement and random circuits."""
 
     size: int
     faithfulness: float
@@ -328,7 +328,7 @@ class _Circuit(NamedTuple):
 def _circuit(
     run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
 ) -> _Circuit:
-    """Rank components at positions by |effect|, and find how many of the first ones suffice."""
+    """Rank components at positions by |effect|; find how many of the highest-ranked suffice."""
     runs = run.recorded
     assert runs is not None
     logits = runs.clean.logits

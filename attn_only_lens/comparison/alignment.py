@@ -26,7 +26,7 @@ _AXES = ("head", "d_mlp", "d_model")
 
 @dataclass(frozen=True, eq=False)
 class SharedComponents:
-    """Components of one kind in one layer that two models share, in the same order."""
+    """Components of one kind in one layer that two models share, in the same order for both."""
 
     first: LayerSites
     second: LayerSites
@@ -97,7 +97,7 @@ def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
 def _size_reasons(
     label: str, model: Any, every: Sequence[LayerSites], sizes: Mapping[Axis, int]
 ) -> Iterator[str]:
-    """Yield a reason for each axis whose sizes in the model and in the provenance differ."""
+    """Yield a reason for each axis whose size differs between the model and the provenance."""
     got = {Axis(_LABELS[sites.kind], sites.layer): len(sites.names) for sites in every}
     got[Axis("d_model")] = model.cfg.d_model
     expected = {axis: size for axis, size in sizes.items() if axis.label in _AXES}

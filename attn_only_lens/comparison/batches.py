@@ -2,15 +2,14 @@
 
 To compute the effect of a head on a metric, the head's activation in a first run is replaced by its
 activation in a second run. Without corrupted prompts, the second run is on the *next prompt* (the
-first prompt follows the last). This is resample ablation. Unlike zeros and means, the new
-activations occur in a run on a real prompt. Attribution, patching and circuit search all use this
-ablation.
+first prompt follows the last). This is resample ablation. Unlike zeros and means, these activations
+come from a run on a real prompt. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next different prompt of the same length. For texts and tensors, it is taken
-from all prompts, so that batch boundaries do not matter. For a stream, it is taken from the same
-batch. A prompt that is alone in its batch is paired with a prompt of the same length from an
-earlier batch. No prompt is paired with itself, because its effects, which would all be zero, would
-bias the mean.
+The next prompt is the next one that differs and has the same length. For texts and tensors, the
+search covers all prompts, so that batch boundaries do not matter. For a stream, the search covers
+the same batch. A prompt that is alone in its batch is paired with a prompt of the same length from
+an earlier batch. No prompt is paired with itself, because its effects, which would all be zero,
+would bias the mean.
 """
 
 import reprlib
@@ -89,7 +88,7 @@ def batches(
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Split prompts into batches; without `corrupted`, a batch has prompts of one length."""
+    """Split prompts into batches; without `corrupted`, a batch's prompts have the same length."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:

@@ -4,8 +4,8 @@ Each model's circuit consists of the nodes with the largest |estimated effect|. 
 finds the smallest number of nodes that has the wanted faithfulness, on the same prompts for all
 models (`method="exact_gate"`, `budget=0`, no pruning). A circuit's edges connect its nodes, the
 embedding and the metric in the model's attribution graph. For each kind of edge, the circuit has
-the fewest edges that reach a given share of Σ |weight|. An edge's weight does not depend on the
-other chosen nodes, so edges are computed once, between the nodes of both circuits. Nodes are
+the fewest edges that reach a given share of Σ |weight|. An edge's weight does not depend on which
+other nodes are chosen, so edges are computed once, between the nodes of all circuits. Nodes are
 indexed by [component of the grown model, position]; values are NaN where a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
@@ -113,7 +113,7 @@ class Resampling:
 
 
 class Overlap(NamedTuple):
-    """The rows (nodes or edges) in two circuits, and the rows' scores in two models."""
+    """Which rows (nodes or edges) each of two circuits has, and their scores in both models."""
 
     first: Bool[np.ndarray, "resample row"]
     second: Bool[np.ndarray, "resample row"]
@@ -182,7 +182,7 @@ def _rank_correlation(
 def largest(
     scores: Float[np.ndarray, "resample row"], size: int
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the rows with the largest |score|, except NaN; ties go to earlier rows."""
+    """Return a mask of the `size` largest |scores|, without NaN; ties go to earlier rows."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
     scored = sizes >= 0
     n_rows = sizes.shape[1]
@@ -243,7 +243,7 @@ class _ComponentRows:
         return [f"{self.names[node // self.n_pos]}@{node % self.n_pos}" for node in nodes.tolist()]
 
     def within(self, nodes: _Ints) -> list[list[tuple[int, int]]]:
-        """Return (position, index) pairs of the nodes that this model has, by layer and kind."""
+        """Return the nodes that this model has as (position, index) pairs, by layer and kind."""
         nodes_by_group = []
         for sites, rows in self.groups:
             index = dict(zip(rows.tolist(), sites.index.tolist(), strict=True))
@@ -343,7 +343,7 @@ class _Circuits:
     scores: Sequence[Float[np.ndarray, "node batch"]]
     edges: pd.DataFrame  # `source`, `target`, `kind`
     ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component
-    edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks an end
+    edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks one of the nodes
     edge_mass: float
 
     @property
@@ -354,7 +354,7 @@ class _Circuits:
     def overlaps(
         self, i: int, weights: Float[np.ndarray, "resample batch"]
     ) -> tuple[Overlap, Overlap]:
-        """Return, for each resample, the overlap of nodes and of edges of models i and i + 1."""
+        """Return, for each resample, how circuits i and i + 1 overlap in nodes and in edges."""
         kinds = self.edges["kind"].to_numpy(dtype=object)
         nodes, chosen, scores, edge_weights = [], [], [], []
         for model in (i, i + 1):
@@ -367,7 +367,7 @@ class _Circuits:
         return Overlap(*nodes, *scores), Overlap(*chosen, *edge_weights)
 
     def overlaps_by_kind(self, i: int, weights: _Floats) -> dict[str, Overlap]:
-        """Return the overlap of nodes, and the overlap of edges for each kind."""
+        """Return the overlap of nodes, and the overlap of each kind of edges."""
         nodes, edges = self.overlaps(i, weights)
         overlaps = {"nodes": nodes}
         for kind in self.edges["kind"].unique():

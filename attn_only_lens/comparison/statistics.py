@@ -14,7 +14,8 @@ otherwise. Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-So three d_head × d_head matrices per head, or three values per neuron, give these sums over tokens:
+So three d_head × d_head matrices per head, or three values per neuron, are enough for these sums
+over tokens:
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
@@ -53,7 +54,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # in units of eps, how much less than 1 a row may sum to if it has no sink
+_ROUNDINGS = 16  # how far below 1 the sum of a row without a sink may be, in units of eps
 
 
 def pattern_divergence(
@@ -86,7 +87,7 @@ def _with_sink(rows: Tensor) -> Tensor:
 def gate_divergence(
     p: Float[Tensor, "*any head_index"], q: Float[Tensor, "*any head_index"]
 ) -> Float[Tensor, "*any head_index"]:
-    """Return the divergence of neuron-heads' patterns in bits, given weights on their own token.
+    """Return the divergence of neuron-heads' patterns in bits, given each one's own-token weight.
 
     Example:
         >>> import torch
@@ -107,7 +108,7 @@ _Directions: TypeAlias = Callable[[LayerSites], Float[Tensor, "site d_head d_mod
 
 
 def _write_directions(model: Any) -> _Directions:
-    """Return a function from sites to output directions, centred if norms remove the mean."""
+    """Return a function that gives sites' output directions, centred if norms remove the mean."""
     is_centred, matrices = host_of(model).reads_centred(), HeadMatrices.of(model, fold_norms=False)
 
     def directions(sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
@@ -128,7 +129,7 @@ def _dot(
     gram: Float[Tensor, "site d_head d_head_2"],
     second: Float[Tensor, "token site d_head_2"],
 ) -> Float[Tensor, "site"]:
-    """Return the dot products of the outputs of paired components, summed over all tokens."""
+    """Return, for each pair of components, the dot product of their outputs, summed over tokens."""
     z, second = z.to(gram), second.to(gram)
     if gram.shape[1:] == (1, 1):  # for neurons, a batched product would multiply 1 × 1 matrices
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
@@ -138,9 +139,9 @@ def _dot(
 
 
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
-    """Read measures of sites from the device; `rows` has a list of measures per layer and kind.
+    """Move measures of sites to the CPU; `rows` has one list of measures for each layer and kind.
 
-    The result is an array [measure, site]. Tensors are stacked before they are read, because each
+    The result is an array [measure, site]. Tensors are stacked before the transfer, because each
     transfer synchronizes the device.
     """
     device = rows[0][0].device  # this device has float64
@@ -155,7 +156,7 @@ def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site 
 def _divergences_by_prompt(
     one: BatchRun, second: BatchRun, pair: SharedComponents
 ) -> Float[Tensor, "site prompt"]:
-    """Return each pair's divergence of patterns, averaged over the real tokens of each prompt."""
+    """Return, for each pair and prompt, the divergence of patterns, averaged over real tokens."""
     if pair.kind == "attention":
         p, q = one.patterns(pair.first), second.patterns(pair.second)
         divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
@@ -314,7 +315,7 @@ class Statistics:
             bar.set_description(f"{batch.label}: attribution in {label}")
             runs.append(run_batch(model, batch, sites, keep=keep))
             bar.update()
-        # Change the sums only after all steps that can fail, so that they contain whole batches.
+        # Change the sums only after all steps that can fail, so that no batch is added in part.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]

@@ -38,7 +38,7 @@ def from_templates(
 ) -> PairedPrompts:
     """Return pairs of prompts. A pair is one template, filled with two rows of words.
 
-    The clean prompt's row has the right answer, and the corrupted prompt's row has the wrong
+    The row that fills the clean prompt has the right answer, and the other row has the wrong
     answer. The roles are the template's fields, and "end", the last token.
 
     Args:
@@ -95,7 +95,7 @@ def from_templates(
 
 
 def _fields(template: object) -> list[str]:
-    """Return the fields of a template, or an empty list if it is not a text with plain fields."""
+    """Return a template's fields, or an empty list if the template is no text with plain fields."""
     try:
         parts = list(Formatter().parse(template)) if isinstance(template, str) else []
     except ValueError:  # an unmatched brace

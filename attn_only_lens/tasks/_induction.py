@@ -25,7 +25,7 @@ _ROLES = {"first": 1, "repeated": 2}
 
 
 def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
-    """Return pairs of random-word prompts whose last word also occurs earlier.
+    """Return pairs of prompts made of random words, in which the last word also occurs earlier.
 
     The roles are "first", the first occurrence of the last word; "repeated", the answer, which is
     the word after "first"; and "end", the last token.

@@ -1,4 +1,4 @@
-"""Compute how strongly a head or neuron reads an earlier one's output: composition scores.
+"""Compute composition scores: how strongly a head or neuron reads an earlier one's output.
 
 A writer W and a reader R are matrices that act on rows of the residual stream (`head_matrices.py`).
 Their score is
@@ -15,8 +15,8 @@ divided by 1/√d_model.
 
 A pair is included if the writer's sublayer comes before the reader's sublayer. In one layer, an
 attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
-omits pairs within a layer. A neuron-head's key is constant, so K-composition into a neuron-head is
-zero: `composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits it.
+omits pairs within a layer. A neuron-head's key is constant, so K-composition into it is zero:
+`composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits the pair.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
 excludes rotary embeddings, and "embed" excludes positional embeddings.
@@ -212,11 +212,11 @@ def virtual_weights(
 ) -> FactoredMatrix:
     """Return the matrix W R that maps a writer's input to a reader's output.
 
-    The rows of the matrix are the writer's input: the stream (d_model rows) for an attention head,
-    the activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns are the
+    Rows stand for the writer's input: the stream (d_model rows) for an attention head, the
+    activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for the
     reader's output. For kinds "q" and "k", the output of an attention head is the stream at the
-    other position of the attention score. For "v", it is what the head writes. The output of a
-    neuron is its query or value.
+    other position of the score (the key's or the query's). For "v", the output is what the head
+    writes. The output of a neuron is its query or value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -283,7 +283,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _HeadFactors:
-    """The factors of one layer's heads of one kind, for what they either write or read."""
+    """The factors of all heads of one kind in one layer, either as writers or as readers."""
 
     names: tuple[str, ...]
     stage: int
@@ -429,7 +429,7 @@ def is_gated(model: Any, layer: int) -> bool:
 def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield each neuron's name, and the k of the `others` with the largest |score|."""
+    """Yield each neuron's name, with the k heads in `others` that have the largest |score|."""
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
         tops: list[list[tuple[str, float]]] = [[] for _ in factors]

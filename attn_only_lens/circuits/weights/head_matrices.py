@@ -43,7 +43,7 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return a model's matrices; raise an error if a bridge has unsupported modules."""
+        """Return the matrices of all heads; raise an error if a bridge has unsupported modules."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
@@ -62,7 +62,7 @@ class HeadMatrices:
         return norms.attention if sites.kind == "attention" else norms.neuron
 
     def _of_heads(self, weights: Tensor, sites: LayerSites) -> Tensor:
-        """Return the weights of the given query heads, which may share keys and values."""
+        """Return the weights of query heads; several of them may share one key or value head."""
         n_heads = host_of(self.model).n_heads[sites.layer]
         return weights[sites.index.to(weights.device) * len(weights) // n_heads]
 
@@ -89,7 +89,7 @@ class HeadMatrices:
         return weight * of_head.to(weight.dtype)[:, None]
 
     def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
-        """Return the named gate parameter of each site, or 1 if the site is a whole neuron."""
+        """Return the gate parameter `name` of each site, or 1 if the site is a whole neuron."""
         gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
             1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
@@ -149,7 +149,7 @@ class HeadMatrices:
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """Return W_E; raise an error if it is normed or projected before the first block."""
+        """Return W_E; raise an error if the model norms or projects it before the first block."""
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (

@@ -84,7 +84,7 @@ class TokenCircuit:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The meaning of row tokens and of column tokens, such as ("query", "key")."""
+        """What the row tokens and column tokens represent, such as ("query", "key")."""
         return ("query", "key") if self.kind == "qk" else ("read", "written")
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A, if `matrix` is A B. All other eigenvalues of A B are zero.
+        """The d_head eigenvalues of B A, where `matrix` = A B; all other eigenvalues of A B are 0.
 
         Raises:
             InputError: the matrix is not square.

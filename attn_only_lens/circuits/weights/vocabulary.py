@@ -3,8 +3,8 @@
     reads    W_E N W         N: the gain of the norm before the head
     writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
-Softmax does not depend on the mean of the logits, so C removes this mean. A model with a centred
-W_U therefore has the same matrices.
+Softmax does not depend on the mean of the logits, so C removes this mean. Centring W_U therefore
+does not change the matrices.
 
 `DirectEffects` returns one score per token for the direct path between one node and the token:
 
@@ -43,7 +43,7 @@ TokenScores: TypeAlias = list[tuple[int, float]]
 
 @dataclass(frozen=True, eq=False)
 class InputVocabulary:
-    """The matrices of a model's heads, and the embedding of `read_tokens` (None means all)."""
+    """The matrices of a model's heads, and the embeddings of `read_tokens` (None: all tokens)."""
 
     heads: HeadMatrices
     W_E: Float[Tensor, "d_vocab d_model"]
@@ -64,7 +64,7 @@ class InputVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """An `InputVocabulary` with the final norm, and the unembedding of `written_tokens`.
+    """An `InputVocabulary` that also has the final norm and the unembedding of `written_tokens`.
 
     If `written_tokens` is None, all tokens are included.
     """
@@ -99,7 +99,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what each row of the stream adds to each logit, up to a constant for the row."""
+        """Return what each row of the stream adds to each logit, minus the mean over logits."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
@@ -165,7 +165,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
-        """Return the tokens whose logits a positive z of each neuron raises and lowers most."""
+        """Return the tokens whose logits each neuron raises and lowers most when z is positive."""
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
             ones = sites.index.new_ones(len(rows), 1).float()
