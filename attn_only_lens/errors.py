@@ -104,7 +104,7 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth step would change what the model computes, or cannot be undone; it was not made.
+    """A growth step was refused, as it would change what the model computes or cannot be undone.
 
     Example:
         >>> from attn_only_lens.errors import GrowthError

@@ -4,8 +4,8 @@ The model runs on the clean and the corrupted prompts. A third forward pass, wit
 the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs. In the
 backward pass, the step's derivative is replaced by its slope between the two runs, which a rule in
 `secants.py` computes. A product of two activations, such as pattern times value, needs no rule: its
-gradient at the mean is exact. So the backward pass returns multipliers M. Multiplied by the changes
-of the activations, they add up to the change of the metric:
+gradient at the mean is exact. So the backward pass returns multipliers M. The products of these
+multipliers and the changes of the activations add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
@@ -63,7 +63,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
-_EXACT = 1e-9  # the least tolerance: in float64, rounding errors grow from layer to layer
+_EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
 _SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
@@ -194,7 +194,7 @@ def contrast(
 ) -> Contrast:
     """Return a metric's multipliers for the activations that a tape keeps.
 
-    With `keep_graph`, the softmax outputs can be differentiated with respect to these activations.
+    With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
 
     Raises:
         UnsupportedModelError: the sum over the first block's input is not the change of the metric,
@@ -235,7 +235,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return a metric's multipliers for the logits; exact if all its functions have rules."""
+    """Return a metric's multipliers for the logits; exact if each of its functions has a rule."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -263,7 +263,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32; warn with the metric's change in both precisions."""
+    """Run a half-precision model in float32; warn how the metric's change depends on precision."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -319,7 +319,7 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 
 def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield layers and their gates' slopes; compute small layers with equal gates at once."""
+    """Yield each layer with the slopes of its gates; batch small layers that have equal gates."""
     sides, groups = dict[int, Both](), dict[Any, list[int]]()
     for layer, heads in enumerate(host.neurons):
         q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
@@ -372,9 +372,8 @@ class _Steps:
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
         """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. At such a
-        hook point, a new autograd graph starts, and the norm's new output passes its gradient on to
-        it.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, the
+        hook gets a detached activation, which receives the gradient of the norm's new output.
         """
         points = {
             point: module
@@ -430,7 +429,7 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that gives a norm both runs' mean output and the gradient of its rule.
+        """Return a hook that gives a norm both runs' mean output, and the gradient of its rule.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """

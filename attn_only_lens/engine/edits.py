@@ -50,14 +50,14 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return z's change minus its changes from patching the pattern alone and the value alone."""
+    """Return the joint change of z minus its changes from patching only pattern or only value."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return how much each site changes its neuron's activation, given the changes of heads' z."""
+    """Return how much each site changes its neuron's activation, given the change of heads' z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
@@ -141,7 +141,7 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # else, `where` would broadcast one position
+        if value.shape != rows.shape:  # otherwise, `torch.where` would broadcast one position
             reason = (
                 f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"

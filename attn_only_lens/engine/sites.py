@@ -206,7 +206,7 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
-    """Return the parsed names, and an error text for each name that is not a head in the model."""
+    """Return the parsed names, and an error message for each name that is not in the model."""
     chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__

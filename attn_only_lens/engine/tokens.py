@@ -96,7 +96,7 @@ def d_vocab_out(model: Any) -> int:
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the text of each token of a prompt, with the spaces before words.
 
-    The joined texts equal the original text if the tokenizer can restore the original text.
+    Joined, the texts equal the original text if the tokenizer can restore it.
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
@@ -138,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given the text of each token inside a text."""
+    """Return the texts of a prompt's tokens, given how each token reads in the middle of a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -189,7 +189,7 @@ def _escape(raw: bytes) -> str:
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
-    # Clean-up would remove spaces before commas.
+    # By default, decoding may remove the spaces before commas.
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
@@ -226,8 +226,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
             and unknown in token_ids(tokenizer, word)
             and tokenizer.unk_token not in word
         ]
-    # Bytes and special tokens have offsets too. So GPT-2's BOS in a text, which is also its unknown
-    # token, does not count as unknown.
+    # Bytes and special tokens have offsets too, so a special token in the text counts as known, even
+    # if it is also the tokenizer's unknown token, as GPT-2's BOS is.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = encoded["offset_mapping"]
     lost = {
