@@ -88,10 +88,10 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models cannot be compared part by part with these prompts, or with this map between parts.
+    """Models cannot be compared part by part on these prompts, or with this mapping of parts.
 
     Attributes:
-        so_far: the `Comparison` of the batches before the failed batch, without patching, or None.
+        so_far: the results (a `Comparison`, without patching) of the earlier batches, or None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError

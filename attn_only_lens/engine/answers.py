@@ -41,7 +41,7 @@ _FAR_MORE_PROBABLE = 10.0
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
 _SHOWN = 4  # a metric's name lists at most this many answers
-_SPACES = (" ", "Ġ", "▁")  # how tokenizers write a space: by words, by bytes, SentencePiece
+_SPACES = (" ", "Ġ", "▁")  # a space in word-level, byte-level and SentencePiece vocabularies
 
 
 def answer_rows(answers: Any) -> AnswerRows:
@@ -60,7 +60,7 @@ def answer_rows(answers: Any) -> AnswerRows:
 
 
 def answers_label(rows: AnswerRows) -> str:
-    """Return a short text that lists the answers, for the name of a metric.
+    """Return a short list of the answers as text, which becomes part of a metric's name.
 
     Example:
         >>> answers_label(((7,),)), answers_label(((7,), (8,))), answers_label(((1, 2), (3,)))
@@ -84,8 +84,8 @@ def answer_tokens(
 ) -> dict[str, _Tokens]:
     """Return the tokens of each prompt's answers, by role: "correct", "wrong" or "answer".
 
-    Raise InputError with every reason if answers are invalid. Warn if an answer is far more
-    probable on the clean prompts when its leading space is added or removed.
+    If answers are invalid, raise an InputError that lists every reason. Warn if an answer is far
+    more probable on the clean prompts when its leading space is added or removed.
     """
     reasons: list[str] = []
     tokens = {
@@ -193,7 +193,7 @@ def _warn_of_spaces(
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     """Return the token for the same word without or with a leading space; None if there is none.
 
-    The token is looked up in the vocabulary, because tokenizing the word would not work:
+    The token is looked up in the vocabulary. Tokenizing the word would not work, because
     SentencePiece adds a space at the beginning of every text.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None

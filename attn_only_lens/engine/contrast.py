@@ -89,7 +89,7 @@ class BothRuns:
     heads: dict[str, Tensor]
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Split the activations into recordings of the clean and corrupted run, without streams."""
+        """Split the activations into recordings of both runs, which contain no residual streams."""
         host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
@@ -104,7 +104,7 @@ class BothRuns:
         return side(0, self.pair.clean), side(1, self.pair.corrupted)
 
     def change(self, name: str) -> Tensor:
-        """Return a hook point's activation in the clean run minus that in the corrupted run."""
+        """Return the clean run's activation at a hook point minus the corrupted run's."""
         clean, corrupted = self.heads[name].chunk(2)
         return clean - corrupted
 
@@ -192,7 +192,7 @@ def run_softmax(
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
-    """Return a metric's multipliers for the activations that a tape keeps.
+    """Return a metric's multipliers for the activations that the hooks of `tape` keep.
 
     With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
 

@@ -1,8 +1,8 @@
 """Turn patches of heads into changes of the residual stream, or into hooks on the model.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks the source run, from which activations are patched in. Later blocks depend only on the new z,
-which follows from the patched part:
+(') marks values in the source run, which provides the patched activations. Later blocks depend only
+on the new z. For each patched part, the new z is:
 
     part          new z
     "z"           z' = w' v'
@@ -77,7 +77,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run in which `added` is added to the output of a layer's neurons."""
+    """Return variants of a run that add `added` to the output of a layer's neurons."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):

@@ -164,7 +164,7 @@ def start_graph(model: Any) -> Iterator[list[Residual]]:
 
 
 def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
-    """Return the hook point of the activation at which the gradient for these sites is taken."""
+    """Return the hook point at which the gradient for these sites is taken."""
     if sites.kind == "attention":
         return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
     activation = "q" if part == "q" and not closed else "z"

@@ -52,7 +52,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a recording with each head's z ablated; "mean" is the mean over the reference run."""
+    """Return a recording with each head's z ablated; "mean" takes the mean over `reference`."""
     if to == "bias" and recording.hooked:
         reason = (
             "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "

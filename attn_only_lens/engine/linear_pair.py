@@ -1,4 +1,4 @@
-"""Express the difference of two runs as linear maps between heads, by the rules in `secants.py`.
+"""Express the change between two runs as linear maps between heads, by the rules in `secants.py`.
 
 The change of a head's output is a linear function of the changes of all earlier outputs:
 

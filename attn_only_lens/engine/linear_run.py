@@ -164,7 +164,7 @@ class LinearNeurons(LinearSublayer):
 
 
 def places(position: Place) -> Positions:
-    """Return an index for the pos axis, so that the result broadcasts with [batch, target]."""
+    """Return `position` as an index for a pos axis; the result broadcasts with [batch, target]."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 

@@ -46,7 +46,7 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # tolerance in units of eps, as inputs, differences and means are rounded
+_ROUNDINGS = 8  # tolerance in units of eps, for the rounding of inputs, differences and means
 _NO_SLOPE = 64  # in units of eps; smaller sums of gradients are only rounding errors
 _VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
 
@@ -120,7 +120,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return each prompt's metric in a full run, in float64; compute it twice to compare."""
+        """Return each prompt's metric in a full run, in float64; test that it is repeatable."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         both = [self.compute(selected)[0] for _ in range(2)]
@@ -481,7 +481,7 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
 
 
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
-    """Return the shape [batch, pos, d_vocab] that the logits of a full run have."""
+    """Return the shape of the logits of a full run: [batch, pos, d_vocab]."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
 

@@ -73,7 +73,7 @@ def find_hooks(model: Any) -> AttachedHooks:
                 if not internal and _WITH_WEIGHTS.match(name):
                     on_weights[shown] = None
     if any(
-        _library(hook) not in (*_LIBRARIES, "torch")  # torch has hooks, e.g. a flop counter
+        _library(hook) not in (*_LIBRARIES, "torch")  # torch adds hooks, e.g. to count flops
         for kind in _KINDS
         for hook in getattr(torch_module, f"_global{kind}").values()
     ):
@@ -104,7 +104,7 @@ def _captures(model: Any) -> set[tuple[int, int]]:
 
 
 def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
-    """Yield each torch hook on a module: the id of its dictionary, its key, and the hook itself."""
+    """Yield each torch hook on a module as (id of its dictionary, its key in it, hook)."""
     for kind in _KINDS:
         hooks = vars(module)[kind]
         for key, hook in hooks.items():

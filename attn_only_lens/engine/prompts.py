@@ -222,7 +222,7 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
 
 
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
-    """Return a mask as integers; if the mask is invalid, append a reason and return None."""
+    """Return a mask as integers; if it is invalid, add a message to `reasons` and return None."""
     if mask is None:
         return None
     mask = array_as_tensor(mask)

@@ -41,7 +41,7 @@ def slope(
 
     For |Δx| below ∛ε (1 + |x̄|), with the machine epsilon ε, the quotient loses digits, and the
     derivative is exact up to rounding. The quotient is still used if the function has a jump or a
-    kink there.
+    kink between the runs.
     """
     dx, dy, middle = x_1 - x_0, y_1 - y_0, (x_1 + x_0) / 2
     eps = torch.finfo(dx.dtype).eps
@@ -81,7 +81,7 @@ def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
 
 
 def gate_derivative(heads: Any, query: Tensor) -> Tensor:
-    """Return the derivative of each neuron-head's attention to its own token with respect to q."""
+    """Return, for each neuron-head, the derivative dw/dq of its attention w to its own token."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
         weight = heads._gate_pattern(leaf)[..., SELF]

@@ -140,7 +140,7 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """Return the name of the hook point at which a part of a layer's heads is patched."""
+    """Return the name of the hook point at which the given part of a layer's heads is patched."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 

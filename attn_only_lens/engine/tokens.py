@@ -183,7 +183,7 @@ def join_tokens(texts: Iterable[str]) -> str:
 
 
 def _escape(raw: bytes) -> str:
-    """Decode bytes; write bytes that do not form a complete character like `<0xE2>`."""
+    """Decode bytes; write a byte that is not part of a complete character as `<0xE2>`."""
     codes = map(ord, raw.decode("utf-8", "surrogateescape"))
     return "".join(f"<0x{c - 0xDC00:02X}>" if 0xDC80 <= c <= 0xDCFF else chr(c) for c in codes)
 
@@ -226,8 +226,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
             and unknown in token_ids(tokenizer, word)
             and tokenizer.unk_token not in word
         ]
-    # Bytes and special tokens have offsets too, so a special token in the text counts as known, even
-    # if it is also the tokenizer's unknown token, as GPT-2's BOS is.
+    # Bytes and special tokens have offsets too, so special tokens in a text count as known, even
+    # GPT-2's BOS, which is also its unknown token.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = encoded["offset_mapping"]
     lost = {

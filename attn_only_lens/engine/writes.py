@@ -129,7 +129,7 @@ class SublayerWrites:
 
     @property
     def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
-        """The sum of z over the heads that share a neuron; z itself for attention heads."""
+        """The weighted sum of z over the heads of each neuron; z itself for attention heads."""
         if self.neurons is None:
             return self.z
         return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
@@ -252,7 +252,7 @@ class _Traffic:
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
         self.returned: dict[nn.Module, Tensor] = {}
-        self._norms: list[tuple[str, Tensor]] = []  # class names, and whether each is a norm
+        self._norms: list[tuple[str, Tensor]] = []  # class name; is it a norm?
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
         """Return a norm with its scale in this run; if there is no norm, its input is `outside`.

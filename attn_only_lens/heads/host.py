@@ -56,7 +56,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Inside a `with`, the forward pass uses these values; then, restore the previous ones."""
+        """Use these values inside a `with`, and restore the previous values at its end."""
         outer, self.values = self.values, dict(values)
         is_outermost, self._errors = self._errors is None, self._errors or []
         try:
@@ -76,7 +76,7 @@ class PassState(threading.local):
 
 
 def _raise_if_large(errors: Sequence[tuple[Tensor, str]]) -> None:
-    """Raise if an error exceeds 1; read all in one transfer, because each transfer takes time."""
+    """Raise UnsupportedCallError if any error exceeds 1; read all errors in one transfer."""
     for error, (_, message) in zip(read_all([x for x, _ in errors]), errors, strict=True):
         if error > 1.0:
             raise UnsupportedCallError(message)
@@ -148,7 +148,7 @@ class Host(ABC):
         """Return the reasons, if any, why the model no longer runs the modules of its heads."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return an error message for each torch hook that would receive z before an edit of z."""
+        """Return an error message for each torch hook that would receive z before it is edited."""
         return []
 
     @abstractmethod

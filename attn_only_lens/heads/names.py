@@ -69,7 +69,7 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the range of `head_index` of this head, or of all heads of this neuron."""
+        """Return a slice of `head_index` with this head, or with all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)

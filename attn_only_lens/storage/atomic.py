@@ -185,7 +185,7 @@ def _hidden_prefix(path: Path) -> str:
 
 
 def _lock(lock: IO[str]) -> bool | None:
-    """Lock a file until it is closed; return False if it is locked already, None without locks."""
+    """Lock a file until it is closed; return False if already locked, None if locking fails."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
 """Run only the last blocks of a forward pass, for many variants of the run at once.
 
 A forward pass has one row for each prompt of each variant. With n prompts, row r holds prompt r mod
-n of variant r // n. Variants that enter at different blocks run together (`Joined`). A replay
+n of variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
 computes only the activations that its variants can change and that the metric needs. Replays skip
 earlier blocks, logits that the metric does not read and, in causal models, positions before
 `first`; later positions attend to recorded keys and values. Before its first use, a replay must
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors of a model that cannot run this way, but not memory or package errors."""
+    """Suppress errors of a model that cannot run this way; re-raise memory and package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -255,7 +255,7 @@ class Replay(ABC):
         )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
-        """Return the recorded stream at a block's input, from `first` on, for n variants."""
+        """Repeat the recorded stream at a block's input, from position `first` on, for n variants."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:

@@ -28,7 +28,7 @@ _FINE = torch.float32, torch.float64
 class FusedActivations:
     """A model's activation functions that torch can compute in one kernel, up to rounding.
 
-    Several threads may run one model at once. The last thread to end restores its functions.
+    Several threads may run one model at once; the last to end restores the model's functions.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
