@@ -100,7 +100,7 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def out_of_range(config: Any, name: str) -> Iterator[str]:
-    """Yield a message for each number in a nested configuration that is impossible for any model."""
+    """Yield a message for each number in a nested configuration that is invalid for any model."""
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
         yield from out_of_range(value, f"{name}.{key}")
