@@ -1,4 +1,4 @@
-"""Names of tensor axes; this package uses TransformerLens' names.
+"""The names of tensor axes, which are the same as in TransformerLens.
 
     batch       one prompt
     pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
@@ -9,7 +9,7 @@
     d_vocab     a token of the vocabulary
 
 A neuron-head is an attention head that computes an MLP neuron or a part of it. It attends to only
-two keys: index `SELF` is the token itself, and index `BIAS` is a static bias token.
+two keys: the token itself (index `SELF`) and a static bias token (index `BIAS`).
 """
 
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""Helpers for code that runs on any device: float64, random numbers, copies to the CPU, memory.
+"""Helpers for code that runs on any device: float64, random numbers, CPU copies, free memory.
 
 MPS devices have no float64. With the same seed, random number generators draw different numbers on
 different devices.
@@ -46,16 +46,16 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_all(numbers: Sequence[Tensor]) -> list[Any]:
-    """Return scalar tensors as Python numbers, with a single transfer for each dtype."""
+    """Convert scalar tensors to Python numbers, with a single transfer for each dtype."""
     return [x.item() for x in on_cpu(numbers)]
 
 
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on a device.
 
-    On an accelerator, this is the free memory plus the unused memory that torch has reserved.
-    Unused parts of split segments do not count, because a large tensor does not fit into them. On a
-    device that shares the machine's memory (MPS), this is the machine's free memory.
+    On an accelerator, this is the free memory plus the unused memory that torch has reserved. Gaps
+    in partly used segments do not count, because a large tensor does not fit into them. On a device
+    that shares the machine's memory (MPS), this is the machine's free memory.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -94,7 +94,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """At the end of the `with`, restore the random states of the CPU and of a device.
+    """Restore the random states of the CPU and of a device when the `with` block ends.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):

@@ -88,10 +88,10 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models cannot be compared part by part with these prompts, or with this map between parts.
+    """Models cannot be compared part by part on these prompts, or with this mapping of parts.
 
     Attributes:
-        so_far: the `Comparison` of the batches before the failed batch, without patching, or None.
+        so_far: the results (a `Comparison`, without patching) of the earlier batches, or None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError
@@ -104,7 +104,7 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth step would change what the model computes, or cannot be undone; it was not made.
+    """A growth step was refused, as it would change what the model computes or cannot be undone.
 
     Example:
         >>> from attn_only_lens.errors import GrowthError

@@ -62,7 +62,7 @@ def matmul_precision() -> str:
 
 
 def _backends() -> list[Any]:
-    """Return the backends that have their own precision setting: none before torch 2.9."""
+    """Return the backends that have their own precision setting; before torch 2.9, none has one."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
     settings = [getattr(backend, "matmul", None) for backend in every]
     return [setting for setting in settings if hasattr(setting, "fp32_precision")]
@@ -81,7 +81,7 @@ def _set_products(precision: str) -> Callable[[], None]:
         warnings.simplefilter("ignore")  # the older settings are deprecated
         try:
             whole = torch.get_float32_matmul_precision()
-        except RuntimeError:  # the user has set the newer settings, not this one
+        except RuntimeError:  # the user has set only the newer settings
             whole = None
         torch.set_float32_matmul_precision(precision)
 

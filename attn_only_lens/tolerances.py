@@ -70,7 +70,7 @@ def disagreement(
 
 
 def beyond_rounding(difference: float, allowed: float) -> str:
-    """Return a text that states a difference, or "" if it is not larger than rounding allows."""
+    """Return a message about a difference, or "" if rounding allows a difference of this size."""
     if difference <= allowed:
         return ""
     return f"they differ by {difference:.2g}, and rounding allows {allowed:.2g}"

@@ -4,8 +4,8 @@ The model runs on the clean and the corrupted prompts. A third forward pass, wit
 the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs. In the
 backward pass, the step's derivative is replaced by its slope between the two runs, which a rule in
 `secants.py` computes. A product of two activations, such as pattern times value, needs no rule: its
-gradient at the mean is exact. So the backward pass returns multipliers M. Multiplied by the changes
-of the activations, they add up to the change of the metric:
+gradient at the mean is exact. So the backward pass returns multipliers M. The products of these
+multipliers and the changes of the activations add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
@@ -63,7 +63,7 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
-_EXACT = 1e-9  # the least tolerance: in float64, rounding errors grow from layer to layer
+_EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
 _SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
@@ -89,7 +89,7 @@ class BothRuns:
     heads: dict[str, Tensor]
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Split the activations into recordings of the clean and corrupted run, without streams."""
+        """Split the activations into recordings of both runs, which contain no residual streams."""
         host = host_of(model)
         z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
 
@@ -104,7 +104,7 @@ class BothRuns:
         return side(0, self.pair.clean), side(1, self.pair.corrupted)
 
     def change(self, name: str) -> Tensor:
-        """Return a hook point's activation in the clean run minus that in the corrupted run."""
+        """Return the clean run's activation at a hook point minus the corrupted run's."""
         clean, corrupted = self.heads[name].chunk(2)
         return clean - corrupted
 
@@ -192,9 +192,9 @@ def run_softmax(
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
-    """Return a metric's multipliers for the activations that a tape keeps.
+    """Return a metric's multipliers for the activations that the hooks of `tape` keep.
 
-    With `keep_graph`, the softmax outputs can be differentiated with respect to these activations.
+    With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
 
     Raises:
         UnsupportedModelError: the sum over the first block's input is not the change of the metric,
@@ -235,7 +235,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return a metric's multipliers for the logits; exact if all its functions have rules."""
+    """Return a metric's multipliers for the logits; exact if each of its functions has a rule."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -263,7 +263,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32; warn with the metric's change in both precisions."""
+    """Run a half-precision model in float32; warn how the metric's change depends on precision."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -319,7 +319,7 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 
 def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield layers and their gates' slopes; compute small layers with equal gates at once."""
+    """Yield each layer with the slopes of its gates; batch small layers that have equal gates."""
     sides, groups = dict[int, Both](), dict[Any, list[int]]()
     for layer, heads in enumerate(host.neurons):
         q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
@@ -372,9 +372,8 @@ class _Steps:
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
         """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. At such a
-        hook point, a new autograd graph starts, and the norm's new output passes its gradient on to
-        it.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, the
+        hook gets a detached activation, which receives the gradient of the norm's new output.
         """
         points = {
             point: module
@@ -430,7 +429,7 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that gives a norm both runs' mean output and the gradient of its rule.
+        """Return a hook that gives a norm both runs' mean output, and the gradient of its rule.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """

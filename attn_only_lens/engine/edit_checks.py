@@ -37,8 +37,8 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, in median absolute values
-_CLEAR_EFFECT = 8.0  # in units of the allowed rounding; if less, test again with more noise
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # noise sizes, relative to the median absolute activation
+_CLEAR_EFFECT = 8.0  # in units of the allowed rounding error; noise with less effect is too small
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -145,7 +145,7 @@ def require_edits_read(
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     """Raise an error if the heads that share keys and values are not consecutive in some layer.
 
-    To find out, the last shared value is set to nan. Then z is nan in exactly the heads that read
+    As a test, the last shared value is set to nan. Then z is nan in exactly the heads that read
     this value.
     """
     model = replay.model
@@ -180,7 +180,7 @@ def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tenso
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        # The mean could overflow: heads whose tokens attend only to themselves have huge queries.
+        # Not the mean: it could overflow if tokens attend only to themselves, with huge queries.
         size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
         return value + noise * (level * size.where(size > 0.0, 1.0))
 
@@ -201,7 +201,7 @@ def _destroy_last(value: Tensor, hook: Any) -> Tensor:
 def _block_outputs(
     model: Any, recording: Recording, edits: Hooks, looks: Iterable[str]
 ) -> tuple[list[Residual], dict[str, Tensor]]:
-    """Run each block with edits on its recorded input; return outputs and chosen activations."""
+    """Run each block, edited, on its recorded input; return outputs and activations at `looks`."""
     outputs: list[Residual] = []
     shown: dict[str, Tensor] = {}
 
@@ -258,7 +258,7 @@ def _relative_errors(
 
 
 def _relative_error(a: Residual, b: Residual, recording: Recording) -> Tensor:
-    if recording.mask is not None:  # no patch changes padding, and no token reads it
+    if recording.mask is not None:  # no patch changes padding, and no real token attends to it
         real = recording.mask.bool().to(a.device)
         a, b = a[real], b[real]
     alike = (a.isfinite() == b.isfinite()).all()

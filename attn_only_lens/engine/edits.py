@@ -1,8 +1,8 @@
 """Turn patches of heads into changes of the residual stream, or into hooks on the model.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks the source run, from which activations are patched in. Later blocks depend only on the new z,
-which follows from the patched part:
+(') marks values in the source run, which provides the patched activations. Later blocks depend only
+on the new z. For each patched part, the new z is:
 
     part          new z
     "z"           z' = w' v'
@@ -50,14 +50,14 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return z's change minus its changes from patching the pattern alone and the value alone."""
+    """Return the joint change of z minus its changes from patching only pattern or only value."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return how much each site changes its neuron's activation, given the changes of heads' z."""
+    """Return how much each site changes its neuron's activation, given the change of heads' z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
@@ -77,7 +77,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run in which `added` is added to the output of a layer's neurons."""
+    """Return variants of a run that add `added` to the output of a layer's neurons."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):
@@ -141,7 +141,7 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # else, `where` would broadcast one position
+        if value.shape != rows.shape:  # otherwise, `torch.where` would broadcast one position
             reason = (
                 f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"

@@ -77,7 +77,7 @@ class Tape:
     ) -> dict[str, Tensor]:
         """Return the gradients of `value` at every node and at the tensors in `more`.
 
-        The graph is freed unless `keep_graph` is true or attention heads share a node.
+        The graph is freed unless `keep_graph` is true or attention heads share keys or values.
         """
         nodes = self.nodes
         shared = {
@@ -116,7 +116,7 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """For each head, return the gradient at its shared keys or values that comes from its own z.
+    """Return, per head, the gradient at the keys or values it shares that flows through its own z.
 
     One backward pass handles one head of every group that shares keys and values, or a single head
     if a norm mixes the keys of all groups.
@@ -152,7 +152,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the autograd graph at the first block's input; yield a list that gets these inputs."""
+    """Start the autograd graph at the first block's input; yield a list to collect these inputs."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:
@@ -164,7 +164,7 @@ def start_graph(model: Any) -> Iterator[list[Residual]]:
 
 
 def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
-    """Return the hook point of the activation at which the gradient for these sites is taken."""
+    """Return the hook point at which the gradient for these sites is taken."""
     if sites.kind == "attention":
         return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
     activation = "q" if part == "q" and not closed else "z"

@@ -1,4 +1,4 @@
-"""Warn about prompts and answers, once per call, at the line of user code that made the call."""
+"""Warn about prompts and answers, once per call; the warning shows the user's line of code."""
 
 import sys
 import warnings
@@ -58,7 +58,7 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
 
 
 def shortened(text: str) -> str:
-    """Return a text in quotes, without the middle part of a long text."""
+    """Return a text in quotes; cut out the middle of a long text."""
     return _REPR.repr(text)
 
 

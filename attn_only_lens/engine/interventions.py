@@ -52,7 +52,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a recording in which every head's z is ablated; "mean" is the reference run's mean."""
+    """Return a recording with each head's z ablated; "mean" takes the mean over `reference`."""
     if to == "bias" and recording.hooked:
         reason = (
             "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
@@ -76,7 +76,7 @@ def ablate(
 def resample_reasons(
     clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
-    """Return the reasons, if any, why 'resample' cannot use the reference or the other prompts."""
+    """Return why 'resample' cannot use activations of the reference or of the other prompts."""
     reasons = []
     if reference is None:
         if len(real) < 2:
@@ -234,7 +234,7 @@ def steered(
 def _numbers(
     name: str, value: Any, z: Float[Tensor, "head_index d"], kind: HeadKind
 ) -> list[float] | str:
-    """Return the numbers to add to a head's z, or an error text if `value` is invalid."""
+    """Return the numbers to add to a head's z, or an error message if `value` is invalid."""
     n_heads, d_head = z.shape
     plain = as_plain(value)
     is_list = isinstance(plain, list | tuple)
@@ -280,7 +280,7 @@ class _Edit:
 
 
 def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
-    """Return the heads to edit with their positions, and error texts for invalid positions."""
+    """Return the heads to edit with their positions, and error messages about invalid positions."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
@@ -337,12 +337,12 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # calls of a block without the model leave a value
+        values.pop(key, None)  # left behind if a block ran without the model
 
 
 @contextmanager
 def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
-    """Edit z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in the `with`."""
+    """Inside the `with`, edit z [batch, pos, head, d] or patterns [batch, head, pos, 2]."""
 
     def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
         positions, slices = edit.place.positions, edit.place.heads.values()
@@ -375,7 +375,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
 def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:
-    """Record z on the prompts, or on two dummy tokens; refuse a model that ignores edits of z."""
+    """Record z on the prompts, or on two dummy tokens; raise an error if edits have no effect."""
     host, layers = host_of(model), {kind: list[int]() for kind in HEAD_KINDS}
     for layer, kind in dict.fromkeys((place.layer, place.kind) for place in places):
         layers[kind].append(layer)

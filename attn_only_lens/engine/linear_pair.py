@@ -1,4 +1,4 @@
-"""Express the difference of two runs as linear maps between heads, by the rules in `secants.py`.
+"""Express the change between two runs as linear maps between heads, by the rules in `secants.py`.
 
 The change of a head's output is a linear function of the changes of all earlier outputs:
 
@@ -51,7 +51,7 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between two runs, given the norm in a batch that has the rows of both."""
+        """Return the norm between two runs, given the norm of one batch with the rows of both."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
@@ -111,7 +111,7 @@ def _between(writes: SublayerWrites) -> SublayerWrites:
 
 
 def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
-    """Return the neuron-heads, and the means of q and u over both runs as leaves of a graph."""
+    """Return the neuron-heads, and the means of q and u over both runs as autograd leaves."""
     heads: Any = writes.neurons
     q, up = (None if x is None else mean(x) for x in heads.projections(writes.entered))
     assert q is not None
@@ -121,7 +121,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """For q and u, return the weight matrix and the effect on the neurons' outputs via values."""
+    """For q and u, return the weight matrix and the derivative of neuron outputs via the values."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -138,7 +138,7 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return q's weight matrix, and q's effect on the neurons' outputs via the patterns.
+    """Return q's weight matrix, and the slope of neuron outputs with respect to q via the patterns.
 
     Args:
         writes: the neurons' writes in one run on clean and corrupted prompts.

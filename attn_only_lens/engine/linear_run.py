@@ -19,13 +19,13 @@ a covector. The matrix W_ts is never computed.
 An attention head outputs A V, where A is its pattern, V = x N / s W_V + b_V, and x the stream; the
 norm before it multiplies x by N and divides it by the constant scale s. A neuron-head outputs p v,
 where p is its attention to its own token. In a gated MLP, the value v = g u is a product of two
-projections. One of them is held constant, or each of them in one half of the product:
+projections. One is held constant, or each of the two is held constant in one half of the product:
 
     held="gate"    p g is constant: linear in the up projection u
     held="up"      p u is constant: linear in g, the gate's pre-activation
     held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 from the run: half of each gradient (RelP)
 
-If heads share a neuron (bilinear gates), their values are already linear.
+If heads share a neuron (bilinear gates), their values are already linear in x.
 
 A soft cap on attention scores is part of the pattern. A soft cap on the logits comes after the
 linear model and counts as part of the metric. `linearize` checks that the heads are linear.
@@ -73,15 +73,15 @@ class LinearSublayer:
     constant: Outputs
 
     def z(self, stream: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return what each stream part adds to the outputs: [part, batch, pos, node, d_head]."""
+        """Return what each part of the stream adds to outputs: [part, batch, pos, node, d_head]."""
         return self.of_input(self.writes.reads.change(stream))
 
     def of_input(self, entering: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return what each part adds to the outputs, given parts of the input after the norm."""
+        """Return what each part of the input, taken after the norm, adds to the outputs."""
         raise NotImplementedError
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream that is read, given gradients at the nodes' outputs."""
+        """Return the gradient at the stream that nodes read, given gradients at their outputs."""
         raise NotImplementedError
 
     def covectors(
@@ -91,7 +91,7 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at position `key` of the stream, given gradients at some outputs."""
+        """Return each target's gradient at stream position `key`, given the one at its output."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
@@ -106,7 +106,7 @@ class LinearSublayer:
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradients at the nodes' outputs, given that at the stream after them."""
+        """Return the gradients at nodes' outputs, given the gradient at the stream after them."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -155,7 +155,7 @@ class LinearNeurons(LinearSublayer):
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at `position` of the stream, the only position that neurons read."""
+        """Return the gradient at `position` of the stream; neurons read no other position."""
         terms = [
             (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
@@ -164,7 +164,7 @@ class LinearNeurons(LinearSublayer):
 
 
 def places(position: Place) -> Positions:
-    """Return an index for the pos axis of [batch, pos, …] that broadcasts with [batch, target]."""
+    """Return `position` as an index for a pos axis; the result broadcasts with [batch, target]."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 
@@ -214,7 +214,7 @@ class LinearRun:
 
     @torch.no_grad()
     def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the logits of parts of the final stream; the first part also gets all biases."""
+        """Return the logits of parts of the final stream; the first part includes all biases."""
         final = self.run.final
         zero = torch.zeros_like(final.stream[:1, :1])
         base = self.model.unembed(zero)

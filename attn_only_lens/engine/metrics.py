@@ -13,7 +13,7 @@ P = softmax ℓ, and C the clean run's softmax:
 
 A metric that is bound to a model and prompts lists the positions and columns of the logits that it
 reads, so that a sweep computes only these logits. Half-precision logits are converted to float32,
-except for `custom`.
+except for `custom` metrics.
 """
 
 import inspect
@@ -46,7 +46,7 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # tolerance in units of eps: inputs, differences and means are rounded
+_ROUNDINGS = 8  # tolerance in units of eps, for the rounding of inputs, differences and means
 _NO_SLOPE = 64  # in units of eps; smaller sums of gradients are only rounding errors
 _VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
 
@@ -103,7 +103,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """Select the logits that this metric reads from the logits of full runs."""
+        """From the logits of full runs, select the logits that this metric reads."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits of shape {list(logits.shape)}; expected [..., batch, pos, d_vocab] "
@@ -120,7 +120,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return each prompt's metric in a full run, in float64; computing it twice must agree."""
+        """Return each prompt's metric in a full run, in float64; test that it is repeatable."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         both = [self.compute(selected)[0] for _ in range(2)]
@@ -179,7 +179,7 @@ class Metric:
     by_prompt: bool = field(default=True, repr=False)
 
     def identity(self) -> list[Any]:
-        """Return JSON data that tells whether a job is resumed with the same metric."""
+        """Return JSON data that identifies this metric; a job resumes only with the same metric."""
         if self.version is None:
             reason = (
                 f"{self.name} is your own function, without a version; expected "
@@ -303,8 +303,8 @@ def _of_answers(
 ) -> Metric:
     """Return a metric that is Σ scale(ℓ) over correct answers minus Σ scale(ℓ) over wrong answers.
 
-    ℓ is the logits at the last real token. If `scale` is None, the metric uses the logits
-    themselves and reads only those of the answers.
+    Here, ℓ are the logits at each prompt's last real token. If `scale` is None, the metric uses the
+    logits themselves and reads only the answers' logits.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
@@ -481,7 +481,7 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
 
 
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
-    """Return the shape [batch, pos, d_vocab] that the logits of a full run have."""
+    """Return the shape of the logits of a full run: [batch, pos, d_vocab]."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
 
@@ -503,7 +503,7 @@ def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dt
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
-    """Return a list with one error text if a metric needs a second run; otherwise return []."""
+    """Return [error message] if a metric needs a second run, otherwise []."""
     if not as_metric(metric).needs_reference:
         return []
     return [
@@ -513,7 +513,7 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return a list with one error text if torch is in inference mode; otherwise return []."""
+    """Return [error message] if torch is in inference mode, otherwise []."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]
@@ -534,7 +534,7 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 
 
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
-    """Raise an error if a metric has gradient 0 on the patched run, as `kl` has on the clean run.
+    """Raise an error if a metric has gradient 0 on the patched run, as `kl` does on the clean run.
 
     `span` is the change of the metric between the two runs. If Σ |∂metric/∂logits · (reference -
     logits)| is tiny compared with `span`, every estimate from gradients is zero or only a rounding

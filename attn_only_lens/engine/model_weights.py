@@ -41,7 +41,7 @@ _INCIDENTAL = frozenset(
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
-_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): how many analyses run
+_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of running analyses
 
 
 def fingerprint(model: Any) -> str:
@@ -72,7 +72,7 @@ def _description(model: Any) -> dict[str, Any]:
             if isinstance(value, float) and not name.startswith("_")
         },
     }
-    if not getattr(model.cfg, "has_stock_sizes", True):  # else, cfg contains the layers' sizes
+    if not getattr(model.cfg, "has_stock_sizes", True):  # cfg lacks the layers' sizes
         described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
     return described
 

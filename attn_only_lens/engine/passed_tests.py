@@ -110,7 +110,7 @@ class _Reference:
 def _reference(value: Any) -> Any:
     try:
         return _Reference(value)
-    except TypeError:  # without a weak reference, the object always counts as changed
+    except TypeError:  # an object that allows no weak reference counts as changed
         return object()
 
 
@@ -121,7 +121,7 @@ def _tensor_state(tensor: Tensor) -> object:
 
 
 def _contents(tensors: list[Tensor]) -> bytes:
-    """Return the bytes of small tensors, such as biases and gains, to notice changes."""
+    """Return the bytes of small tensors, such as biases and gains, to detect their changes."""
     known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
     if not known:
         return b""

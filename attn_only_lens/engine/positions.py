@@ -1,7 +1,7 @@
 """Sets of positions to patch; all positions in a set are patched together.
 
-A number from 0 up is a column of the token tensor, in which padding counts as well. Negative
-numbers count from the end: -1 is the last real token of each prompt. `"each"` and `"all"` leave out
+A number from 0 up is a column of the token tensor, so padding tokens count too. Negative numbers
+count from the end: -1 is the last real token of each prompt. `"each"` and `"all"` leave out
 padding. Roles, such as `{"subject": [2, 4], "end": -1}`, name a position in each prompt. A role's
 position counts only the prompt's real tokens, from the start or, if it is negative, from the end.
 """
@@ -42,7 +42,7 @@ class PositionSet:
         return int(self.label) if inside else None
 
     def of_prompts(self, prompts: Sequence[int], n_pos: int) -> "PositionSet":
-        """Return the part of this set for some of the prompts and the first n_pos positions."""
+        """Return this set for only some of the prompts and only the first n_pos positions."""
         return PositionSet(self.label, self.chosen[list(prompts), :n_pos])
 
 

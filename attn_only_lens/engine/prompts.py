@@ -70,7 +70,7 @@ class PromptPair:
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
-        """Select the items for this pair's prompts from a sequence with one item per prompt."""
+        """From a sequence with one item per prompt of the analysis, select this pair's items."""
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
     def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
@@ -148,7 +148,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the clean and corrupted tokens with their mask; the padding of texts is masked."""
+    """Return the clean and corrupted tokens and their mask, in which the padding of texts is 0."""
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -208,7 +208,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Return rows as one padded tensor, and its mask, which is None if all tokens are real."""
+    """Pad the rows to one tensor; return it and its mask, which is None if all tokens are real."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
@@ -222,7 +222,7 @@ def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
 
 
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
-    """Return a mask as integers; if the mask is invalid, append a reason and return None."""
+    """Return a mask as integers; if it is invalid, add a message to `reasons` and return None."""
     if mask is None:
         return None
     mask = array_as_tensor(mask)

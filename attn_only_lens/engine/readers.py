@@ -1,4 +1,4 @@
-"""Compute the outputs of heads when the stream that they read changes by δ, and nothing else.
+"""Compute the outputs of heads when only the stream that they read changes, by δ.
 
 `part` says which inputs of a head change (q is a neuron-head's pre-activation):
 
@@ -91,7 +91,7 @@ class Readers:
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the run's q and u; on first use, test that W_in and W_gate compute them."""
+        """Return q and u in the run; at the first call, test that W_in and W_gate compute them."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered

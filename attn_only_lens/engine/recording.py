@@ -31,7 +31,7 @@ _FEW_TOKENS = 512
 class NeuronRun:
     """The outputs z = weight · v of one layer's neuron-heads.
 
-    `gates` holds the heads' values and weights; it is empty if only z was recorded.
+    `gates` holds the heads' values v and attention weights; it is empty if only z was recorded.
     """
 
     z: Float[Tensor, "batch pos head_index"]
@@ -305,7 +305,7 @@ def run(
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """Run a model with hooks, and return its logits."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # On a bridge, `model.hooks` takes as long as a forward pass over a few tokens.
+    # Skip an empty `model.hooks`: on a bridge, it takes as long as a short forward pass.
     with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits
@@ -343,7 +343,7 @@ def run_blocks(
 
 @contextmanager
 def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None]]]:
-    """Yield a `Recording`'s lists `streams` and `extra_outputs`, which the next run fills."""
+    """Yield the lists `streams` and `extra_outputs` of a `Recording`, which the next run fills."""
     streams: list[Residual] = []
     extra_outputs: list[int | None] = []
 

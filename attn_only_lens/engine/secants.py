@@ -1,4 +1,4 @@
-"""Compute differences of two runs exactly, with slopes between the runs instead of derivatives.
+"""Compute differences between two runs exactly, with slopes between the runs, not derivatives.
 
 Let y_1 and y_0 be the values of y in two runs, Δy = y_1 - y_0, and ȳ their mean. Every rule is
 exact, however large the changes are:
@@ -41,7 +41,7 @@ def slope(
 
     For |Δx| below ∛ε (1 + |x̄|), with the machine epsilon ε, the quotient loses digits, and the
     derivative is exact up to rounding. The quotient is still used if the function has a jump or a
-    kink there.
+    kink between the runs.
     """
     dx, dy, middle = x_1 - x_0, y_1 - y_0, (x_1 + x_0) / 2
     eps = torch.finfo(dx.dtype).eps
@@ -81,7 +81,7 @@ def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
 
 
 def gate_derivative(heads: Any, query: Tensor) -> Tensor:
-    """Return the derivative of each neuron-head's attention to its own token with respect to q."""
+    """Return, for each neuron-head, the derivative dw/dq of its attention w to its own token."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
         weight = heads._gate_pattern(leaf)[..., SELF]
@@ -91,7 +91,7 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
-    """Return the change of a norm's output, given its input's `change` and mean input `x`."""
+    """Return the change of a norm's output, given its input's change and mean over both runs."""
     r = (r_1 + r_0) / 2
     along = (x * change).mean(-1, keepdim=True)
     return r * change - (r_1 * r_0).square() / r * along * x
@@ -114,7 +114,7 @@ class _Replaced(torch.autograd.Function):
 
 
 def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
-    """Return `value()` with a new derivative: `back` maps its gradient to the gradient at x.
+    """Return `value()` with a new derivative: `back` maps the gradient at the result to that at x.
 
     All rules except `log_softmax` are symmetric linear maps, so `back` can be the rule itself.
     """
@@ -123,7 +123,7 @@ def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
 
 
 def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) -> Tensor:
-    """Return the mean of a function's outputs in both runs; a rule gives its gradient."""
+    """Return the mean of a function's outputs in both runs; `back` computes the gradient."""
     return replaced(x, partial(mean, both), back)
 
 
@@ -201,7 +201,7 @@ class FunctionRules(TorchFunctionMode):
         if not self._replaces:
             y = func(*args, **kwargs)
             recorded = y.detach().clone()
-            if _RULES[func] is _softmax:  # padding may have all keys masked
+            if _RULES[func] is _softmax:  # at padding, all keys may be masked
                 recorded = recorded.nan_to_num(0.0)
                 if x.requires_grad:
                     rule = partial(softmax_change, recorded, recorded)

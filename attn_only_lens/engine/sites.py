@@ -140,7 +140,7 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """Return the name of the hook point at which a part of a layer's heads is patched."""
+    """Return the name of the hook point at which the given part of a layer's heads is patched."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
@@ -206,7 +206,7 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
-    """Return the parsed names, and an error text for each name that is not a head in the model."""
+    """Return the parsed names, and an error message for each name that is not in the model."""
     chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__

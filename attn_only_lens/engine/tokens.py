@@ -96,7 +96,7 @@ def d_vocab_out(model: Any) -> int:
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the text of each token of a prompt, with the spaces before words.
 
-    The joined texts equal the original text if the tokenizer can restore the original text.
+    Joined, the texts equal the original text if the tokenizer can restore it.
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
@@ -138,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given the text of each token inside a text."""
+    """Return the texts of a prompt's tokens, given how each token reads in the middle of a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -183,13 +183,13 @@ def join_tokens(texts: Iterable[str]) -> str:
 
 
 def _escape(raw: bytes) -> str:
-    """Decode bytes; write bytes that do not form a complete character like `<0xE2>`."""
+    """Decode bytes; write a byte that is not part of a complete character as `<0xE2>`."""
     codes = map(ord, raw.decode("utf-8", "surrogateescape"))
     return "".join(f"<0x{c - 0xDC00:02X}>" if 0xDC80 <= c <= 0xDCFF else chr(c) for c in codes)
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
-    # Clean-up would remove spaces before commas.
+    # By default, decoding may remove the spaces before commas.
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
@@ -226,8 +226,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
             and unknown in token_ids(tokenizer, word)
             and tokenizer.unk_token not in word
         ]
-    # Bytes and special tokens have offsets too. So GPT-2's BOS in a text, which is also its unknown
-    # token, does not count as unknown.
+    # Bytes and special tokens have offsets too, so special tokens in a text count as known, even
+    # GPT-2's BOS, which is also its unknown token.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = encoded["offset_mapping"]
     lost = {

@@ -7,8 +7,8 @@ The stream that a sublayer reads is the sum of all earlier writes:
 The sums run over attention heads h and neuron-heads i with outputs z, at each position. If a norm
 follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head whose
 output is the vector o adds o N / s to the stream. N is the norm's linear part (`models/norms.py`).
-The scale s, by which the norm divided in this run, depends on the whole sublayer. The writes still
-add up to the stream. The norm's bias is part of the sublayer's bias.
+The scale s, by which the norm divided in this run, depends on the output of the whole sublayer. The
+writes still add up to the stream. The norm's bias is part of the sublayer's bias.
 
 If the stream x changes by δ, the change of a head's input x N / s + b depends on `scale`:
 
@@ -129,7 +129,7 @@ class SublayerWrites:
 
     @property
     def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
-        """The sum of z over the heads that share a neuron; z itself for attention heads."""
+        """The weighted sum of z over the heads of each neuron; z itself for attention heads."""
         if self.neurons is None:
             return self.z
         return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
@@ -252,10 +252,10 @@ class _Traffic:
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
         self.returned: dict[nn.Module, Tensor] = {}
-        self._norms: list[tuple[str, Tensor]] = []  # class names, and whether each is a norm
+        self._norms: list[tuple[str, Tensor]] = []  # class name; is it a norm?
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm with its scale in this run; if there is no norm, `outside` is its input.
+        """Return a norm with its scale in this run; if there is no norm, its input is `outside`.
 
         The scale is computed from the norm's input and output.
         """

@@ -81,7 +81,7 @@ class NeuronHeads(ABC):
     def weights_and_values(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
-        """Compute the heads' attention to their own token and their values; run no hooks."""
+        """Compute each head's attention to its own token, and its value, without running hooks."""
         query, v = self._query_and_value(q, up)
         return self._gate_pattern(query)[..., SELF], v
 
@@ -185,10 +185,10 @@ def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
     """Return the largest allowed max |Δ logit| / max |logit| between two computations of a model.
 
     In a gated MLP with bilinear gates, the outputs of single heads, and so their rounding errors,
-    are many times larger than their sum. There, the tolerance is multiplied by the amplification.
-    In small gated models in float32, `verify` found differences of up to 2.3 times the plain
-    tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are summed in
-    float32, so it is float32's tolerance that is multiplied.
+    are many times larger than their sum. For such MLPs, the tolerance is multiplied by the
+    amplification. In small gated models in float32, `verify` found differences of up to 2.3 times
+    the plain tolerance, and up to 0.19 times the amplified tolerance. Heads in half precision are
+    summed in float32, so the factor multiplies float32's tolerance.
     """
     sums = dtype if dtype == torch.float64 else torch.float32
     amplification = max((layer.amplification for layer in heads), default=1.0)

@@ -43,8 +43,8 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
-    The values are not module attributes, because several threads, or hooks during a forward pass,
-    may run the same model. Each thread has its own values, and a copy of this object is empty.
+    The values are not module attributes, because other threads, or hooks, may run the same model
+    during a forward pass. Each thread has its own values, and a copy of this object is empty.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Inside a `with`, use these values; at its end, restore the previous values."""
+        """Use these values inside a `with`, and restore the previous values at its end."""
         outer, self.values = self.values, dict(values)
         is_outermost, self._errors = self._errors is None, self._errors or []
         try:
@@ -68,7 +68,7 @@ class PassState(threading.local):
                 _raise_if_large(errors)
 
     def require_small(self, error: Tensor, message: str) -> None:
-        """At the end of the outermost pass, raise UnsupportedCallError if this error exceeds 1."""
+        """At the end of the outermost pass, raise UnsupportedCallError if `error` exceeds 1."""
         if self._errors is None:
             _raise_if_large([(error, message)])
         else:
@@ -76,7 +76,7 @@ class PassState(threading.local):
 
 
 def _raise_if_large(errors: Sequence[tuple[Tensor, str]]) -> None:
-    """Raise if an error exceeds 1; read all at once, since each read waits for the device."""
+    """Raise UnsupportedCallError if any error exceeds 1; read all errors in one transfer."""
     for error, (_, message) in zip(read_all([x for x, _ in errors]), errors, strict=True):
         if error > 1.0:
             raise UnsupportedCallError(message)
@@ -148,7 +148,7 @@ class Host(ABC):
         """Return the reasons, if any, why the model no longer runs the modules of its heads."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return an error text for each torch hook that would receive z before z is edited."""
+        """Return an error message for each torch hook that would receive z before it is edited."""
         return []
 
     @abstractmethod
@@ -213,7 +213,7 @@ def host_of(model: Any) -> Host:
 
 
 def reasons_without_heads(model: object) -> list[str]:
-    """Return a list with one error text if a model has no neuron-heads; otherwise return []."""
+    """Return [error message] if a model has no neuron-heads, otherwise []."""
     if has_neuron_heads(model):
         return []
     return [

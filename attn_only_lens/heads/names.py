@@ -69,14 +69,14 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the range of `head_index` of this head, or of all heads of this neuron."""
+        """Return a slice of `head_index` with this head, or with all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
         return slice(index, index + 1)
 
     def block(self, model: Any) -> int:
-        """Return the index of the block that runs this head; errors are the same as for `hook`."""
+        """Return the index of the block that runs this head; raise the same errors as `hook`."""
         self.require_in(model)
         if has_neuron_heads(model):
             return host_of(model).block(self.layer, self.kind)
@@ -120,7 +120,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Check that a model has this head; errors are the same as for `hook`."""
+        """Check that a model has this head; raise the same errors as `hook` if it does not."""
         if has_neuron_heads(model):
             self.require_among(head_counts(model))
             return

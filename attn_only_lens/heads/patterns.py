@@ -140,8 +140,8 @@ def dense_pattern(
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
     Plotting tools such as circuitsvis expect such a matrix. The attention of each token to itself
-    is on the diagonal, and all other weights between tokens are zero. Arguments and errors are as
-    for `neuron_pattern`.
+    is on the diagonal, and all other weights between tokens are zero. The arguments and errors are
+    the same as for `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

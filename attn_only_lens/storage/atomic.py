@@ -7,7 +7,7 @@ A new file or folder NAME is written to a hidden folder next to its destination:
         new     the new file or folder
         old     the folder that it replaces
 
-A file is then moved to NAME in one step, which replaces an old file. A folder takes two steps: the
+A file is then moved to NAME in one step, which replaces any old file. A folder takes two steps: the
 old folder is moved to `old`, and then the new folder is moved to NAME. A killed process leaves the
 hidden folder behind. The next process that writes or opens NAME finds the hidden folder, moves
 `old` back to NAME if NAME is missing, and removes the hidden folder.
@@ -71,7 +71,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                     if entry.is_file():
                         with entry.open("rb") as file:
                             os.fsync(file.fileno())
-                if new.is_dir() and path.is_dir():  # `os.replace` fails if it is not empty
+                if new.is_dir() and path.is_dir():  # `os.replace` replaces only empty folders
                     os.replace(path, scratch / "old")  # `_discard` undoes this after an error
                 os.replace(new, path)
             finally:
@@ -89,8 +89,8 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `folder` at the end of the `with`.
 
-    Raise an error if `folder` also contains entries that are not named in `ours`, or nested files
-    that the file `seal` does not list (according to `listed`).
+    Raise an error if `folder` contains an entry that is not in `ours`, or a nested file that is not
+    in `listed(seal)`, the names of the files that the manifest `seal` lists.
     """
     folder = open_folder(folder)
     if folder == Path.cwd():
@@ -153,7 +153,7 @@ def _remove_leftovers(path: Path) -> None:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # works if empty; a process that loses its folder makes another
+                scratch.rmdir()  # works if empty; a process whose folder is gone makes a new one
             continue
         with lock, suppress(OSError):
             if _lock(lock):
@@ -179,13 +179,13 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
 
 
 def _hidden_prefix(path: Path) -> str:
-    # A digest is short, whereas a name of the largest allowed length has no room for a prefix.
+    # Use a digest: a name of the largest allowed length leaves no room for a prefix.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
     return f".attn_only_lens-{digest[:16]}-"
 
 
 def _lock(lock: IO[str]) -> bool | None:
-    """Lock a file until it is closed; return False if it is locked, None if locks do not exist."""
+    """Lock a file until it is closed; return False if already locked, None if locking fails."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -100,7 +100,7 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def out_of_range(config: Any, name: str) -> Iterator[str]:
-    """Yield a message for each number in a nested configuration that no model can have."""
+    """Yield a message for each number in a nested configuration that is invalid for any model."""
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
         yield from out_of_range(value, f"{name}.{key}")
@@ -150,8 +150,8 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a configuration has far more layers than there are saved tensors.
 
-    Check this before a configuration of transformers is created, because its class builds a list
-    with one entry per layer.
+    Call this before transformers creates a configuration, because the configuration's class builds
+    a list with one entry per layer.
     """
     for key, value in config.items():
         if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):

@@ -77,7 +77,7 @@ class ChunkStore:
             write_tensors(partial, tensors, _CHUNK_DOCUMENT, settings=self._digest, key=key)
 
     def get(self, key: str) -> dict[str, np.ndarray] | None:
-        """Read a chunk; return None if it is missing, or raise an error if it is another job's."""
+        """Read a chunk; return None if it is missing, or raise an error if another job wrote it."""
         path = self.path(key)
         if not path.exists():
             return None

@@ -146,7 +146,7 @@ def _digest(path: Path) -> FileDigest:
 def check_files(
     folder: Path, files: Mapping[str, FileDigest], closed: Iterable[str] = (), *, seal: str = ""
 ) -> None:
-    """Compare the files in a folder with the sizes and digests in its manifest, the file `seal`.
+    """Compare a folder's files with the sizes and digests in its manifest, the file named `seal`.
 
     Every file in the folder that matches a pattern in `closed` must be listed in the manifest.
     """

@@ -112,7 +112,7 @@ def _digest(table: Any) -> str:
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""
-        if hasattr(whole, "dictionary"):  # categorical: `indices` has each row's code
+        if hasattr(whole, "dictionary"):  # a categorical column: `indices` holds each row's code
             texts = json.dumps(whole.dictionary.to_pylist(), default=str)
             whole = whole.indices.cast("int32")
         kind = str(whole.type).removeprefix("large_")

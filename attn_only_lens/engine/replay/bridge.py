@@ -84,14 +84,14 @@ class BridgeReplay(Replay):
         return self._past is not None
 
     def _is_untested(self, block: int, position: int) -> bool:
-        """Return whether a start at this block and position is still untested."""
+        """Return whether a start at this block and position has not been tested yet."""
         return block < self._tested.get(position, self.n_blocks + 1) and not any(
             self.tested.covers(("start", earlier, position), self.recording)
             for earlier in range(block + 1)
         )
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run, plus the cost of a test if the start is untested."""
+        """Return the fixed cost of a run, including a test if the start has not been tested yet."""
         flops = super().flops_per_run(block, position)
         if not position or not self._is_untested(block, position):
             return flops
@@ -120,7 +120,7 @@ class BridgeReplay(Replay):
             expected = expected[:, first - earlier :]
             # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # no patch changes padding, and no token reads it
+            if mask is not None:  # no patch changes padding, and no real token attends to it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
@@ -142,11 +142,11 @@ class BridgeReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats in memory while a block runs, for one token's keys and values."""
+        """The number of floats that one token's keys and values occupy while a block runs."""
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(self.host.n_heads) * d_head  # a copy of shared keys and values per head
+        return 3 * max(self.host.n_heads) * d_head  # shared keys and values, copied for each head
 
     @property
     def logits_per_variant(self) -> int:
@@ -197,7 +197,7 @@ class BridgeReplay(Replay):
         return joined.stream(self.n_blocks, x)
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the variants' first block, from position `first` on."""
+        """Return the output of the first block that the variants run, from position `first` on."""
         return self._output(Joined(variants), variants.block)
 
     def _output(self, joined: Joined, index: int) -> Residual:
@@ -263,7 +263,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_columns(self) -> Iterator[None]:
-        """Compute only the logits of tokens that the metric reads, inside a `with`."""
+        """Inside a `with`, compute logits only for the tokens that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
         assert columns is not None
         columns = columns.to(linear.weight.device)
@@ -278,7 +278,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_read(self, first: int) -> Iterator[None]:
-        """Compute logits only at positions and, if possible, of tokens that the metric reads."""
+        """Compute logits only at positions and, if possible, for tokens that the metric reads."""
         positions = self.metric.positions
 
         def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ class _Replacement(partial[Any]):
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the forward pass of a module inside a `with`."""
+    """Inside a `with`, replace the forward pass of a module by `forward`."""
     instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(

@@ -1,4 +1,4 @@
-"""The replay for HookedTransformers, converted or with exposed neuron-heads."""
+"""The replay for HookedTransformers that were converted or have exposed neuron-heads."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class HookedReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats in memory while a block runs, for one token's keys and values."""
+        """The number of floats that one token's keys and values occupy while a block runs."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # each run rotates keys
         tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in tensors), default=0)
@@ -62,7 +62,7 @@ class HookedReplay(Replay):
         return self._causal
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the variants' first block, from position `first` on."""
+        """Return the output of the first block that the variants run, from position `first` on."""
         return self._run(Joined(variants), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:
