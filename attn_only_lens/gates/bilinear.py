@@ -32,8 +32,8 @@ outputs are much larger than the sum of the outputs.
 
 `plain.json` and `gated.json` hold the gates that `analyses/tools/fit_gates.py` and
 `fit_gated_gates.py` have fitted. In `plain.json`, each w_j is a multiple of 2^-23, so float32
-represents every sum of some w_j exactly. `analyses/tools/certificates.py` proves the bounds, which
-do not include rounding errors.
+represents every partial sum of the w_j exactly. `analyses/tools/certificates.py` proves the bounds,
+which do not include rounding errors.
 """
 
 import json

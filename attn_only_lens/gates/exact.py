@@ -150,7 +150,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return `above` where q > 0 and `below` elsewhere; its gradient with respect to q is zero."""
+    """Return `above` where q > 0 and `below` elsewhere, with a gradient of zero for q."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

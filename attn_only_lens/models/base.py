@@ -61,7 +61,7 @@ class HookChecks(HookedTransformer):
     @contextmanager
     def hooks(
         self,
-        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never mutated
+        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
         bwd_hooks: list[Any] = [],  # noqa: B006
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
@@ -109,7 +109,7 @@ class HookChecks(HookedTransformer):
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if any of the hooks that one call is about to add would never fire."""
+        """Raise an error if any of the hooks that are about to be added would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)

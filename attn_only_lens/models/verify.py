@@ -26,7 +26,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # the error allowed for an activation in float64, since the bound of silu is 0
+_ROUNDING = 1e-14  # the rounding error allowed in addition to an activation's certified bound
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Verification:
     """The differences that `verify` measured between a converted model and its source.
 
     The logits and residual streams of the converted model are measured with hooks on all hook
-    points of its neuron-heads. For `bitwise`, there are no hooks; for `rounding` with bilinear
-    gates, the logits are measured with and without hooks.
+    points of its neuron-heads. `bitwise` is measured without hooks and, with bilinear gates,
+    `rounding` both with and without hooks.
 
     Attributes:
         bitwise: True if the logits without hooks equal the logits of the source bit for bit.

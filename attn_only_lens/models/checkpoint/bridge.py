@@ -9,7 +9,7 @@ tensors of these bridges are saved in `bridge.safetensors`, under their names in
 and then copies the saved tensors into it.
 
 `save` loads the files that it has written, and compares the modules, hook points, tensors and
-settings of the loaded model with those of the original. On a few tokens, the logits of both models
+settings of the loaded model with those of the original. The logits of both models on a few tokens
 must be bitwise equal. If anything differs, `save` raises an error.
 """
 
@@ -182,7 +182,7 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     """Write the wrapped model so that the `from_pretrained` of its class can read it."""
     wrapped: Any = model.original_model
     config = copy.deepcopy(wrapped.config)
-    config.output_attentions = False  # undo a change by TransformerLens
+    config.output_attentions = False  # TransformerLens had set it to True
     with torch.device("meta"):
         module = build_module(type(wrapped), config)
     named = {name.replace(_WRAPPED, ""): tensor for name, tensor in wrapped.state_dict().items()}
@@ -199,7 +199,7 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
 
 
 def _write_tensors(model: TransformerBridge, folder: Path) -> None:
-    """Write the tensors of a bridge by name, and the configuration from which `load` builds it."""
+    """Write a bridge's tensors by name, and the configuration from which `load` builds a bridge."""
     wrapped: Any = model.original_model
     config = _settings(model)
     if model.cfg.architecture != _NATIVE:
@@ -237,7 +237,7 @@ def _from_config(
         raise ValueError(f"transformers has no PreTrainedModel named {name!r}")
     config_class: Any = kind.config_class
     hf_config = config_from(config_class, config)
-    # Ignore the attention and experts that the file names: they could be code from the hub.
+    # Ignore the attention and expert code that the file names: it could come from the hub.
     hf_config._attn_implementation = manifest["attention"]
     hf_config._experts_implementation = "eager"
     model = build_module(kind, hf_config)
@@ -283,7 +283,7 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
         try:
             settings[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            continue  # not saved, but rebuilt from the wrapped model's configuration
+            continue  # `load` rebuilds it from the wrapped model's configuration
     return {key: value for key, value in settings.items() if key not in _DERIVED}
 
 

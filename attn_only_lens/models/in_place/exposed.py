@@ -3,7 +3,8 @@
 Exposing changes the `__class__` of a model to a subclass, and `undo` changes `__class__` back, so
 all references to the model stay valid. The model subclasses refuse hooks on `mlp.hook_neuron_write`
 while this hook point is switched off; without this check, TransformerLens would silently ignore
-such hooks. The MLP subclasses for HookedTransformers pass their output through this hook point.
+such hooks. In a HookedTransformer, the MLP subclasses pass their output through
+`mlp.hook_neuron_write`.
 """
 
 import warnings
@@ -56,7 +57,7 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; refuse models that `forward` refuses to run."""
+        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 

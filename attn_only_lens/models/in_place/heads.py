@@ -12,8 +12,8 @@ An edit at one hook point affects all later hook points, in this order: hook_pre
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` holds the names of
 the heads' hook points in the MLP.) If a user edits a neuron at hook_post, the change is split
 equally among the neuron's heads, so that the heads' results still sum to the MLP's output minus the
-output bias. Exact heads replace the MLP's values only if their hook points have hooks. Bilinear
-heads always replace the MLP's activations.
+output bias. Exact heads replace the MLP's activations only if the heads' hook points have hooks.
+Bilinear heads always replace the MLP's activations.
 """
 
 from collections.abc import Iterator

@@ -142,12 +142,12 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Raise an error if modules were replaced or do not apply the model's weight matrices."""
+        """Raise an error for replaced modules, unsafe torch hooks, or weights that are not used."""
         super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in the arguments' key-value cache; 0 if there is no cache."""
+        """Return the length of the key-value cache among the arguments, or 0 if there is none."""
         caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Cache)]
         return max((int(cache.get_seq_length()) for cache in caches), default=0)
 

@@ -4,9 +4,9 @@ An MLP with pre-activations q and u is recognised if the input of hook_post is a
 act(q) · u + b_in, where act is an activation that has an exact gate. To check this, the MLP is run
 with random u, with q from -12 to 12, and with a few q of up to ±10^4, which would reveal a clipped
 activation. The check runs in evaluation mode, so it cannot detect dropout or later changes. The
-heads (`InPlace`) therefore check the activations again whenever they replace them.
+heads (`InPlace`) therefore repeat the check whenever they replace activations.
 
-BERT has no module for its MLP: the bridge's `mlp` only refers to modules of the layer, and their
+In BERT, no module runs the whole MLP: the bridge's `mlp` only refers to modules of the layer, whose
 hook points fire when the layer runs.
 """
 
@@ -162,7 +162,7 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Until the context ends, put MLPs in evaluation mode and disable their hook points' hooks."""
+    """Until the context ends, put MLPs in evaluation mode and turn off hooks inside them."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     # Keep the original dictionaries, because hook handles refer to them.

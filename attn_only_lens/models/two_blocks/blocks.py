@@ -271,7 +271,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Run the stock block, after resizing an empty cache entry to fit this block's heads."""
+        """Run the stock block; first resize an empty cache entry to fit this block's heads."""
         entry = past_kv_cache_entry
         # TransformerLens creates cache entries of the same size for all blocks.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:

@@ -1,10 +1,10 @@
 """The activation cache of a converted model.
 
-As in the rest of TransformerLens' API, `layer` is the index of a block. Labels name source layers
-(`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads and neurons cannot
-be used: they assume that all layers have the same number of heads, they can stop only after a whole
-layer, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so the components would
-not sum to the residual stream.
+As in the rest of TransformerLens' API, `layer` is the index of a block. Labels contain the index of
+the source layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads
+and neurons cannot be used: they assume that all layers have the same number of heads, they can stop
+only after a whole layer, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so
+the components would not sum to the residual stream.
 """
 
 import copy
@@ -122,7 +122,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = False  # added to queries and keys, not to the stream
+            self.has_pos_embed = False  # they are added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return an activation, as in `cache["pattern", 11]`; refuse hook points of MLPs."""

@@ -235,7 +235,7 @@ class BlockConfig:
         raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
     def of_attention(self) -> "BlockConfig":
-        """Return the view for TransformerLens' attention, where d_head must be the width of z."""
+        """Return a view for TransformerLens' attention, in which d_head is the width of z."""
         view = copy.copy(self)
         view.__dict__["_overrides"] = self._overrides | {"d_head": self.d_value}
         return view

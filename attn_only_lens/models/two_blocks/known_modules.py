@@ -74,7 +74,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return error messages for replaced forward methods, inference tensors or wrong n_layers."""
+    """Return error messages for replaced forward methods, inference tensors or a bad n_layers."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(

@@ -15,7 +15,7 @@ NO_MLP = (
     'activation name "attn_out", layer 2 * l + 1'
 )
 
-# Names of members, their kind, why they fail, and what to use instead ({0} stands for the name).
+# Names of refused members, their kind, the reason, and what to use instead ({0} is the name).
 _Refusal = tuple[tuple[str, ...], Callable[[Any], Any] | None, str, str]
 _REFUSED: tuple[_Refusal, ...] = (
     (
