@@ -5,7 +5,7 @@ attending to its own token with weight p(q) and to a static bias token with weig
 bias token's value is zero and the token's own value is q, so the head's output is p(q) · q = α(q).
 (For a generalized SiLU, the token's value is also multiplied by a constant; see `gating.py`.)
 
-As in the paper cited below, the token's score for itself is 0. Then the bias token needs the score
+As in the paper cited below, the token's score for itself is 0. The weights above then require the
 
     score of the bias token = -logit p(q) = -log_odds(q)
 
