@@ -1,6 +1,6 @@
 """Bilinear gates: approximate an activation with several softmax attention heads per neuron.
 
-A neuron becomes m attention heads, which share one value and one output vector. For silu, one head
+Each neuron becomes m attention heads that share one value and one output vector. For silu, one head
 per neuron (m = 1) is enough. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:,
 i]). Then
 
@@ -12,11 +12,11 @@ The outputs of the m heads sum to value · p(q) · W_out[i], where p(q) = Σ_j w
 called the mixture.
 
 In a plain MLP, the value is q, and q · p(q) approximates the activation α(q) within `bound` for
-every real q, which requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu (b = 1.702)
+every real q. This requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu (b = 1.702)
 exactly, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads".
 For gelu and its tanh approximations, there are gates with 1, 2, 4, 6 and 8 heads. For gelu, the
-largest error is .0203 with one head and the paper's slope 1.702, .0139 with one head and the best
-slope, and 2.4e-5 with four heads. relu is approximated by one head of slope k, with scores up to k
+largest error is .0203 with one head of slope 1.702 (the paper's choice), .0139 with one head of the
+best slope, and 2.4e-5 with four heads. One head of slope k approximates relu, with scores up to k
 |q| and an error of at most W(1/e)/k = .27846…/k, where W is the Lambert function.
 
 In a gated MLP, a neuron computes α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The
@@ -24,16 +24,16 @@ value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`
 = 0 and c = ∞: it attends only to its own token, so its output is linear in u, as in Theorem 7 of
 the same paper. We know of no publication in which attention heads compute gated MLPs. A sum of
 sigmoids is bounded and α is not, so no finite number of heads can approximate α for every q. The
-linear part of α comes from wide sigmoids whose large terms nearly cancel, which causes rounding
-errors of about 2^-22 Σ_j |w_j| in float32. For relu, one gate is fitted on [-1, 1] and rescaled for
-other limits; its error and its weights are proportional to the limit. `bound` is an absolute error.
-In half precision, the heads of a neuron lose too much accuracy, because their outputs are much
-larger than the sum of the outputs.
+mixture builds the linear part of α from wide sigmoids with large weights that nearly cancel, which
+causes rounding errors of about 2^-22 Σ_j |w_j| in float32. For relu, the gates are fitted on [-1,
+1] and rescaled to other limits, so their errors and weights are proportional to the limit. `bound`
+is an absolute error. In half precision, the heads of a neuron lose too much accuracy, because their
+outputs are much larger than the sum of the outputs.
 
 `plain.json` and `gated.json` hold the gates that `analyses/tools/fit_gates.py` and
-`fit_gated_gates.py` have fitted. Each w_j is a multiple of 2^-23, so float32 represents every
-partial sum exactly. `analyses/tools/certificates.py` proves the bounds, which do not include
-rounding errors.
+`fit_gated_gates.py` have fitted. In `plain.json`, each w_j is a multiple of 2^-23, so float32
+represents every partial sum of the w_j exactly. `analyses/tools/certificates.py` proves the bounds,
+which do not include rounding errors.
 """
 
 import json
@@ -108,7 +108,7 @@ class BilinearGate:
 
     @property
     def gated(self) -> bool:
-        """True for a gate of a gated MLP, whose mixture approximates α(q) instead of α(q) / q."""
+        """True for gated MLPs, in which the mixture approximates α(q) instead of α(q) / q."""
         return self.limit < math.inf
 
     @property
@@ -141,8 +141,8 @@ class BilinearGate:
         """Return the mixture Σ_j w_j σ(b_j q + c_j), computed in float32 or float64.
 
         The mixture approximates α(q) / q in plain MLPs, and α(q) in gated MLPs. To save memory, the
-        heads are added in place, one at a time. Gradients stay correct, because the backward pass
-        of σ needs only the output of σ.
+        terms of the sum are added in place, one at a time. Gradients stay correct, because the
+        backward pass of σ needs only the output of σ.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -159,7 +159,7 @@ class BilinearGate:
 
 
 def largest_query(dtype: torch.dtype) -> float:
-    """Return the largest |query| allowed: it keeps scores finite even if a user edits a key."""
+    """Return the largest |query| with which scores stay finite even if a user edits a key."""
     return torch.finfo(dtype).max / 4
 
 
@@ -173,9 +173,9 @@ def bilinear_gate(
 ) -> BilinearGate:
     """Return the bilinear gate of an activation, with its coefficients and certified bound.
 
-    For plain MLPs (if no `limit` is given), this is the gate with the fewest heads whose bound is
-    at most `tolerance`. For gated MLPs, it is the gate with `heads` heads whose tabulated limit is
-    the smallest one that is at least `limit`.
+    For plain MLPs (if no `limit` is given), this is the gate with the fewest heads among the gates
+    whose bound is at most `tolerance`. For gated MLPs, it is the gate with `heads` heads that
+    covers |q| <= `limit` and has the smallest tabulated limit.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
     one-head gates.
@@ -231,7 +231,7 @@ def bilinear_gate(
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the gate with `heads` heads or, by default, the fewest heads that meet a tolerance."""
+    """Return the gate with `heads` heads; by default, the smallest gate that meets a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -250,7 +250,7 @@ def _within(act_fn: str, heads: int | None, tolerance: float | None) -> Bilinear
 
 @cache
 def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
-    """Return the gate for plain MLPs that has one head, with the slope that the user chose."""
+    """Return the one-head gate for plain MLPs with the slope that the user chose."""
     gate = _plain(act_fn, _DEFAULT_TOLERANCE)[0]
     if slope == "paper" and act_fn not in ("relu", *_EXACT_SLOPES):
         slope = QUICK_GELU_SLOPE
@@ -275,9 +275,9 @@ def _slope_bound(act_fn: str, slope: float) -> float:
     """Return a bound on |SiLU(slope · q) / slope - gelu(q)| for a gelu and a slope from 1 to 3.2.
 
     The error is even in q, so it is computed only for q from 0 to 20, on a grid with spacing h =
-    2^-10. `analyses/tools/certificates.py` proves that between grid points the error exceeds the
-    error on the grid by at most h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and that the error is below 5e-8
-    for q > 20.
+    2^-10. `analyses/tools/certificates.py` proves that the error between grid points exceeds the
+    largest error on the grid by at most h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and that the error for q
+    > 20 is below 5e-8.
     """
     q = torch.arange(20 * 2**10 + 1, dtype=torch.float64, device="cpu") / 2**10
     error = q * (torch.sigmoid(-slope * q) - GATES[act_fn].bias_weight(q))
@@ -301,7 +301,7 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
             f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}, the largest "
             "|q| for which the gate is needed"
         )
-    if act_fn == "relu":  # rescale the fit on [-1, 1]; a power of two causes no rounding
+    if act_fn == "relu":  # rescale a gate fitted on [-1, 1], by a power of two to avoid rounding
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
         gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
         w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)

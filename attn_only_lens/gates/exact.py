@@ -5,7 +5,7 @@ attending to its own token with weight p(q) and to a static bias token with weig
 bias token's value is zero and the token's own value is q, so the head's output is p(q) · q = α(q).
 (For a generalized SiLU, the token's value is also multiplied by a constant; see `gating.py`.)
 
-As in the paper cited below, the token's score for itself is 0. The bias token then needs the score
+As in the paper cited below, the token's score for itself is 0. The weights above then require the
 
     score of the bias token = -logit p(q) = -log_odds(q)
 
@@ -66,15 +66,15 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of q at which a token attends mostly to itself: -1 if the slope is negative."""
+        """The sign of q for which a token attends mostly to itself; -1 only for negative slopes."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention scores for the token itself and the bias token: (0, -logit p(q)).
 
-        Log-odds outside the range of the dtype (for relu, ±∞ everywhere) are clamped to the dtype's
-        largest finite numbers. Clamping does not change the softmax, and it prevents ∞ - ∞ in later
-        computations with cached scores.
+        Log-odds that are too large for the dtype (for relu, all are ±∞) are replaced by its largest
+        finite number, with the same sign. Clamping does not change the softmax, and it prevents ∞ -
+        ∞ in later computations with cached scores.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
@@ -84,8 +84,8 @@ class Gate:
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention weights on the token itself and the bias token: (p(q), 1 - p(q)).
 
-        Since p(-q) = 1 - p(q) (except for relu at zero), the weight 1 - p(q) is computed without a
-        subtraction, which would lose digits.
+        The weight 1 - p(q) is computed as p(-q), because a subtraction would lose digits. (For
+        relu, the subtraction is exact.)
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
@@ -117,7 +117,7 @@ def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
 
 
 def _clamp(q: Tensor) -> Tensor:
-    """Clamp q to [-1e9, 1e9] to keep the gradients of log-odds finite; beyond it, p is 0 or 1."""
+    """Clamp q to ±1e9, beyond which p is 0 or 1, so that gradients of log-odds stay finite."""
     return q.clamp(-1e9, 1e9)
 
 
@@ -150,7 +150,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return `above` where q > 0 and `below` elsewhere; its gradient with respect to q is zero."""
+    """Return `above` where q > 0 and `below` elsewhere, with a gradient of zero for q."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

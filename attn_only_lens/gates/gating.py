@@ -2,8 +2,8 @@
 
 A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). One head computes it exactly,
 by Theorem 3 of the paper cited in `GeneralizedSiLU`, because the bias token's score, -a_2 q, is
-linear in q. Here the token's own value is a_1 a_2 q. The paper instead multiplies W_Q and W_V by
-a_2, and W_O by a_1.
+linear in q. In this package, the token's own value is a_1 a_2 q. The paper instead multiplies W_Q
+and W_V by a_2, and W_O by a_1.
 """
 
 from dataclasses import asdict, dataclass
@@ -20,10 +20,8 @@ from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate, linear_gate
 
 AnyGate = Gate | BilinearGate
-_SMALLEST, _LARGEST = (
-    2.0**-126,
-    2.0**127,
-)  # nearly the range of float32, the dtype in which attention weights are computed
+# Nearly the range of float32, the dtype in which attention weights are computed.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _SIZE = "with an absolute value from 2^-126 to 2^127"
 
 
@@ -84,7 +82,7 @@ class GeneralizedSiLU:
 
     @property
     def gate(self) -> Gate:
-        """The exact gate of this activation; equal coefficients give the same cached object."""
+        """The exact gate of this activation, cached: equal coefficients give the same object."""
         return _silu_gate(float(self.a_1), float(self.a_2))
 
 
@@ -134,7 +132,7 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for a source layer's neurons; raise ValueError if `act_fn` has none."""
+        """Return the gate for a source layer's neurons; raise ValueError if there is no gate."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]

@@ -19,7 +19,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 class ModelHost(Host):
-    """A host that checks modules and torch hooks before an analysis reads the weights."""
+    """A host that looks for replaced modules and torch hooks before an analysis reads weights."""
 
     def require_weights(self) -> None:
         """Raise an error if modules were replaced, or if torch hooks may change module outputs."""
@@ -51,17 +51,17 @@ class HookChecks(HookedTransformer):
     """A HookedTransformer that raises an error for hooks on hook points that can never fire."""
 
     def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return TransformerLens' caching hooks for the selected hook points that can fire."""
+        """Return TransformerLens' caching hooks, but only for hook points that can fire."""
         return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Add TransformerLens' caching hooks to the selected hook points that can fire."""
+        """Add TransformerLens' caching hooks, but only to hook points that can fire."""
         return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     @contextmanager
     def hooks(
         self,
-        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never mutated
+        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
         bwd_hooks: list[Any] = [],  # noqa: B006
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
@@ -101,21 +101,21 @@ class HookChecks(HookedTransformer):
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Return an error text if a hook point does not fire under the current settings."""
+        """Return an error message if a hook point does not fire under the current settings."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return the hook name or name filter to pass to TransformerLens in place of `wanted`."""
+        """Return the hook name or name filter that TransformerLens receives instead of `wanted`."""
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if any of the hooks that one call is about to add would never fire."""
+        """Raise an error if any of the hooks that are about to be added would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)
 
     def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """Return a filter for the selected hook points that can fire; refuse names that cannot."""
+        """Return a name filter that selects only hook points that can fire; refuse other names."""
         if isinstance(names_filter, str):
             names_filter = [names_filter]
         if isinstance(names_filter, list | tuple | set | frozenset):

@@ -24,12 +24,12 @@ def convert(
     """Return an attention-only model with the same logits as `model`.
 
     The returned model has two blocks per source layer. Block 2l holds the attention heads of source
-    layer l. Block 2l + 1 holds the layer's d_mlp neurons, as heads of width 1 in its module `attn`.
-    In a neuron-head, each token attends to itself with weight p(q) and to a static bias token with
-    weight 1 - p(q), where q is the neuron's pre-activation and act(q) = q · p(q). Without hooks on
-    neuron blocks, the logits are bitwise equal to those of `model`; with hooks, the logits agree up
-    to rounding. Name filters for attention heads, such as `name.endswith("hook_z")`, also select
-    the hook points of neuron-heads.
+    layer l. Block 2l + 1 holds the layer's d_mlp neurons, as heads of width 1 in the block's
+    `attn`. In a neuron-head, each token attends to itself with weight p(q) and to a static bias
+    token with weight 1 - p(q), where q is the neuron's pre-activation and act(q) = q · p(q).
+    Without hooks on neuron blocks, the logits are bitwise equal to those of `model`; with hooks,
+    the logits agree up to rounding. Name filters for attention heads, such as
+    `name.endswith("hook_z")`, also select the hook points of neuron-heads.
 
     With `gate=Bilinear(...)`, several heads per neuron approximate the activation. The converted
     model then uses the approximation even without hooks.

@@ -43,7 +43,7 @@ class ExposedNeurons:
     """A model whose neurons are exposed as attention heads (neuron-heads), until `undo` is called.
 
     As a context manager, this object returns the model. When the `with` block ends, the
-    neuron-heads are hidden again, unless they were already exposed before.
+    neuron-heads are hidden again, unless they were exposed before this object was created.
 
     Attributes:
         model: the model with exposed neuron-heads; with `copy=True`, this is the copy.
@@ -114,7 +114,7 @@ def expose_neuron_heads(
 
     An edit at a hook point affects all later hook points, in this order: hook_pre; the heads' q, k,
     v, attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
-    point of the result fires only after `model.set_use_attn_result(True)`.
+    point `result` fires only after `model.set_use_attn_result(True)`.
 
     Each MLP is run on a random batch before and after exposing, to check that its output does not
     change.
@@ -176,7 +176,7 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return error texts if a model cannot be exposed or copied, without checking its MLPs."""
+    """Return error messages if a model cannot be exposed or copied; its MLPs are not checked."""
     if copy_weights and not copy:
         return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
@@ -194,7 +194,7 @@ def _model_reasons(
 
 
 def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose the neuron-heads of a model's MLPs; raise an error if the gates do not fit them."""
+    """Expose a model's neurons as heads; raise an error if the gates do not fit its MLPs."""
     try:
         gated = mlps[0].points.pre_linear is not None
         gating.require_fit(mlps[0].act_fn, gated, len(mlps))
@@ -229,13 +229,14 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
         before = [run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in runs]
         show(model, heads)
         reasons, measured = [], []
-        with heads[0].passing.new_pass():  # at its end, all layers' errors are read at once
+        # On exit, the context reads the rounding errors of all layers in one transfer.
+        with heads[0].passing.new_pass():
             for (layer, x), expected in zip(runs, before, strict=True):
                 try:
                     measured.append((layer, _differences(layer, x, expected)))
                 except UnknownMLPError as error:
                     reasons.append(f"layer {layer.layer}: {error}")
-        # Read the values of all layers at once, since each read waits for the device.
+        # Read the differences of all layers at once, since each read waits for the device.
         together = [x.to(before[0].device) for _, x in measured]
         numbers = torch.stack(together).tolist() if together else []
         for (layer, x), row in zip(measured, numbers, strict=True):
@@ -253,9 +254,9 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
 def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "4"]:
     """Return the largest differences between three pairs of MLP outputs, and the largest |output|.
 
-    The pairs are the MLP's output and the sum of its heads' outputs, both with hooks on the heads;
-    the MLP's output before and after exposing, both without hooks; and the MLP's output with and
-    without hooks on the heads.
+    The pairs are: with hooks on the heads, the sum of the heads' outputs and the MLP's output;
+    without hooks, the MLP's output before and after exposing; and the MLP's output with and without
+    hooks on the heads.
     """
     silent = run_mlp(heads.mlp, heads.mlp_points, x)
     with ExitStack() as stack:
@@ -274,7 +275,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return error texts if the result of `_differences` shows that an MLP cannot be exposed."""
+    """Return error messages if the differences that `_differences` measured are too large."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:

@@ -49,9 +49,9 @@ def load(
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 
-    If there is a folder with the given name, the folder is loaded, not the model of this name. Only
-    safetensors and JSON files are read: pickles are not read, and code in the folder is not run.
-    Network access is needed only for models on the hub that are not yet in the hub's local cache.
+    If there is a folder with the given name, the folder is loaded, not the model of this name.
+    Weights are read only from safetensors files, and code in the folder is never run. Network
+    access is needed only for models on the hub that are not yet in the hub's local cache.
 
     A BOS token is prepended to texts if TransformerLens does so for the model family (GPT-2, LLaMA
     and Gemma, but not Qwen, Phi and GPT-NeoX) and the tokenizer has a BOS token.
@@ -139,7 +139,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a text is the path of a file or folder, or cannot be a model name."""
+    """Return whether a text is the path of a file or folder, or cannot be the name of a model."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)

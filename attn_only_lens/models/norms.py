@@ -6,16 +6,17 @@ A norm before a head can be folded into the head's weights W. Apart from the nor
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-If a norm follows a head with output o, as in OLMo 2, the head adds o N to the stream (again without
-the scale). (Gemma 2 has both kinds of norms.) If queries and keys are normalised (Qwen 3, Gemma 3,
-OLMo 2), their folded weights are W_Q N and W_K N. If the scales are held fixed, composition scores
-are computed exactly from folded weights, because positive factors cancel in them.
+If a norm follows a head with output o, as in OLMo 2, the head adds o N to the stream, apart from
+the norm's bias and scale. (Gemma 2 has both kinds of norms.) If queries and keys are normalised
+(Qwen 3, Gemma 3, OLMo 2), their folded weights are W_Q N and W_K N. Composition scores do not
+change if weights are multiplied by positive numbers, so for fixed scales they are computed exactly
+from folded weights.
 
 In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
 norms differ between versions of TransformerLens, so the bridge is run once on two tokens (attached
 hooks run, too). A norm precedes a sublayer if the norm's output equals the sublayer's input, and
 follows a sublayer if the norm's input equals the sublayer's output. `require_bridge_weights` checks
-that the modules of a bridge apply the matrices that it returns as W_Q, W_in and so on.
+that the modules of a bridge multiply by the matrices that the bridge returns as W_Q, W_in etc.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The centring, the gain and the bias of a norm, without the scale that it divides by."""
+    """The centring, the gain and the bias of a norm, without the scale that divides its input."""
 
     weight: Float[Tensor, "d_model"] | None  # the gain w; None if all ones
     centres: bool  # whether the norm subtracts the mean
@@ -52,13 +53,13 @@ class Norm:
     module: nn.Module | None = None  # the norm module; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """Return N W for weights W that are applied to this norm's output."""
+        """Return N W, which folds this norm into the weights W that read the norm's output."""
         if self.weight is not None:
             weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
-        """Return o N for each head output o in `rows`, which passes through this norm."""
+        """Return o N, the norm without its scale and bias, for each head output o in `rows`."""
         return self.gain(self.centred(rows))
 
     def centred(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
@@ -119,7 +120,7 @@ def bridge_final_norm(model: Any) -> Norm:
 
 
 def known_norm(norm: Any) -> Norm:
-    """Return the `Norm` of a norm module that TransformerLens defines for HookedTransformers."""
+    """Return the `Norm` that describes a norm module of a HookedTransformer."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(norm, (*STOCK_NORMS, nn.Identity))
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
@@ -134,7 +135,7 @@ def norm_modules(model: Any) -> list[nn.Module]:
 
 
 def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-    """Identify each module's norm from one input and its output; raise InputError if none fits."""
+    """Identify each module's norm from one input and output; raise InputError if no norm fits."""
     bridges = [module for module in seen if isinstance(module, NormalizationBridge)]
     names = [f"{type(module).__name__} {i}" for i, module in enumerate(bridges)]
     traffic = _Traffic(dict(zip(names, bridges, strict=True)))
@@ -149,7 +150,7 @@ def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module,
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Run a bridge on two tokens, and return each layer's norms; raise InputError if unknown."""
+    """Run a bridge on two tokens, and return each layer's norms; refuse unknown kinds of norms."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     _record_two_tokens(model, blocks)
     layers, reasons = [], []
@@ -163,7 +164,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, and norm subtracts the mean."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, with a norm that centres."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # not BERT, where no single module runs the whole MLP
     blocks = []
@@ -283,7 +284,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """Replace a module's output by noise if it is zero, to find the modules that receive it."""
+    """If a module's output is zero, replace it by noise, to find the modules that receive it."""
     first = output[0] if isinstance(output, tuple | list) else output
     noise = normal_numbers(first.shape, seed).to(first)
     written = torch.where(first.any(), first, noise)  # an `if` would wait for the device
@@ -320,14 +321,14 @@ def _fitted(
 
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
-    """Return whether rows of a are positive multiples of b's rows, up to half-precision errors."""
+    """Return whether each row of `a` is nearly a positive multiple of the same row of `b`."""
     cosine = torch.cosine_similarity(a.double(), b.double(), dim=-1)
     return bool((cosine > 1 - 1e-3).all())
 
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
-    """Raise InputError unless a bridge's modules apply its weight matrices, such as W_Q."""
+    """Raise InputError unless a bridge's modules multiply by the matrices in its W_Q, W_in etc."""
     texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
@@ -344,7 +345,7 @@ def require_bridge_weights(model: Any) -> None:
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
-    """Return whether a module of a bridge multiplies by `weight`, with its heads concatenated."""
+    """Return whether a module multiplies by `weight`, if the heads in `weight` are concatenated."""
     linear = getattr(module, "original_component", None)
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)

@@ -113,7 +113,7 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
 
 
 def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
-    """Return error texts if no HookedTransformer can be built from a configuration."""
+    """Return error messages if no HookedTransformer can be built from a configuration."""
     reasons = [*type_mismatches(config, HookedTransformerConfig, name)]
     reasons += out_of_range(config, name)
     act_fn = config.get("act_fn")
@@ -174,10 +174,10 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def original_tokenizer(tokenizer: Any) -> Any:
-    """Load a tokenizer again from its files; return it unchanged if its vocabulary would change.
+    """Load a tokenizer again from its files, unless this would fail or change its vocabulary.
 
-    The loaded tokenizer lacks TransformerLens' changes: TransformerLens makes tokenizers prepend a
-    BOS token, and uses EOS in place of missing special tokens.
+    The loaded tokenizer does not have the changes that TransformerLens makes: to prepend a BOS
+    token, and to use EOS in place of missing special tokens.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -193,7 +193,7 @@ def first_words(error: BaseException) -> str:
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return an error text if a tokenizer, without added tokens, has more than `d_vocab` tokens."""
+    """Return an error message if a tokenizer has too many tokens, not counting added tokens."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [
@@ -203,7 +203,7 @@ def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
 
 
 def memory_reasons(n_bytes: int) -> list[str]:
-    """Return an error text if a model of this size does not fit in memory."""
+    """Return an error message if a model of this size does not fit in memory."""
     free = free_bytes(torch.device("cpu"))
     text = f"the model needs {n_bytes:,} bytes of memory, but only {free:,} are free"
     return [text] if n_bytes > free else []
@@ -235,7 +235,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def plain_config(cfg: Any) -> dict[str, Any]:
-    """Return a configuration as JSON values, without the device, which is chosen when loading."""
+    """Return a configuration as JSON values, except the device, which `load` chooses again."""
     return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
 
 

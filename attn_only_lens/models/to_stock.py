@@ -140,7 +140,7 @@ def neuron_heads(
     gate: BilinearGate,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
 ) -> dict[str, Tensor]:
-    """Return weights with which d_mlp · m heads of width 1 compute one MLP (see the module).
+    """Return weights of d_mlp · m heads of width 1 that compute one MLP (formulas at the top).
 
     The result maps parameter names to tensors. The attention layer that receives them must have
     window 1, and must not scale its scores.
@@ -168,7 +168,7 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Copy weights into the first heads of `attn`, from head dimension `coordinate` on.
+    """Copy weights into the first heads of `attn`, starting at a coordinate of each head.
 
     All other entries of the parameters are set to zero.
     """
@@ -218,13 +218,13 @@ def _fill(source: Any, target: TransformerBlock) -> None:
         attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(old.cfg.n_ctx)
         attn.b_K[:n_heads, 0] = 1.0
     elif positions == "rotary":
-        # Copy the rotary tables: in a model that was cast, they have the original precision.
+        # Copy the rotary tables: they keep their original precision when a model is cast.
         attn.rotary_sin = old.rotary_sin.clone()
         attn.rotary_cos = old.rotary_cos.clone()
 
 
 def _inverse_angle(n_ctx: int) -> float:
-    """Return 1 / θ, where θ is the angle per position that replaces ALiBi (see the module)."""
+    """Return 1 / θ, where rotating by θ per position replaces ALiBi (formulas at the top)."""
     return 2.0 ** (28 + math.ceil(math.log2(n_ctx)))
 
 
@@ -249,11 +249,11 @@ def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
 def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
     """Return the stock configuration, with two layers per source layer and heads of equal width.
 
-    Neurons use the last coordinate of each head. Rotary embeddings rotate the first `rotary_dim`
-    coordinates. If they would rotate all coordinates, each head gets one more coordinate, so that
-    positions do not affect the scores of neurons. The configuration has no seed, since
-    TransformerLens would reset the global random generators, and no tokenizer name, since
-    TransformerLens would load the tokenizer.
+    Neuron-heads use only the last coordinate of each head. Rotary embeddings rotate the first
+    `rotary_dim` coordinates. If they would rotate all coordinates, each head gets one more
+    coordinate, so that positions do not affect the scores of neurons. The configuration has no
+    seed, since TransformerLens would reset the global random generators, and no tokenizer name,
+    since TransformerLens would load the tokenizer.
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
@@ -286,7 +286,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
             for layer in range(source.n_layers)
             for kind in (kinds[layer] if kinds else "global", "local")
         ],
-        # Turn off the settings that only make hook points fire.
+        # Turn off settings whose only effect is that more hook points fire.
         "use_attn_result": False,
         "use_attn_in": False,
         "use_split_qkv_input": False,
@@ -301,7 +301,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Return error texts if `to_stock` cannot convert a model; no weights are allocated."""
+    """Return error messages if `to_stock` cannot convert a model; no weights are allocated."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
@@ -314,7 +314,7 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return error texts about attention settings, and whether each one applies to the model."""
+    """Map each error message about attention settings to whether it applies to the model."""
     cfg: Any = model.cfg.layer_cfg(0)  # the settings below are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
@@ -349,7 +349,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return error texts about neurons, and whether each one applies to the model."""
+    """Map each error message about neurons to whether it applies to the model."""
     cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -372,7 +372,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
-    """Return an error text about the stock model's size, and whether the model is too large."""
+    """Map an error message about the stock model's size to whether the model is too large."""
     stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())

@@ -112,17 +112,17 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def config_reasons(config: dict[str, Any], name: str) -> list[str]:
-    """Return an error text if this is the configuration of a quantised model."""
+    """Return an error message if this is the configuration of a quantised model."""
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # in a loaded configuration, it is an enum
+            kind = getattr(method, "value", method)  # it may be an enum
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 
 
 def weight_reasons(model: nn.Module) -> list[str]:
-    """Return an error text if a module or weight of this model is quantised."""
+    """Return an error message if a module or weight of this model is quantised."""
     config = getattr(model, "config", None)
     entries = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     if reasons := config_reasons(entries, "its config"):

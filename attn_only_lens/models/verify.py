@@ -26,7 +26,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # the error allowed for an activation in float64, since the bound of silu is 0
+_ROUNDING = 1e-14  # the rounding error allowed in addition to an activation's certified bound
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Verification:
     """The differences that `verify` measured between a converted model and its source.
 
     The logits and residual streams of the converted model are measured with hooks on all hook
-    points of its neuron-heads. For `bitwise`, there are no hooks; for `rounding` with bilinear
-    gates, the logits are measured with and without hooks.
+    points of its neuron-heads. `bitwise` is measured without hooks and, with bilinear gates,
+    `rounding` both with and without hooks.
 
     Attributes:
         bitwise: True if the logits without hooks equal the logits of the source bit for bit.
@@ -124,7 +124,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Return the source's logits if its activations are replaced by bilinear approximations."""
+    """Run the source with bilinear approximations of its activations, and return the logits."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -230,7 +230,7 @@ def verify(
         approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
-    assert isinstance(live, Tensor)  # other return types would give a tuple
+    assert isinstance(live, Tensor)  # not a tuple, because no return_type was given
 
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
@@ -238,7 +238,7 @@ def verify(
     by_layer = [
         _row(point, stream[source_hook], cache[hook])
         for point, source_hook, hook in points
-        if source_hook in stream.cache_dict  # in OpenAI GPT's bridge, the last one never fires
+        if source_hook in stream.cache_dict  # in OpenAI GPT's bridge, the last hook never fires
     ]
     activations = [] if exact else _activation_errors(host, source.cfg.act_fn, tokens)
     return Verification(
@@ -271,7 +271,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return error texts if the two models given to `verify` cannot be compared."""
+    """Return error messages if the two models given to `verify` cannot be compared."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [

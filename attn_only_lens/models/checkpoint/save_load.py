@@ -64,7 +64,7 @@ class _Manifest(TypedDict):
 class _Kind(NamedTuple):
     """One kind of model: its entries in the manifest, and functions to write and read its files.
 
-    `closed` lists file patterns; a file that matches one but is not in the manifest is an error.
+    `closed` lists file patterns; the manifest must list every file that matches one of them.
     """
 
     fields: Any
@@ -155,7 +155,7 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder was written by `save`."""
+    """Return whether `save` wrote a folder."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
@@ -170,7 +170,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest and check its entries; `check_files` checks the files that it names."""
+    """Read a manifest and check its entries, but not the files that it lists (`check_files`)."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(

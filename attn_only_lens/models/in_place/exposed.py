@@ -2,8 +2,9 @@
 
 Exposing changes the `__class__` of a model to a subclass, and `undo` changes `__class__` back, so
 all references to the model stay valid. The model subclasses refuse hooks on `mlp.hook_neuron_write`
-while this hook point is off; without this check, TransformerLens would silently ignore such hooks.
-The MLP subclasses for HookedTransformers pass their output through this hook point.
+while this hook point is switched off; without this check, TransformerLens would silently ignore
+such hooks. In a HookedTransformer, the MLP subclasses pass their output through
+`mlp.hook_neuron_write`.
 """
 
 import warnings
@@ -56,7 +57,7 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; raise an error if `forward` would raise one."""
+        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -127,18 +128,18 @@ class _ExposedMLPBridge:
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does; its heads store values for this run only."""
+        """Run the MLP as TransformerLens does; afterwards, discard values that its heads stored."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """An MLP with neuron-heads in a HookedTransformer, which has no hook point after W_out."""
+    """An MLP with neuron-heads in a HookedTransformer, where no hook point follows W_out."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the MLP's output, after hook_neuron_write if that hook point has hooks."""
+        """Return the MLP's output, after running the hooks, if any, at hook_neuron_write."""
         heads = vars(self).get("_neuron_heads")
         if heads is None:  # true after undo() if torch.nn.utils.parametrize changed the class
             return super().forward(x)  # type: ignore[misc]
@@ -184,7 +185,7 @@ _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 
 def show(model: Any, heads: list[InPlace]) -> None:
-    """Attach the neuron-heads of all layers to a model, and change its class to the exposed one."""
+    """Attach neuron-heads to all MLPs of a model, and make it an instance of an exposed class."""
     for layer in heads:
         layer.attach()
         layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
@@ -194,7 +195,7 @@ def show(model: Any, heads: list[InPlace]) -> None:
 
 
 def hide(model: Any) -> None:
-    """Undo `show`; do nothing if the model is not exposed."""
+    """Remove the neuron-heads that `show` attached; do nothing if the model is not exposed."""
     heads = exposed_heads(model)
     for layer in heads:
         layer.mlp.__class__ = stock_class(layer.mlp)

@@ -1,4 +1,4 @@
-"""The neuron-heads of an MLP that keeps running: its neurons get the hook points of heads.
+"""Neuron-heads in place: an MLP keeps running, and its neurons get the hook points of heads.
 
 A TransformerLens MLP passes its pre-activation q through these steps: hook_pre → act → hook_post →
 W_out. A gated MLP also passes a second projection u through hook_pre_linear. The MLP's own code
@@ -12,8 +12,8 @@ An edit at one hook point affects all later hook points, in this order: hook_pre
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` holds the names of
 the heads' hook points in the MLP.) If a user edits a neuron at hook_post, the change is split
 equally among the neuron's heads, so that the heads' results still sum to the MLP's output minus the
-output bias. Exact heads replace the MLP's values only if their hook points have hooks. Bilinear
-heads always replace the MLP's activations.
+output bias. Exact heads replace the MLP's activations only if the heads' hook points have hooks.
+Bilinear heads always replace the MLP's activations.
 """
 
 from collections.abc import Iterator
@@ -116,7 +116,7 @@ class InPlace(NeuronHeads):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this layer. It is looked up by name, so that pickled models hold no code."""
+        """The gate of this layer. It is found by its name, so that pickled models hold no code."""
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
@@ -166,11 +166,11 @@ class InPlace(NeuronHeads):
 
     @property
     def points(self) -> dict[str, HookPoint]:
-        """The hook points of the heads, keyed by the names under which the MLP holds them."""
+        """The heads' hook points, keyed by the names of the MLP's attributes that hold them."""
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Run the MLP on `x`; return its pre-activation q and, in a gated MLP, u."""
+        """Run the MLP on `x`; return its pre-activation q and, in a gated MLP, the projection u."""
         seen: dict[HookPoint, Tensor] = {}
         pre, pre_linear = self.mlp_points.pre, self.mlp_points.pre_linear
 
@@ -185,7 +185,7 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context with a copy of the stored values, since a hook may run the MLP again."""
+        """Return a context with a copy of the stored values, in case a hook runs the MLP again."""
         return self.passing.new_pass(self.passing.values)
 
     # The MLP's hook points call the following methods, in this order.
@@ -216,7 +216,7 @@ class InPlace(NeuronHeads):
 
     @property
     def _recomputes(self) -> bool:
-        """True if the heads compute the activations from q and u, instead of using the MLP's."""
+        """True if the heads compute activations from q and u, instead of using those of the MLP."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class InPlace(NeuronHeads):
             self.passing.require_small(_every_example(error).max(), message)
 
     def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
-        """Store the heads' outputs, with users' edits at hook_post, until hook_result fires."""
+        """Store the heads' outputs, with any edits at hook_post added, until hook_result fires."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
             written = self.head_outputs(z) + edit / self.heads_per_neuron
@@ -272,7 +272,7 @@ class InPlace(NeuronHeads):
 
     def _post(self, z: PreActivation) -> PreActivation:
         """Return hook_post's input as a new tensor, so that in-place edits do not change z."""
-        return (self.neuron_outputs(z) + self._b_in).contiguous()  # since some MLPs flatten it
+        return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten this
 
     def attach(self) -> None:
         """Add the hook points of the heads to the MLP, and intercept the MLP's own hook points."""
@@ -395,7 +395,7 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     missing = [name for name in ("in", "out") if name not in linears]
     if missing:
         raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
-    # A W_out with an adapter or quantised weights does not simply multiply by its weight.
+    # With an adapter or quantised weights, W_out does more than multiply by a weight matrix.
     W_out = getattr(linears["out"], "original_component", None)
     kind = type(W_out)
     if kind not in (nn.Linear, Conv1D):

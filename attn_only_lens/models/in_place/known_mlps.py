@@ -2,12 +2,11 @@
 
 An MLP with pre-activations q and u is recognised if the input of hook_post is act(q), act(q) · u or
 act(q) · u + b_in, where act is an activation that has an exact gate. To check this, the MLP is run
-with random u, and with q from -12 to 12 and a few values of |q| up to 10^4, which would reveal an
-activation that is clipped at some value. The check runs in evaluation mode, so it cannot detect
-dropout or later changes. `InPlace` therefore checks the activations again whenever heads replace
-them.
+with random u, with q from -12 to 12, and with a few q of up to ±10^4, which would reveal a clipped
+activation. The check runs in evaluation mode, so it cannot detect dropout or later changes. The
+heads (`InPlace`) therefore repeat the check whenever they replace activations.
 
-BERT has no module for its MLP: the bridge's `mlp` only refers to modules of the layer, and their
+In BERT, no module runs the whole MLP: the bridge's `mlp` only refers to modules of the layer, whose
 hook points fire when the layer runs.
 """
 
@@ -73,7 +72,7 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
             "with transformer-lens 3.9, a HookedTransformer"
         ]
     else:
-        reasons = reasons_against(model, silu=silu)  # does not refuse attached hooks
+        reasons = reasons_against(model, silu=silu)  # attached hooks are allowed
         blocks = [] if reasons else list(model.blocks)
     known: list[KnownMLP] = []
     mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks]
@@ -103,7 +102,7 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
 
 
 def non_finite_weights(model: Any) -> list[str]:
-    """Return error texts for the first few parameters with NaN or infinite entries."""
+    """Return error messages for the first few parameters with NaN or infinite entries."""
     named = {
         name.replace("._original_component", ""): parameter.detach()
         for name, parameter in model.named_parameters()
@@ -163,7 +162,7 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Until the context ends, put MLPs in evaluation mode, without hooks on their hook points."""
+    """Until the context ends, put MLPs in evaluation mode and turn off hooks inside them."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     # Keep the original dictionaries, because hook handles refer to them.
@@ -191,7 +190,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
 
 
 def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
-    """Run an MLP with the test pre-activations of `_inputs`, and return its activations."""
+    """Compute an MLP's activations from the pre-activations that `_inputs` returns."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q, u = (x.to(mlp.W_out.device) for x in _inputs(shape, mlp.W_out.dtype, points))
@@ -223,7 +222,7 @@ def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
 def _inputs(
     shape: tuple[int, ...], dtype: torch.dtype, points: MLPHookPoints
 ) -> tuple[Tensor, Tensor]:
-    """Return q, evenly spaced from -12 to 12 with a few much larger values, and random u."""
+    """Return q from -12 to 12, with a few much larger values, and random u, to test an MLP."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far

@@ -5,8 +5,8 @@ to its counterpart in the copy. The counterpart is an alias of the tensor or, if
 a view of the copied storage; each storage is copied only once. (In joint attention, q, k and v are
 views of one weight.) `deepcopy` cannot copy closures. So the hooks with which TransformerLens
 captures the inputs of norms and MLPs are removed from the copy, and the blocks of the copy attach
-new hooks when they run. The hooks that serve as hook points of BERT's MLPs (transformer-lens 4) are
-created again for the copy. Bridges with other closures are refused (`engine/model_checks.py`).
+new hooks when they run. In transformer-lens 4, placeholder hooks stand for the missing modules of
+BERT's MLPs; these hooks are created again for the copy. Bridges with other closures are refused.
 """
 
 import copy
@@ -23,7 +23,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 def reasons_against_copying(model: Any) -> list[str]:
-    """Return error texts if a model cannot be copied."""
+    """Return error messages if a model cannot be copied."""
     if type(model) not in (TransformerBridge, HookedTransformer):
         return [
             f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "
@@ -42,7 +42,7 @@ def reasons_against_copying(model: Any) -> list[str]:
 
 
 def copy_model(model: Any, *, copy_weights: bool) -> Any:
-    """Copy a model for which `reasons_against_copying` returns no reasons."""
+    """Copy a model; the caller has checked that `reasons_against_copying` returns no reasons."""
     shared = [getattr(model, name, None) for name in ("tokenizer", "processor", "dataset")]
     memo: dict[int, Any] = {id(attribute): attribute for attribute in shared}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -71,7 +71,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """Replace the placeholder hooks on a copied hook point by hooks that act on copied modules."""
+    """On a copied hook point, replace placeholder hooks by hooks that act on copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)

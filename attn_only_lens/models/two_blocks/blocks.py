@@ -46,7 +46,7 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
 class QKAndOV:
-    """A mixin that computes QK and OV matrices from the W_Q, W_K, W_V and W_O of heads."""
+    """A mixin that computes the QK and OV matrices of heads from W_Q, W_K, W_V and W_O."""
 
     W_Q: Any
     W_K: Any
@@ -91,7 +91,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this block. It is looked up by name, so that pickled models hold no code."""
+        """The gate of this block. It is found by its name, so that pickled models hold no code."""
         return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
 
     @property
@@ -105,7 +105,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self.W_gate is not None
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output that the source MLP has for the normalised residual stream `x`."""
+        """Return the output of the source MLP for the normalised residual stream `x`."""
         q, up = self.projections(x)
         z = self._through_hooks(
             q, up, lambda: self.act_fn(q) if up is None else self.act_fn(q) * up
@@ -133,10 +133,10 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         """The output bias of the block: b_out, plus b_in @ W_out for a gated MLP."""
         return self.b_out if self.W_gate is None else self.b_in @ self.W_out + self.b_out
 
-    # Weights with the shapes of head weights
+    # Weights in the shapes that TransformerLens uses for heads
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """Return one row per head: its neuron's row times the head's w, b, c or value factor."""
+        """For each head, return the row of its neuron times the head's w, b, c or value factor."""
         return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
@@ -237,9 +237,9 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
     """Block 2l: the attention heads of source layer l, in a stock block without its MLP.
 
     In the block's `cfg`, parallel_attn_mlp is always True, so that TransformerLens' block calls
-    `apply_mlp` with the block's input (after hooks on resid_pre). In a parallel model, the neurons
-    read this input. The block adds the result of `apply_mlp`, which is zero, to resid_pre +
-    attn_out.
+    `apply_mlp` with the block's input (after hooks on resid_pre). If attention and MLP run in
+    parallel, the neurons read this input. The block adds the result of `apply_mlp`, which is zero,
+    to resid_pre + attn_out.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -248,7 +248,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
 
     @classmethod
     def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> "AttentionBlock":
-        """Return a block made from the attention half of `source`, a copy of a stock block."""
+        """Build a block from the attention half of `source`, which is a copy of a stock block."""
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.__dict__.update(source.__dict__)
@@ -271,9 +271,9 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Run the stock block, after resizing an empty cache entry to fit this block's heads."""
+        """Run the stock block; first resize an empty cache entry to fit this block's heads."""
         entry = past_kv_cache_entry
-        # TransformerLens creates the entries of all blocks with the same size.
+        # TransformerLens creates cache entries of the same size for all blocks.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
             shape = len(entry.past_keys), 0, self.cfg.n_key_value_heads or self.cfg.n_heads
             entry.past_keys = entry.past_keys.new_empty((*shape, self.cfg.d_head))
@@ -281,17 +281,17 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         return super().forward(resid_pre, shortformer_pos_embed, entry, attention_mask)
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
-        """Return zero for the missing MLP; in a parallel model, store the input for the neurons."""
+        """Return zero, as there is no MLP; in a parallel model, store the input for the neurons."""
         if self.cfg.neurons_read_along:
             self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)
 
 
 class NeuronBlock(_WithoutMLP):
-    """Block 2l + 1: the neurons of source layer l as heads, with the source layer's ln2 as ln1."""
+    """Block 2l + 1: the neurons of source layer l as heads; its ln1 is the source layer's ln2."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
-        """Build the block from the MLP half of `source`, a copy of a stock block."""
+        """Build the block from the MLP half of `source`, which is a copy of a stock block."""
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
         self.cfg = cfg
@@ -347,7 +347,7 @@ class NoMLP(HookPoint):
     """The hook point `hook_mlp_out` of a block without an MLP; its value is zero.
 
     TransformerLens' `attribution_patch` requires that every block has this hook point, and that a
-    gradient reaches it. Hooks can be added only by `model.hooks`. They may read the value, but not
+    gradient reaches it. Hooks can be added only by `model.hooks`. Hooks may read the value, but not
     edit it, because an edit would silently have no effect.
     """
 
@@ -360,7 +360,7 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Add a hook if `model.hooks` calls this method, with a level; otherwise raise an error."""
+        """Add a hook if a `level` is given, as `model.hooks` does; otherwise raise an error."""
         if level is None:
             raise UnsupportedCallError(f"a hook on {self.name} is refused: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 Without a source model, a skeleton (a model without weights) is built on the meta device, so that
 nothing is computed and no random numbers are drawn. Layers that differ in size from layer 0 are
-built from configurations of their own.
+built from separate configurations.
 """
 
 import copy
@@ -37,9 +37,9 @@ def convert_as(
     copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model for which `reasons_against` returns no reasons.
+    """Convert a model; the caller has checked that `reasons_against` returns no reasons.
 
-    The layers of the result have the given `sizes`, by default those of the model.
+    The layers of the result have the given `sizes`, by default the sizes of the model's layers.
     """
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
@@ -61,7 +61,7 @@ def convert_as(
 
 
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
-    """Return a deep copy of the model's `__dict__` that shares the tokenizer and the dataset.
+    """Return a deep copy of the model's `__dict__`, but share its tokenizer and dataset.
 
     The copy also shares the model's tensors, unless `copy_weights` is set.
     """
@@ -105,7 +105,7 @@ _VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # for each parameter, the axis wit
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """Build a converted model without weights from a `stock_skeleton`, which is modified."""
+    """Build a converted model without weights from a result of `stock_skeleton`; modify it."""
     for layer, layer_sizes in enumerate(sizes):
         if layer_sizes == sizes_of(source.cfg):
             continue
@@ -127,7 +127,7 @@ def converted_skeleton(
 
 
 def give_activation(source: HookedTransformer, gating: Gating) -> None:
-    """If the gates belong to a generalized SiLU, set it as the activation of a skeleton's MLPs."""
+    """If `gating` is for a generalized SiLU, make it the activation of a skeleton's MLPs."""
     if gating.silu is not None:
         for block in source.blocks:
             block.mlp.act_fn = gating.silu
@@ -166,7 +166,7 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return error texts for tensors that do not fit a skeleton; parameters in `tied` need none."""
+    """Return error messages for tensors that do not fit a skeleton, except tied parameters."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
@@ -177,9 +177,9 @@ def skeleton_misfits(
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return error texts for tensors that are missing, unknown, or of another shape than expected.
+    """Return error messages for tensors that are missing, unknown or have the wrong shape.
 
-    Tensors in `growing` may have a different length along axis 0.
+    Tensors named in `growing` may have any length along axis 0.
     """
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]

@@ -1,10 +1,10 @@
 """The activation cache of a converted model.
 
-As in the rest of TransformerLens' API, `layer` is the index of a block. Labels name source layers
-(`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads and neurons cannot
-be used: they assume that all layers have the same number of heads, they can stop only after a whole
-layer, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so the components would
-not sum to the residual stream.
+As in the rest of TransformerLens' API, `layer` is the index of a block. Labels contain the index of
+the source layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads
+and neurons cannot be used: they assume that all layers have the same number of heads, they can stop
+only after a whole layer, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so
+the components would not sum to the residual stream.
 """
 
 import copy
@@ -61,13 +61,13 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Return a stack of heads as `HeadRows`, for a model with this number of blocks."""
+        """Return a stack of heads as `HeadRows`, for a model with `n_blocks` blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor, which torch.load accepts."""
+        """Pickle the rows as a plain tensor, which torch.load accepts."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadRows":
@@ -122,10 +122,10 @@ class AttentionOnlyCache(ActivationCache):
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = False  # added to queries and keys, not to the stream
+            self.has_pos_embed = False  # they are added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return an activation, as in `cache["pattern", 11]`; raise an error for MLP hooks."""
+        """Return an activation, as in `cache["pattern", 11]`; refuse hook points of MLPs."""
         if key not in self.cache_dict:
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
@@ -236,7 +236,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return each neuron's output in block `layer`: z · W_out, after an output norm if any."""
+        """Return each neuron's output in block `layer`: z · W_out, after any output norm."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -444,13 +444,13 @@ class _Stack:
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
         every = torch.arange(self.cache.model.cfg.layer_sizes[layer].d_mlp, device="cpu")
-        neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # an integer would remove the axis
+        neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # an integer removes the axis
         results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.components.append(results.movedim(-2, 0))
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
 
     def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Return the result of `finish`, in which each row belongs to one head, as `HeadRows`."""
+        """Return the result of `finish` as `HeadRows`, because each row belongs to one head."""
         components, labels = self.finish(incl_remainder, return_labels=True)
         rows = HeadRows.of(components, self.cache.model.cfg.n_layers)
         return (rows, labels) if return_labels else rows

@@ -1,4 +1,4 @@
-"""The configuration of a converted model, its blocks' views of this configuration, and layer sizes.
+"""The configuration of a converted model, with a view for each block and sizes for each layer.
 
 Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
 Since the output of a block is a sum over its heads, layers may differ in their numbers of heads and
@@ -115,7 +115,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return "AttentionOnlyConfig:\n" + pformat(vars(self))
 
     def to_dict(self) -> NoReturn:
-        """Raise an error: with these fields, a HookedTransformerConfig describes another model."""
+        """Raise an error: the fields would describe another model in a HookedTransformerConfig."""
         raise UnsupportedCallError(
             "to_dict of the configuration of a converted model: HookedTransformerConfig has no "
             "fields for blocks of two kinds. Use model.source_cfg.to_dict() for the source, or "
@@ -200,8 +200,8 @@ def attention_only_config(
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
-        # TransformerLens allocates key-value caches by n_key_value_heads or, if None, by n_heads,
-        # which raises an error.
+        # If this were None, TransformerLens would read n_heads, which raises an error, to allocate
+        # key-value caches.
         n_key_value_heads=first.n_key_value_heads or first.n_heads,
         gating=gating,
         layer_sizes=sizes,
@@ -213,8 +213,8 @@ def attention_only_config(
 class BlockConfig:
     """A view of the model's configuration for one block, with the block's own `n_heads` and so on.
 
-    All other entries are read from the model's configuration. A copy of it would miss later changes
-    such as `model.set_use_attn_result(True)`.
+    All other entries are read from the model's configuration. A copy of the configuration would
+    miss later changes such as `model.set_use_attn_result(True)`.
     """
 
     _root: AttentionOnlyConfig
@@ -235,7 +235,7 @@ class BlockConfig:
         raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
     def of_attention(self) -> "BlockConfig":
-        """Return the view for TransformerLens' attention, where d_head must be the width of z."""
+        """Return a view for TransformerLens' attention, in which d_head is the width of z."""
         view = copy.copy(self)
         view.__dict__["_overrides"] = self._overrides | {"d_head": self.d_value}
         return view

@@ -47,7 +47,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A descriptor that stacks a weight of all source layers, or is None if they lack it."""
+    """A descriptor that stacks one weight of all source layers; None if no layer has the weight."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -132,7 +132,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
-        """Return error texts for modules that were replaced or whose forward pass was changed."""
+        """Return error messages for replaced modules and for changed forward passes of modules."""
         reasons = parted_reasons(self.model) + module_reasons(self.model)
         for name, block in self.model.blocks.named_children():
             for path, module, known in (
@@ -153,7 +153,7 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def n_heads(self) -> list[int]:
-        """The number of attention heads of each source layer."""
+        """The number of attention heads in each source layer."""
         return [block.cfg.n_heads for block in self.model.blocks[::2]]
 
     def block(self, layer: int, kind: HeadKind) -> int:
@@ -161,11 +161,11 @@ class TwoBlocksHost(HookedTransformerHost):
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates of each layer as JSON data, which are the same for all layers."""
+        """Return JSON data with the gates of the model, repeated for each layer."""
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of the layer's input, middle or output in the residual stream."""
+        """Return the hook name of the residual stream before, within or after this layer."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
@@ -180,7 +180,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay, which runs the last blocks of a forward pass one by one."""
+        """Return a replay, which runs the last blocks of a recorded forward pass one by one."""
         return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
@@ -190,7 +190,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """In a parallel model, pass the attention block's recorded input to the neuron block."""
+        """In a parallel model, give the neuron block the recorded input of the attention block."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -318,7 +318,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; raise an error if `forward` would raise one."""
+        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -344,7 +344,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return out, cache
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Turn `hook_mlp_in`, a separate copy of each neuron block's input, on or off."""
+        """Turn `hook_mlp_in`, which receives a copy of a neuron block's input, on or off."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:

@@ -1,4 +1,4 @@
-"""Raise an error for method calls that would have a wrong result on a converted model.
+"""Raise an error for method calls that would return a wrong result for a converted model.
 
 The error says what to use instead. Adding a hook that could never fire is an error, too.
 """
@@ -15,7 +15,7 @@ NO_MLP = (
     'activation name "attn_out", layer 2 * l + 1'
 )
 
-# Names of members, their kind, why they fail, and what to use instead ({0} stands for the name).
+# Names of refused members, their kind, the reason, and what to use instead ({0} is the name).
 _Refusal = tuple[tuple[str, ...], Callable[[Any], Any] | None, str, str]
 _REFUSED: tuple[_Refusal, ...] = (
     (
@@ -111,7 +111,7 @@ class ConvertedHookChecks(HookChecks):
     """
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if any hook added in one call would never fire or needs an MLP."""
+        """Raise an error if one of these hooks would never fire, or needs an MLP."""
         names = {name for name in wanted if isinstance(name, str)}
         functions = [list(filter(select, self.hook_dict)) for select in wanted if callable(select)]
         selected = names.union(*functions)
