@@ -149,7 +149,7 @@ def _read_prompts(path: Path, option: str) -> Any:
 
 
 def _print_summary(comparison: "Comparison") -> None:
-    """Print two tables, without the confidence intervals, which are only in the saved files."""
+    """Print two tables without their confidence intervals, which only the saved files contain."""
     estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (
         ("By layer: means over components", comparison.summary()),

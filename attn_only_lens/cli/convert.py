@@ -112,7 +112,8 @@ def verify(
     """Check that neurons written as attention heads keep a model's logits; exit with code 1 if not.
 
     If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
-    the logits of MODEL with and without neuron-heads, the attention heads that replace its neurons.
+    the logits of MODEL with the logits that it has when attention heads (neuron-heads) compute its
+    neurons.
     """
     from transformer_lens.model_bridge import TransformerBridge
 

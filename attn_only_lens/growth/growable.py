@@ -19,10 +19,11 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The layout of a parameter: which tensor of `Weights` it stores, with which order of axes.
+    """The layout of a parameter: the tensor of `Weights` that it stores, and the order of its axes.
 
-    The einops pattern converts the parameter to the tensor; `sizes` gives the sizes of axes that
-    the pattern splits. The pattern is None if the parameter and the tensor have the same shape.
+    `pattern` is the einops pattern that turns the parameter into the tensor; `sizes` gives the
+    sizes of axes that the pattern splits. The pattern is None if the parameter and the tensor have
+    the same shape.
     """
 
     name: str
@@ -30,11 +31,11 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
     def to_weights(self, value: Tensor) -> Tensor:
-        """Return a tensor with the parameter's shape, rearranged to the layout of `Weights`."""
+        """Rearrange a parameter, or a tensor of the same shape, to the axes of `Weights`."""
         return value if self.pattern is None else rearrange(value, self.pattern, **dict(self.sizes))
 
     def from_weights(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of `Weights`, of any size, rearranged to the layout of the parameter."""
+        """Rearrange a tensor of `Weights` to the axes of the parameter."""
         if self.pattern is None:
             return tensor
         left, right = self.pattern.split("->")
@@ -76,7 +77,7 @@ class Growable(ABC):
         return dict(self.model.named_parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of `Weights`, which are detached views of the model's parameters."""
+        """Return the tensors of `Weights`, as detached views of the model's parameters."""
         named = self.named_parameters()
         return {
             layout.name: layout.to_weights(named[name].detach())
@@ -115,7 +116,7 @@ class Growable(ABC):
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with these weights. Everything else is copied from `self.model`."""
+        """Return a new model with these weights. The rest is copied from `self.model`."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""
@@ -129,7 +130,7 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Test whether a grown model computes the same function; if not, return every reason."""
+        """Return an error message if a grown model does not compute the same function."""
         return []
 
 

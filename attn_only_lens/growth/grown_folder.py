@@ -3,7 +3,8 @@
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files
 
-Original values of tensors that growth changed are not in the folder, only in the `Grown` object.
+The folder does not contain the original values of tensors that growth changed; only the `Grown`
+object does.
 """
 
 import os
@@ -61,7 +62,7 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     """Read the provenance from a folder that `Grown.save_pretrained` or the command `grow` wrote.
 
     Raises:
-        CheckpointError: the folder has no provenance, or the provenance cannot be read.
+        CheckpointError: the folder contains no provenance, or the provenance cannot be read.
     """
     path = path_inside(open_folder(folder), PROVENANCE)
     if not path.exists():

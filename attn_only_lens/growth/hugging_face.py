@@ -1,11 +1,12 @@
 """Growth of TransformerBridges around Hugging Face transformers models.
 
-A table lists facts about model families that transformers' configurations do not contain, such as
-the kinds and places of norms. Transformers builds the grown model from a larger configuration of
-the same class, with the tensors of `Weights` as parameters. Then the grown model gets a new bridge.
+A table lists what transformers' configurations do not say about a model family, such as the kinds
+and places of norms. Transformers builds the grown model from a larger configuration of the same
+class, with the tensors of `Weights` as parameters. Then the grown model gets a new bridge.
 
-Transformers rejects the configurations of some grown models (`transformers_module.py`). These grown
-models also compute the same function as the original, but cannot be saved in transformers' format.
+Transformers does not accept the configurations of some grown models (`transformers_module.py`).
+Such a grown model still computes the same function as the original, but cannot be saved in
+transformers' format.
 """
 
 import copy
@@ -80,7 +81,7 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types in which a pair's frequency depends only on its wavelength or on its index.
+# Rotary types in which the frequency of a pair depends only on its wavelength or its index.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # the model recomputes these for each input length
 # Joint matrices, and the parts of each joint matrix in order.
@@ -119,7 +120,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @property
     def family(self) -> Family:
-        """The constants of the model's family that are missing in transformers' configuration."""
+        """Facts about the model's family that transformers' configuration does not contain."""
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
@@ -211,14 +212,14 @@ class HuggingFaceBridge(BridgeModel):
         model.cfg.n_devices = len(places)
         made, options = vars(model.cfg), vars(template.cfg).items()
         others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
-        if others:  # compare with a new bridge to see which of them the user changed
+        if others:  # settings that differ from a new bridge's are the user's
             usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
             for key, value in others.items():
                 if key in usual and usual[key] != value:
                     setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
-            if isinstance(part, nn.Dropout):  # copy p, which the user may have changed
+            if isinstance(part, nn.Dropout):  # the user may have changed the probability p
                 like = self._with_layer(
                     name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
                 )
@@ -230,7 +231,7 @@ class HuggingFaceBridge(BridgeModel):
             if layout.name in beside:
                 named[name].data = layout.from_weights(weights.tensors[layout.name])
         if any(part.training != template.training for _, part in modules_of(model)):
-            model.train(template.training)  # only if needed, because it takes long in a bridge
+            model.train(template.training)  # only if needed, because this is slow for a bridge
         return model
 
     def reasons_against_saving(self) -> list[str]:
@@ -275,7 +276,7 @@ class HuggingFaceBridge(BridgeModel):
             raise GrowthError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
-        except ValueError as error:  # for example, because the generation config is invalid
+        except ValueError as error:  # e.g. if the generation config is invalid
             raise GrowthError([f"transformers cannot save the model: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
@@ -285,7 +286,7 @@ class HuggingFaceBridge(BridgeModel):
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return a reason if the logits of a grown bridge differ from the original's."""
+        """Return an error message if the logits of the grown model and the original differ."""
         difference = _difference(self._few_logits(self.model), self._few_logits(grown))
         is_half = next(grown.parameters()).dtype not in (torch.float32, torch.float64)
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
@@ -394,15 +395,15 @@ class HuggingFaceBridge(BridgeModel):
         return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
 
     def _rule(self, name: str) -> str:
-        """Return a parameter's name with the layer index replaced by {}."""
+        """Return a parameter's name with {} in place of the layer index."""
         return self._with_layer(name, lambda layer: "{}")
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """For each parameter name (see `_rule`), the tails of the tensors that it stores."""
+        """For each name from `_rule`, the tensors that it stores, without block prefix."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
-        for name, layout in layouts.items():  # if the weights are tied, the embedding comes first
+        for name, layout in layouts.items():  # of tied weights, only the embedding is kept
             tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
         names: dict[str, tuple[str, ...]] = {}
@@ -421,7 +422,7 @@ class HuggingFaceBridge(BridgeModel):
         return names
 
     def _beside(self) -> set[str]:
-        """Return the names of tensors that only the bridge has, such as an unembedding bias."""
+        """Return the tensors that the wrapped model does not have, such as an unembedding bias."""
         held = {tail for tails in self._rules.values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
@@ -461,7 +462,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return a device map with few entries; modules without parameters are on `first`."""
+    """Return a short map from modules to devices; modules without parameters are on `first`."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
@@ -472,7 +473,7 @@ def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[
 
 
 def _difference(one: Tensor, second: Tensor) -> float:
-    """Return the largest difference of two logits, relative to the largest one. NaN equals NaN."""
+    """Return the largest difference of logits, relative to the largest logit. NaN equals NaN."""
     finite = one.isfinite() | second.isfinite()
     difference = (one - second).abs().nan_to_num(torch.inf)[finite]
     largest = one[one.isfinite()].abs()
@@ -481,7 +482,7 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
     """Join matrices (or biases) along their first axis, which is the output axis."""
-    if "query_key_value" in name:  # the query, key and value of a head are adjacent
+    if "query_key_value" in name:  # each head's query, key and value follow each other
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
         return rearrange(
@@ -513,7 +514,7 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def _fraction(rotary_dim: int, width: int) -> float:
-    """Return a fraction such that int(width · fraction) is `rotary_dim`."""
+    """Return a fraction for which transformers computes int(width · fraction) = `rotary_dim`."""
     fraction = rotary_dim / width
     while int(width * fraction) < rotary_dim:
         fraction = math.nextafter(fraction, 1.0)
