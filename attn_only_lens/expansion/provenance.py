@@ -493,7 +493,7 @@ class Provenance:
         return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
     def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """Parse a name into a head or neuron (None for a layer's name) and a layer index."""
+        """Return the head or neuron with this name (None for a layer's name) and the layer."""
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
