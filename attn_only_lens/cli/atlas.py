@@ -40,10 +40,9 @@ def atlas(
 ) -> None:
     """Write pages about neurons and attention heads, each with its top examples from a corpus.
 
-    For a neuron, the page also shows histograms of its activations, and the tokens and heads to
-    which its weights connect it most strongly. For an attention head, the page also shows which
-    tokens the head attends to. If there are more than 3,000 neurons and heads, each layer gets its
-    own page.
+    For a neuron, it also shows histograms of activations, and the tokens and heads to which the
+    neuron's weights connect it most. For an attention head, the page also shows which tokens the
+    head attends to. If there are more than 3,000 neurons and heads, each layer gets its own page.
     """
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
     from attn_only_lens.neurons import corpus_statistics

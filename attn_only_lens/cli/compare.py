@@ -82,7 +82,7 @@ def compare(
         str | None, option("cpu, cuda or mps; default: cuda if available", MODEL)
     ] = None,
 ) -> None:
-    """Compare a model with a model grown from it, and write tables and two HTML pages."""
+    """Compare a model with a model that was grown from it; write tables and two HTML pages."""
     import torch
 
     from attn_only_lens import viz

@@ -1,4 +1,4 @@
-"""Find the activations of the old model in the activations of the grown model.
+"""Find the old model's activations within the activations of the grown model.
 
 The grown model's activation contains each entry of the old activation at the new index of the
 entry's head, neuron or coordinate. Most entries are unchanged. Growth multiplies some entries by

@@ -12,12 +12,13 @@ unembedding share one matrix, they first get separate matrices.
 Centring fails if the last norm is an RMSNorm (`final_rms`), which does not subtract the mean of the
 stream. Centring also fails if a LayerNorm writes to the stream: its output is added to the stream
 (norms after sublayers), or is the stream itself (BERT). The output of a LayerNorm is g ⊙ u + b,
-where g is the gain, b the bias and u the normalized input. Its mean over d_model depends on u, so
-it differs from token to token. To subtract this mean, the gain would have to be the matrix (1 -
-11ᵀ/d_model) diag(g), which is not diagonal. If the stream is not centred, adding coordinates that
-are zero changes its mean from m to m h/ĥ, where h is the old width and ĥ the new width. It also
-changes the standard deviation. (If ĥ is a multiple of h, both can be preserved by copying all
-coordinates, see `analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
+where g is the gain, b the bias and u the normalized input. The mean of this output over d_model
+depends on u, so it differs from token to token. To subtract this mean, the gain would have to be
+the matrix (1 - 11ᵀ/d_model) diag(g), which is not diagonal. If the stream is not centred, adding
+coordinates that are zero changes its mean from m to m h/ĥ, where h is the old width and ĥ the new
+width. It also changes the standard deviation. (If ĥ is a multiple of h, copies of all coordinates
+would preserve both, see `analyses/studies/layernorm_gap.py`. None of the six expansions copies
+coordinates in this way.)
 """
 
 from dataclasses import dataclass, replace

@@ -280,7 +280,7 @@ class ExpansionSequence(Expansion):
             if not against:
                 try:
                     sketch, _ = step(sketch)
-                except GrowthError as error:  # the grown model does not fit into memory
+                except GrowthError as error:  # the grown model would not fit into memory
                     against = list(error.reasons)
             reasons += [f"{type(step).__name__}: {reason}" for reason in against]
         return reasons

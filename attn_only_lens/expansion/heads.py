@@ -14,7 +14,7 @@ new heads must be zero, and also their keys, unless they use an old head's keys.
 queries and keys are both zero always attend uniformly, so only their values are trained. With
 `into_groups`, new heads use the nonzero keys of old heads, so the new queries are trained too. Old
 queries are multiplied by √(Ê/E), where Ê is the new number of heads. The norm's gain is divided by
-this factor, so that ε keeps its effect. Keys have a separate factor.
+the same factor, so that ε has the same effect as before. Keys have a separate factor.
 
 Models with ALiBi cannot get new heads, because the slope of head h depends on the number of heads.
 """

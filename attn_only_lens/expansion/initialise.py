@@ -39,11 +39,11 @@ zero output weights, because neither pairs nor shares would preserve the functio
 - units of a new layer that is a copy, or whose norms after sublayers would divide rounding errors
   by √ε.
 
-Two kinds of units can be paired but not split: coordinates of keys bounded by `clip_qkv`, and
-coordinates of keys and values that grow only in some heads.
+Two kinds of units can be paired but not split: coordinates of keys that `clip_qkv` bounds, and
+coordinates of keys and values that only some heads get.
 
-In exact arithmetic, the function is preserved. In floating point, terms that should cancel leave
-rounding errors. Under dropout, the outputs of a pair cancel only on average.
+In exact arithmetic, pairs and shares preserve the function. In floating point, terms that should
+cancel leave rounding errors. Under dropout, the outputs of a pair cancel only on average.
 """
 
 import hashlib
@@ -386,7 +386,7 @@ def zeros() -> Initialiser:
 def copies(noise: float = 0.1) -> Initialiser:
     """Copy randomly chosen old units, and add noise.
 
-    The noise has `noise` times the standard deviation of the tensor.
+    The standard deviation of the noise is `noise` times that of the tensor.
 
     Raises:
         ValueError: the noise is not positive; without noise, equal units would stay equal.

@@ -7,10 +7,10 @@ steps change the logits about ten times as much as a step of the old model does 
 Use a warm-up. Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if
 f(x) is 0, whatever the norm's gain and bias are. So post-norm models cannot get new layers.
 
-The indices of layers above the new layer increase by one. If the model divides the attention scores
-of layer l by l + 1 (`scale_attn_by_inverse_layer_idx`), the keys of a layer whose index changes are
-scaled to preserve its scores. A new layer may start as a copy of another layer with its output
-weights set to zero, as in Wu et al., "LLaMA Pro" (2024).
+The indices of all layers after the new layer increase by one. If the model divides the attention
+scores of layer l by l + 1 (`scale_attn_by_inverse_layer_idx`), the keys of a layer whose index
+changes are scaled to preserve its scores. A new layer may start as a copy of another layer with its
+output weights set to zero, as in Wu et al., "LLaMA Pro" (2024).
 """
 
 from dataclasses import dataclass

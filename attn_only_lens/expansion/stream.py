@@ -1,9 +1,8 @@
 """Theorem 3.5, with extensions: widen the residual stream from h to ĥ coordinates.
 
-No component writes to the new coordinates (equations 33 to 38), so they are zero, and components
-that read the stream compute what they computed before. Norms are an exception, because they average
-over all coordinates: the mean square over ĥ entries is h/ĥ times the old mean square. With s =
-√(h/ĥ),
+No component writes to the new coordinates (equations 33 to 38), so they stay zero, and components
+that read the stream get the old values. Norms are an exception, because they average over all
+coordinates: the mean square over ĥ entries is h/ĥ times the old mean square. With s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
 

@@ -20,8 +20,8 @@ of an entry is a product of pseudorandom numbers r_a, one for each axis a:
 
 with φ the golden ratio.
 
-A change Δ of the tensor changes s by about ‖Δ‖ / 3, whichever entries change. So if s changes by no
-more than the rounding errors of ‖w‖, the tensor counts as the same, perhaps in another dtype or
+If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. So if s changes by
+no more than the rounding errors of ‖w‖, the tensor counts as the same, perhaps in another dtype or
 computed on another machine. A training step changes s by more than these rounding errors.
 """
 

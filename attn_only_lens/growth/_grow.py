@@ -1,4 +1,4 @@
-"""Grow a model: build a larger one that computes the same function."""
+"""Grow a model: build a larger model that computes the same function."""
 
 import os
 from collections import defaultdict
@@ -59,7 +59,7 @@ class Grown:
 
         Right after growth, the result equals the original model exactly. After training, the result
         contains the trained values of the old entries, divided by the factors that growth applied.
-        If growth centred the residual stream, the result is centred too.
+        If growth centred the residual stream, the residual stream of the result is centred too.
 
         Args:
             drop_new: whether to drop new parts even if they affect the model's output.
@@ -93,7 +93,7 @@ class Grown:
                 tensors[old] = provenance.tensor_map(old).unscaled(part)
         constants = provenance.constants
         if constants.tied and not torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T):
-            constants = replace(constants, tied=False)  # training made the matrices differ
+            constants = replace(constants, tied=False)  # training has made the two matrices differ
         before = Weights(tensors, constants)
         return growable.write(_unshared(before, now), provenance.name)
 
@@ -369,7 +369,7 @@ def identity(model: Any) -> Identity:
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # models that cannot be grown also have an identity
+    except GrowthError:  # even a model that cannot be grown has an identity
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
@@ -381,7 +381,7 @@ def growable_of(model: Any) -> Growable:
             return kind_of_model(model)
     kind = type(model)
     got = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(model, TransformerBridge):  # exposed bridges have another class
+    if isinstance(model, TransformerBridge):  # a bridge with exposed neuron-heads has another class
         got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [

@@ -1,9 +1,9 @@
-"""Growth of TransformerBridges: code that is shared by all kinds of bridges.
+"""Growth of TransformerBridges: the code that all kinds of bridges need.
 
 A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
 which tensor of `Weights` each parameter of these parts stores, and in which order of axes. If the
 wrapped model has a joint matrix for queries, keys and values, the bridge computes with copies of
-the matrix's three parts, and training changes only these copies. So growth reads the copies and
+the three parts of this matrix, and training changes only the copies. So growth reads the copies and
 builds the joint matrix from them.
 """
 
@@ -134,7 +134,7 @@ class BridgeModel(Growable):
 
 
 def _part(owner: Any, path: str) -> Any:
-    """Return the innermost module of a bridge component, or None if there is no such component."""
+    """Return the module that a bridge component wraps, or None if there is no such component."""
     for name in path.split("."):
         owner = getattr(owner, "_modules", {}).get(name)
         if owner is None:
@@ -154,15 +154,14 @@ def _transposed(pattern: str) -> str:
 def differing_modules(model: Any, usual: Any) -> list[str]:
     """Return every way in which modules and constants (eps, scale, …) differ from the usual model.
 
-    The usual model is a model that transformers or TransformerLens builds from the same
-    configuration, without a bridge.
+    The usual model has the same configuration and original modules, without a bridge.
     """
     modules = {name.replace(f".{WRAPPED[:-1]}", ""): x for name, x in model.named_modules()}
     reasons = []
     for name, twin in usual.named_modules():
         module, label = modules.get(name), name or "the model"
         if module is None or isinstance(twin, nn.ModuleList):
-            continue  # bridges split joint matrices and have their own lists of blocks
+            continue  # bridges split joint matrices, and have other lists of blocks
         if type(module) is not type(twin):
             got, expected = type(module).__qualname__, type(twin).__qualname__
             reasons.append(f"{label} is a {got}; the configuration says {expected}")

@@ -21,9 +21,8 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 class Parameter:
     """The layout of a parameter: the tensor of `Weights` that it stores, and the order of its axes.
 
-    `pattern` is the einops pattern that turns the parameter into the tensor; `sizes` gives the
-    sizes of axes that the pattern splits. The pattern is None if the parameter and the tensor have
-    the same shape.
+    The einops pattern turns the parameter into the tensor; `sizes` has the sizes of axes that the
+    pattern splits. The pattern is None if the parameter and the tensor have the same shape.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Parameter:
 
 
 class Growable(ABC):
-    """Reads and writes the weights of a model; each kind of model has a subclass."""
+    """Base class of objects that read and write weights, with a subclass for each kind of model."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
@@ -63,7 +62,7 @@ class Growable(ABC):
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return the model's weights as detached tensors, which are not copied."""
+        """Return the model's weights as detached tensors, without copying them."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
@@ -72,7 +71,7 @@ class Growable(ABC):
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that the model computes with, by name.
 
-        A parameter that stores two tensors of `Weights` (a tied embedding) has two names.
+        If a parameter stores two tensors of `Weights` (a tied embedding), it has two names.
         """
         return dict(self.model.named_parameters())
 
@@ -135,7 +134,7 @@ class Growable(ABC):
 
 
 def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Return a reason for each pair of names that refer to the same parameter."""
+    """Return an error message for each two names that refer to the same parameter."""
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [

@@ -29,7 +29,8 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# Architectures in which one norm covers the queries of all heads; no configuration says so.
+# Architectures in which one norm covers the queries of all heads; the configuration does not say
+# so.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -199,7 +200,7 @@ def constants_of(cfg: Any) -> Constants:
 
 
 def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
-    """Return the fields of TransformerLens' configuration that depend on the weights."""
+    """Return those fields of TransformerLens' configuration that describe these weights."""
     constants, sizes = weights.constants, weights.sizes
     fields: dict[str, Any] = {
         "n_layers": constants.n_layers,

@@ -1,12 +1,11 @@
 """Growth of TransformerBridges around Hugging Face transformers models.
 
 A table lists what transformers' configurations do not say about a model family, such as the kinds
-and places of norms. Transformers builds the grown model from a larger configuration of the same
-class, with the tensors of `Weights` as parameters. Then the grown model gets a new bridge.
+and places of norms. The transformers package builds the grown model from a larger configuration of
+the same class; the parameters are the tensors of `Weights`. Then the grown model gets a new bridge.
 
-Transformers does not accept the configurations of some grown models (`transformers_module.py`).
-Such a grown model still computes the same function as the original, but cannot be saved in
-transformers' format.
+Transformers rejects the configurations of some grown models (`transformers_module.py`). Such a
+model computes the same function as the original, but cannot be saved in transformers' format.
 """
 
 import copy
@@ -92,7 +91,7 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # tolerance relative to the largest logit; rotary angles are only float32
+_DIFFERENCE = 1e-3  # tolerance, relative to the largest logit, because rotary angles are float32
 _ROUNDED = 5e-2  # tolerance if weights were rounded to half precision
 
 
@@ -303,7 +302,7 @@ class HuggingFaceBridge(BridgeModel):
         if some.dtype not in (torch.float32, torch.float64):
             is_bridge = isinstance(model, TransformerBridge)
             model = copy_model(model, copy_weights=True) if is_bridge else copy.deepcopy(model)
-            nn.Module.to(model, torch.float32)  # TransformerLens' `to` prints a message
+            nn.Module.to(model, torch.float32)  # TransformerLens' `to` would print
         pos = min(_POS, cfg.n_ctx)
         tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
         in_training = [module for _, module in modules_of(model) if module.training]
@@ -350,7 +349,7 @@ class HuggingFaceBridge(BridgeModel):
                     rotary_dim = int(was * rope.get("partial_rotary_factor", 1.0))
                     rope["partial_rotary_factor"] = _fraction(rotary_dim, width)
                     continue
-                # Round θ so that growing and then shrinking restores the same value.
+                # Round θ, so that a model that grew and shrank has the same θ again.
                 rope["rope_theta"] = float(f"{rope['rope_theta'] ** (width / was):.14g}")
                 for key in {"short_factor", "long_factor"} & rope.keys():
                     rope[key] = rope[key] and [*rope[key], *[1.0] * ((width - was) // 2)]
@@ -386,7 +385,7 @@ class HuggingFaceBridge(BridgeModel):
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """Return the path of a bridge component in the wrapped model."""
+        """Return where the wrapped model has this component of the bridge."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
@@ -481,7 +480,7 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
-    """Join matrices (or biases) along their first axis, which is the output axis."""
+    """Join matrices (or biases) along their first axis, the axis of outputs."""
     if "query_key_value" in name:  # each head's query, key and value follow each other
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]

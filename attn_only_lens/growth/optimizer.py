@@ -1,4 +1,4 @@
-"""Transfer the state of an optimizer to a grown model.
+"""Adapt an optimizer, with its state, to a grown model.
 
 If growth multiplies a parameter by s (p' = s p), its gradient becomes g / s, its first moment m / s
 and its second moment v / s². To keep p' = s p, the new step must be s times the old step:
@@ -17,8 +17,8 @@ Because the count does not restart, Adam's first updates of new entries can be a
 The transfer is exact, with three exceptions. If gains are stored as gain - 1 (Gemma), weight decay
 moves the stored value towards 0 (a gain of 1), not -1 (a gain of 0). If growth unties embeddings,
 both matrices start with the moments of the tied matrix. If d_model grows in a model with LayerNorm,
-the gradients of old weights that write to the stream change by an amount that is the same for all
-old coordinates, and so does SGD's step. Adam's step changed by up to 0.1 lr in tests, or 0.4 lr if
+the gradients of old weights that write to the stream change by a constant (equal for all old
+coordinates), and so does SGD's step. Adam's step changed by up to 0.1 lr in tests, or 0.4 lr if
 weight decay acted on uncentred weights.
 """
 
@@ -66,8 +66,7 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names, and may become two parameters. An unused parameter has
-        # none.
+        # A tied embedding has two names and may become two parameters. Unused ones have none.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]

@@ -1,19 +1,18 @@
 """Growth of converted models, which have two blocks per layer.
 
-A converted model has the parameters of its source model under other names: source layer l becomes
-blocks 2l and 2l + 1, and neuron-heads have the MLP's matrices. So `AddNeurons` appends neuron-heads
-(m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks. Converting a grown
-model and growing the converted model give bitwise equal weights. The layers of a converted model
-may differ in size, and the width of values may differ from the width of queries and keys. So
+A converted model has the parameters of its source model under other names: layer l of the source
+becomes blocks 2l and 2l + 1, and the MLP's matrices belong to neuron-heads. So `AddNeurons` appends
+neuron-heads (m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks.
+Converting a grown model and growing the converted model give bitwise equal weights. Layers of a
+converted model may differ in size, and the width of values may differ from that of keys. So
 converted models, unlike others, can grow in some layers only, or by `WidenValues` or
 `WidenQueriesAndKeys` alone.
 
 If a gated MLP was converted with bilinear gates, its gates equal the activation function only on a
 range of inputs, which was calibrated for each layer. A new layer gets the range of the old layer
 with the same shapes, and new neurons get the range of their layer. Outside this range, new neurons
-do not compute the activation function; before training this has no effect, because their output
-weights are zero. To avoid this error, grow the source model, then convert and calibrate the grown
-model.
+do not compute the activation function, but have no effect before training, because their output
+weights are zero. To avoid this, grow the source model, then convert and calibrate it.
 """
 
 import math
@@ -107,7 +106,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the old layer from which everything except the weights is copied.
+        # For each layer, the old layer from which settings and buffers are copied.
         layers = [
             layer
             for layer_index in range(constants.n_layers)

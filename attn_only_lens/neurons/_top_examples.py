@@ -3,7 +3,7 @@
 Without attributions, only the activations of one layer for one batch are in memory; with
 attributions, the backward pass keeps the activations of all layers in memory. If a window has w
 tokens, the k examples with the largest (or smallest) values of a neuron take k (4 + w) integers and
-k (1 + 2 w) floats. The histograms of a neuron take 1,024 + 3 · 128 + 4 integers. The sums of an
+k (1 + 2 w) floats. The histograms of one neuron take 1,024 + 3 · 128 + 4 integers. The sums of an
 attention head take two floats for each token of the vocabulary.
 """
 
@@ -52,8 +52,8 @@ def top_examples(
 ) -> pd.DataFrame:
     """Return the tokens of a corpus at which neurons have their largest and smallest values.
 
-    The corpus is read once, text by text. The BOS token of a text is never an example, because a
-    neuron has the same value at BOS in every text.
+    The corpus is read once, text by text. BOS tokens are never examples, because a neuron has the
+    same value at BOS in every text.
 
     Args:
         model: converted, or with exposed neuron-heads.

@@ -1,6 +1,6 @@
 """Update the top examples and the histograms of many neurons or heads, batch by batch.
 
-The results are exact, and do not depend on how a corpus is split into batches.
+Results are exact: they do not depend on how a corpus is split into batches.
 
 Largest entries. If several entries are equal, those that come first in the corpus are kept. Torch's
 `topk` may return any of several equal entries, so those that equal the k-th largest are selected
@@ -35,7 +35,7 @@ State: TypeAlias = dict[str, Tensor]
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
-_LEAST = -40  # smallest exponent e of a histogram's range, 2^e
+_LEAST = -40  # a histogram covers at least -2^e to 2^e for this e
 
 
 # The largest entries
@@ -95,7 +95,6 @@ def add_examples(
     new |= {name: x.gather(1, chosen) for name, x in numbers.items()}
     new["found"] = new["score"].isfinite()
     both = torch.cat([least, ranked.gather(1, chosen)], dim=1)
-    # The sort is stable, so that among equal entries, those from earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
     for name, kept in state.items():
         joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)

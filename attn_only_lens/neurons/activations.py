@@ -81,8 +81,7 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # Each text's metric depends only on this text, so the gradient of the sum has all
-        # gradients.
+        # A text's metric depends only on this text, so the gradient of the sum has all gradients.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)

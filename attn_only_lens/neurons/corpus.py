@@ -122,7 +122,7 @@ def _batch(rows: list[Row], device: torch.device) -> Batch:
 
 
 def chained_digest(before: str, row: Row) -> str:
-    """Return the digest of a sequence of rows, from the digest without its last row `row`."""
+    """Return the digest of all rows up to `row`, from the digest `before` of the earlier rows."""
     return hashlib.sha256(f"{before} {row.text} {row.tokens.tolist()}".encode()).hexdigest()
 
 

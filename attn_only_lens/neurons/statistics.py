@@ -126,7 +126,7 @@ class _Statistics:
         ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Return the ends' tensors as one tensor [neuron, end, rank, ...], in row order."""
+            """Stack the tensors of both ends: [neuron, end, rank, ...], as in the frame's rows."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")
@@ -328,7 +328,7 @@ class HeadStatistics(_Statistics):
     def tokens(
         self, name: str, side: Literal["attended", "attending"] = "attended"
     ) -> pd.DataFrame:
-        """Return the tokens that receive most of a head's attention, or that pay most attention.
+        """Return the tokens that receive, or pay, the largest shares of a head's attention.
 
         Attention to BOS, and of a token to itself, is excluded.
 

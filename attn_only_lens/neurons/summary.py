@@ -243,7 +243,7 @@ class Summary:
         return CorpusStatistics(neurons, heads)
 
     def _about(self, kind: HeadKind, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
-        """Return the fields of `NeuronStatistics` or `HeadStatistics` as positional arguments."""
+        """Return the arguments that make a `NeuronStatistics` or a `HeadStatistics`."""
         of_kind = {
             name.removeprefix(f"{kind}."): x
             for name, x in tensors.items()
@@ -259,7 +259,7 @@ class Summary:
 
 
 def _rows(state: State, rows: slice) -> State:
-    """Return a state that contains views of these rows of all tensors."""
+    """Return a state that contains only these rows of all tensors, as views."""
     return {name: x[rows] for name, x in state.items()}
 
 

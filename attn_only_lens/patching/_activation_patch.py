@@ -74,8 +74,8 @@ def activation_patch(
     """Patch each site (a head at a position) in turn, and compute the metric after each patch.
 
     Results are exact: each value equals the metric of a full forward pass with the patch, up to
-    rounding errors. Many sites are patched at once, and only activations that a patch can change
-    are computed (see `engine/replay`). If a patch cannot affect the metric, its value is the metric
+    rounding errors. Many sites are patched at once, and only those activations are computed that
+    change (see `engine/replay`). If a patch cannot affect the metric, its value is the metric
     without a patch.
 
     Args:
@@ -185,7 +185,7 @@ class SweepPlan:
 
     @cached_property
     def sites(self) -> tuple[LayerSites, ...]:
-        """The heads to patch, by layer and kind."""
+        """The heads to patch, grouped by layer and kind."""
         return tuple(dict.fromkeys(group.sites for group in self.groups))
 
     @property
@@ -206,7 +206,7 @@ class SweepPlan:
         return [Chunk(prompts, range(self.n_rows)) for prompts in self.prompts]
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record the clean and the corrupted run for some prompts."""
+        """Record the clean and the corrupted run on these prompts."""
         return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
 
     def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
@@ -220,7 +220,7 @@ class SweepPlan:
         return PromptChunks(self.model, self.pair, self.metric, self.direction, record, ablated)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that affect values. Only sweeps with equal settings are resumed."""
+        """Return all settings that affect results. Only sweeps with equal settings are resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.groups),
             "reference": None if self.reference is None else self.reference.tolist(),

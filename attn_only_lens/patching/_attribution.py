@@ -245,7 +245,7 @@ def attribution(
             exact &= arrays["exact"]  # patched in all chunks
             weight = totals.weight(chunk.prompts)
             share = len(chunk.prompts) / totals.n_prompts
-            # The mean over chunks has at most the weighted sum of the chunks' errors.
+            # The error of the mean is at most the weighted sum of the errors of its chunks.
             for name, w in (("errors", weight), ("by_pattern", weight), ("forwards", share)):
                 if name in arrays:
                     sums[name] = sums.get(name, 0.0) + w * arrays[name]
@@ -291,7 +291,7 @@ def _expected_pearson(
 
 
 class _Estimator:
-    """Estimates the effects of all sites on one chunk of prompts at a time."""
+    """Estimates the effects of patching all sites, one chunk of prompts at a time."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class _Estimator:
         self._both: BothRuns | None = None
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs for some prompts, and keep the autograd graph of the target run."""
+        """Record both runs on these prompts, and keep the autograd graph of the target run."""
         plan, nodes = self._plan, self._nodes.values()
         written, kept = set[str](), set[str]()
         if self._budget:
@@ -453,14 +453,13 @@ def integrated_gradients(
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Return gradients at hook points, averaged over runs with interpolated embeddings."""
+    """Return the gradients at hook points, as means over runs with interpolated embeddings."""
     x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()
     for step in tqdm(range(steps), unit="step", disable=not progress):
         tape, point = tape.anew(), torch.lerp(x, end, (step + 0.5) / steps)
-        # Hooks run in order: the first replaces the stream, the second starts the autograd graph
-        # there.
+        # Hooks run in order: the first replaces the stream, the second starts the graph there.
         start = partial(_replace_stream, point)
         with torch.enable_grad(), edit_input(model, start), start_graph(model):
             logits = run(model, target.tokens, target.mask, tape.hooks)

@@ -10,11 +10,11 @@ run; one of the two runs is the clean run, the other the corrupted run.
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
 Behavior with Path Patching".) The pair (s, r) stands for all paths whose first edge is s → r. If r
-is "logits", the pair stands for the direct path only. The scale of the norm before r is either
-"held" at its value in the target run, so that changes from several senders add up, or computed
-"anew" from the changed stream. (`get_act_patch_direct_path` in TransformerLens uses "held" in
-version 3.9 and "anew" in version 4.) If a norm follows s, it belongs to s. Norms of queries and
-keys belong to r, and are always computed anew.
+is "logits", the pair stands only for the direct path from s to the logits. The scale of the norm
+before r is either "held" at its value in the target run, so that changes from several senders add
+up, or computed "anew" from the changed stream. (`get_act_patch_direct_path` in TransformerLens uses
+"held" in version 3.9 and "anew" in version 4.) If a norm follows s, it belongs to s. Norms of
+queries and keys belong to r, and are always computed anew.
 
 For each prompt, a pair (s, r) costs the computation of Δz_r plus the forward pass after r. This
 pass costs 2 S P flops, where P is the number of parameters in later blocks, and S the number of
@@ -114,7 +114,7 @@ def path_patch(
     """Patch each path from a sender to a later receiver, and compute the metric after each patch.
 
     Results are exact. The receiver reads the sender's output in the other run, while the rest of
-    its input stays fixed. The change in the receiver's output then affects the rest of the forward
+    its input stays fixed. The changed output of the receiver then affects the rest of the forward
     pass and the metric (see `_path_patch.py`).
 
     Args:
@@ -233,7 +233,7 @@ class _PathPlan:
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that affect values. Only a job with equal settings can be resumed."""
+        """Return all settings that affect results. Only jobs with equal settings are resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.senders),
             "senders": [[*site_rows([group])["name"]] for group in self.senders],
@@ -247,7 +247,7 @@ class _PathPlan:
 
 
 class _PathPatches:
-    """Computes estimates and exact values for paths, chunk by chunk."""
+    """Computes the metric after each path's patch, or estimates it, chunk by chunk."""
 
     def __init__(
         self, plan: _PathPlan, top: int | None, per_prompt: bool, batch_size: int | None
@@ -280,7 +280,7 @@ class _PathPatches:
         self._tested = set[bool]()
 
     def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs for some prompts, including the output of each sublayer."""
+        """Record both runs on these prompts, including the output of each sublayer."""
         model, names = self._plan.model, self._names
         self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
         self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
@@ -322,7 +322,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Run the patches of a chunk, and return the statistics to store."""
+        """Run the patches of a chunk, and return the statistics that a job stores."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [
@@ -332,7 +332,7 @@ class _PathPatches:
         return {"kept": prompts.reduced(self.totals, torch.cat(values)).numpy()}
 
     def results(self, work: pd.DataFrame) -> Paths:
-        """Return the results of all chunks, with one row per path, or per path and prompt."""
+        """Return the results of all chunks as a frame: one row per path, or per path and prompt."""
         plan = self._plan
         settings = run_settings(plan.model, plan.pair, plan.senders, self.totals, plan.part)
         paths = pd.concat(
@@ -479,8 +479,7 @@ def _path_blocks(
 ) -> Iterator[_PathBlock]:
     """Yield path blocks that contain all pairs in which the receiver can read the sender.
 
-    The order and the sizes of path blocks depend only on the prompts, the heads and
-    `prompts_at_once`.
+    Their order and sizes depend only on the prompts, the heads and `prompts_at_once`.
     """
     for group in senders:
         for place, position in enumerate(group.positions):
@@ -544,7 +543,7 @@ def _local(sites: LayerSites) -> LayerSites:
 
 @dataclass(eq=False)
 class _PathRunner:
-    """Patches paths into one run. `baseline` is the unpatched metric of each prompt."""
+    """Patches paths into one run. `baseline` is each prompt's metric before any patch."""
 
     readers: Readers
     source: Decomposition
@@ -593,7 +592,7 @@ class _PathRunner:
         block: int,
         run: Callable[[Tensor, int], Tensor],
     ) -> None:
-        """Fill in the values of those paths that can affect the metric; run no others."""
+        """Run only those paths that can affect the metric, and fill in the metric after each."""
         replay = self.replay
         effective = replay.effective(changed, block, positions)
         moving, first = effective.flatten(1).any(1), 0
@@ -711,7 +710,7 @@ class _PathRunner:
     def estimates(
         self, block: _PathBlock, gradients: dict[tuple[int, HeadKind], Tensor]
     ) -> Float[Tensor, "sender receiver"]:
-        """Return each path's estimated change in the metric (exact for paths to the logits)."""
+        """Estimate how much each path changes the metric (exact for paths to the logits)."""
         receivers, n = block.receivers, len(block.senders.names)
         if not block.positions.chosen.any():
             return torch.zeros(block.shape, device="cpu")

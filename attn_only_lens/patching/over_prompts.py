@@ -9,13 +9,13 @@ clean - corrupted of the mean metrics, is treated as a constant. Then
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
 For n prompts with equal weights, the standard error is s/√n, where s is the sample standard
-deviation. For unequal weights, the standard error is the linearised standard error of a ratio of
-sums. The standard error of the score uses paired differences d_b, because a patch usually changes
-the metric less than the prompt does.
+deviation. For unequal weights, it is the linearised standard error of a ratio of sums. The standard
+error of the score uses paired differences d_b, because a patch usually changes the metric less than
+the prompt does.
 
-For each chunk of prompts and each site, three statistics of v are stored: the mean m, Σ w_b² (v_b -
-m) and Σ w_b² (v_b - m)²; and the same three of d. When two chunks are joined, the sums are
-recomputed for their common mean (as Chan, Golub and LeVeque 1979 do for equal weights).
+For each chunk of prompts and each site, a job stores the mean m of v, Σ w_b² (v_b - m) and Σ w_b²
+(v_b - m)², and the same three statistics of d. When two chunks are joined, the sums are recomputed
+for their common mean (as Chan, Golub and LeVeque 1979 do for equal weights).
 """
 
 from dataclasses import dataclass, field
@@ -126,7 +126,7 @@ class OverPrompts:
 
     @property
     def means(self) -> Float[Tensor, "row"]:
-        """The metric after each patch, averaged over prompts."""
+        """The mean metric over prompts after each patch."""
         return mean_over(self._table[2:], self.weights) if self.per_prompt else self._table[2:, 0]
 
     def columns(self) -> dict[str, np.ndarray]:
@@ -160,8 +160,7 @@ def mean_over(
     """Return each row's weighted mean over prompts; other rows do not affect its rounding."""
     if len(shares) == 1:
         return values[:, 0]
-    # `BoundMetric.mean` sums in the same order, so a patch without effect leaves the value
-    # unchanged.
+    # Sum in the order of `BoundMetric.mean`, so that patches without effect change nothing.
     weighted = zip(shares, values.unbind(-1), strict=True)
     return sum((share * weight for share, weight in weighted), torch.zeros_like(values[:, 0]))
 

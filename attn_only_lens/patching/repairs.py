@@ -22,8 +22,8 @@ the change), summed over tokens. The lengths a_t are
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the estimated scores. The next patch should be the patch that most increases the
-correlation of e with exact scores per flop. So we patch the site with the largest
+Let e be the estimated scores. The next patch should be the one that raises the correlation of e
+with exact scores most, per flop. So we patch the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
@@ -34,7 +34,7 @@ all layers of the kind. The expected correlation for a kind of head is
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
 The factor 4 is a safety margin. The sum over unpatched sites is computed twice: with the c of each
-layer, and with a c that is fitted to the patched sites with the smaller half of the keys. The
+layer, and with a c that is fitted to those patched sites whose keys are below the median. The
 larger sum is used. The expected correlation is not a bound. The expected correlation is None if
 fewer than 16 sites of a kind were patched, or if the budget is below 3 forward passes. The budget
 "auto" spends at least 3 forward passes or .2 Gflop. Patching then continues until the expected
@@ -113,14 +113,14 @@ def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Number
 
 
 def budget_reasons(budget: object) -> list[str]:
-    """Return a reason if the budget is invalid, otherwise an empty list."""
+    """Return an error message, in a list, if the budget is invalid."""
     if budget == "auto" or is_number(as_plain(budget), 0):
         return []
     return [f"got budget={budget!r}; expected 0 or more forward passes, or 'auto'"]
 
 
 class Repairer:
-    """Patches the sites whose estimates are likely to be wrong."""
+    """Patches the sites whose estimates are likely to be wrong, until the budget is spent."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Repairer:
             goal = min(most, _STEP * goal)
 
     def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_]) -> bool:
-        """Return True if more patches for this kind of head are both needed and possible."""
+        """Return True if the correlation for this kind of head is too low and could be improved."""
         expected = expected_pearson(self._expected_error(kind), self._scores[rows]) or 0.0
         return expected < _TARGET and bool((self._key[rows & ~self._exact] > 0).any())
 
@@ -241,7 +241,7 @@ class Repairer:
         return np.concatenate(chosen) if chosen else rows
 
     def _patch(self, rows: _Rows) -> None:
-        """Patch these rows. Rows from the same layer and kind run together."""
+        """Patch these rows. Rows of one layer and kind are patched together."""
         self._bar.total = self._bar.n + len(rows)
         self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])

@@ -220,8 +220,8 @@ _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
 class ScoredFrame:
     """A frame of results with a column `score`, and the settings with which they were computed.
 
-    Each subclass lists the columns that its frame may have, and how to read each one. All columns
-    up to `value`, except `part`, are required.
+    Each subclass lists the columns that its frame may have, and how to read each one. In the list
+    of columns, those up to `value`, except `part`, are required.
     """
 
     _document: ClassVar[Document]
@@ -321,11 +321,11 @@ class ScoredFrame:
 
     @property
     def effect(self) -> "pd.Series[float]":
-        """The difference between each patch's score and `baseline`."""
+        """Each patch's score minus `baseline`, the score without a patch."""
         return pd.Series(self.frame["score"].to_numpy() - self.baseline, name="score")
 
     def _scores(self, frame: pd.DataFrame) -> Float[np.ndarray, "row"]:
-        """Compute the score of each row."""
+        """Return the score of each row, from its value."""
         value, span = frame["value"].to_numpy(), self.clean_value - self.corrupted_value
         if "unpatched" in frame:
             return self.baseline + (value - frame["unpatched"].to_numpy()) / span
@@ -575,7 +575,7 @@ class Sweep(ScoredFrame):
 def run_settings(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], totals: OverPrompts, part: str
 ) -> dict[str, Any]:
-    """Return the settings that are common to `Sweep` and `Paths`."""
+    """Return the settings that `Sweep` and `Paths` both have."""
     return {
         "part": part,
         "direction": totals.direction,

@@ -193,7 +193,7 @@ def site_groups(
     *,
     most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
-    """Return the sites to patch, in groups whose order depends only on the sites and prompts."""
+    """Return the sites to patch as groups, whose order depends only on the sites and prompts."""
     if sites is None:
         sites = heads() if part == "k" else all_heads()
     split, reasons = split_positions(sites), list[str]()

@@ -21,15 +21,14 @@ and its output at the bias token is 0.
 
 This file corrects the following slips in the draft.
 
-* The draft says "the block decompositions are into size N and 1". This is true of Λ, but the blocks
-  of W_QK and W_OV have the sizes D and 1.
+* The draft says "the block decompositions are into size N and 1". This is true for Λ, but for W_QK
+  and W_OV the sizes are D and 1.
 * The proof sketch says that the token's score for itself is -x and its score for the bias token 0,
   "from the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)].
   The matrix should be W_QK, whose scores -x are in the last column, while the main diagonal is 0.
   The two slips cancel, because softmax([-x, 0]) = [σ(-x), σ(x)]. Appendix A is correct.
 * The bias token comes last and every token attends to it, so Λ is not causal in this order. If the
-  bias token came first, the same mask would be lower triangular; the head's function does not
-  depend on the order.
+  bias token came first, the same mask would be lower triangular; the order does not matter.
 """
 
 import torch

@@ -27,8 +27,8 @@ coordinates of every row is not enough either: the bias token (0 | 1) becomes (b
 Therefore the proof uses `PassingNorm`, which normalises only the first N rows and D columns.
 
 **Skip connections** (a remark of the paper). Every head outputs 0 at the bias token, so without the
-first skip connection, X′_1 would be X_1 ⊕ [0]. In the heads that replace the next MLP, all scores
-would then be 0 and all gates 1/2, so they would compute the linear map ½ a₁ a₂ X_1 V₁ V₂.
+first skip connection, X′_1 would be X_1 ⊕ [0]. In the next MLP's heads, all scores would then be 0
+and all gates 1/2, so that these heads would compute the linear map ½ a₁ a₂ X_1 V₁ V₂.
 """
 
 from dataclasses import dataclass

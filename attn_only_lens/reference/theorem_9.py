@@ -11,10 +11,10 @@ h_Ω be the head on M_{N,D+N} with
 (1 is the matrix of ones). Then h_Ω([X | I_N]) → [h(X) | 0] as Ω → ∞. For all ε > 0 and R, there is
 an Ω (`sufficient_omega`) such that the error is at most ε for all X whose rows have norm at most R.
 
-Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since the second
-block of W′_QK is multiplied by I_N on both sides. For token t, let M_t be the sum of exp(S_ts) over
-the visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens
-have the weight
+Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since I_N on
+both sides selects the second block of W′_QK. For token t, let M_t be the sum of exp(S_ts) over the
+visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens have
+the weight
 
     leak_t = e^{-Ω} m_t / (M_t + e^{-Ω} m_t) ≤ n_t e^{gap_t - Ω}
 
@@ -34,9 +34,9 @@ The head outputs 0 in the position coordinates, so a skip connection preserves t
 layers can be stacked, provided that R bounds the inputs of all layers and norms preserve these
 coordinates (`theorem_6.py`).
 
-The blog post uses the same Ω. In the post, scores by position form a matrix B
-(`post/sublayers.py`), which is Ω(Λ - 1) plus a constant for each row, which softmax ignores. The
-post's three sublayers are heads of Theorems 3 and 7 with masks encoded in this way.
+The blog post uses the same Ω. Its matrix B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
+plus a constant per row, which softmax ignores. The post's three sublayers are heads of Theorems 3
+and 7 with masks encoded in this way.
 """
 
 import math

@@ -2,8 +2,7 @@
 
 `assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
 data as JSON. At first, the page shows only the strongest nodes, and edges of the kind "value"
-between them. The picture is an image of this first view, which is drawn in Python, without a
-browser.
+between them. The picture shows the same first view; Python draws it, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from attn_only_lens.viz.page import (
 
 _SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
 _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
-_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # of a box's width, in pixels
+_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # parts of a box's width in pixels
 _LONGEST = 28  # characters of a label
 MOST_UNFOLDED = 300
 """Nodes of a page that are not folded into groups at first."""

@@ -88,8 +88,8 @@ def comparison_report(comparison: Comparison) -> Page:
 def comparison_circuit(comparison: Comparison) -> Page:
     """Draw both circuits of a comparison as one graph of kept, lost and gained nodes and edges.
 
-    The page shows names, layers, effects and weights in the grown model; for lost nodes and edges,
-    in the original model.
+    Names, layers, effects and weights are from the grown model or, for lost nodes and edges, from
+    the original model.
 
     Args:
         comparison: the result of `compare`.

@@ -5,10 +5,9 @@ to top. A column contains the nodes at one position of the prompt; nodes without
 column on the left. Nodes in the same row and column are side by side, in as few lines as the width
 allows. If the columns do not fit, adjacent columns without nodes are folded into one narrow column.
 
-An edge goes up from the top of its source to the bottom of its target. If its curve would cross
-another node, the edge is bent to pass through the nearest gap in that node's line. Edges that meet
-at the top or the bottom of a node are spread over its width, sorted by kind, then by the other
-node's place.
+An edge goes up from the top of its source to the bottom of its target. If its curve would cross a
+node, the edge is bent through the nearest gap in that node's line. Edges that meet at the top or
+bottom of a node are spread over its width, sorted by kind, then by where the other node is.
 
 Lengths are in pixels, and y increases downward. `assets/layout.js` computes the same layout in the
 page, where the user can select other nodes; `tests/viz/test_circuit_page.py` compares the two.
@@ -45,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """The nodes' boxes: row (from below), column (or -1), width, and whether it may overhang."""
+    """Boxes of nodes: row (from below), column (or -1), width, and if they may leave a column."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -229,7 +228,6 @@ def edge_paths(
             top = y0 - _LINE / 2
             paths.append([(start, y0), ((start + stop) / 2, top), (stop, y0 - _ARROW)])
             continue
-        # Leave space for the arrowhead.
         p = start, y0 - (_ARROW if low != source else 0)
         q = stop, y1 + (_ARROW if low == source else 0)
         between = [line for line in lines if layout.y[high] < line[0] < layout.y[low]]

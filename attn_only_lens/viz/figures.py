@@ -39,8 +39,8 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     """Draw a heatmap of patching effects by layer and position, or by head and position.
 
     The effects of single patches do not add up, so a layer's cell shows the effect of its strongest
-    site, and the site's name if you point at the cell. The labels of positions contain tokens: the
-    clean token and, where the prompts differ, the corrupted token.
+    site; point at the cell to see which. The labels of positions contain tokens: the clean token
+    and, where the prompts differ, the corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a

@@ -1,8 +1,7 @@
 """Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
 
-A page contains only the strongest edges into each node, and patterns and examples only of the
-strongest nodes, so that a page with 1,000 nodes stays under 3 MB. Notes on the page say what is
-missing.
+A page contains only the strongest edges into each node, and only the strongest nodes' patterns and
+examples: so a page with 1,000 nodes stays under 3 MB. Notes on the page say what is missing.
 """
 
 from collections.abc import Mapping, Sequence
