@@ -38,11 +38,11 @@ def atlas(
     ] = None,
     batch_size: Annotated[int, option("pieces in one forward pass", _CORPUS)] = 32,
 ) -> None:
-    """Write pages about neurons and attention heads, with the top examples of each in a corpus.
+    """Write pages about neurons and attention heads, each with its top examples from a corpus.
 
-    For a neuron, a page also shows histograms of its activations, and the tokens and heads to which
-    its weights connect it. For an attention head, it shows the tokens that the head attends to. If
-    there are more than 3,000 neurons and heads, each layer gets its own page.
+    For a neuron, it also shows histograms of activations, and the tokens and heads to which the
+    neuron's weights connect it most. For an attention head, the page also shows which tokens the
+    head attends to. If there are more than 3,000 neurons and heads, each layer gets its own page.
     """
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
     from attn_only_lens.neurons import corpus_statistics

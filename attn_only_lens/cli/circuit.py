@@ -71,9 +71,9 @@ def explain(
 ) -> None:
     """Explain which heads and neurons make a model answer two prompts differently.
 
-    The command prints the model's answers, and how much each site of a small circuit contributes to
-    the difference between them. The page shows the circuit as a graph, with an edge from each site
-    to the sites that it affects.
+    The command searches for a small circuit; it prints the model's answers, and how much each head
+    and neuron of the circuit contributes to the difference between them. The page shows the circuit
+    as a graph, with edges from each head and neuron to those that it affects.
     """
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -121,11 +121,11 @@ def circuit(
 ) -> None:
     """Draw the circuit behind an answer as a graph of heads and neurons.
 
-    With --corrupted, search for a minimal circuit that causes the difference between the metric on
-    the clean and on the corrupted prompts. The circuit is the smallest set of sites found that
-    keeps the share --faithfulness of this difference while all other sites are patched from the
-    corrupted prompts. Without --corrupted, the graph shows what contributes to the metric on the
-    clean prompts. Edge weights are exact as long as attention patterns and the scales of the
+    With --corrupted, search for a minimal circuit that explains why the metric differs between the
+    clean and the corrupted prompts. This is the smallest set of sites found that preserves a
+    fraction --faithfulness of the difference when all other sites are patched from the corrupted
+    prompts. Without --corrupted, the graph shows which heads and neurons contribute to the metric
+    on the clean prompts. Edge weights are exact as long as attention patterns and the scales of the
     normalization layers are held fixed.
     """
     from attn_only_lens import circuits

@@ -1,4 +1,4 @@
-"""The typer application, and functions that all commands use, such as to report errors.
+"""The typer application, and functions that several commands use, for example to report errors.
 
 Commands import torch and pandas only when they run, so that --help is quick.
 """
@@ -25,7 +25,7 @@ Panel = Literal["Start here", "Find what matters", "Look at a model", "Make mode
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
-_LINE = 74  # characters per line of an example: 80 minus the help text's margin and " \\"
+_LINE = 74  # characters per line of an example, without the help text's margin and " \\"
 
 _START = """\
 Which heads and neurons make the difference between the answers to two prompts?
@@ -48,7 +48,7 @@ with this package: use it as MODEL to try the command.
 
 
 def option(help_text: str, panel: str | None = None, *names: str) -> Any:
-    """Declare a command-line option; `panel` is the group in which the help text lists it."""
+    """Declare a command-line option, which the help text lists under the heading `panel`."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel)
 
 
@@ -63,11 +63,11 @@ def start(context: typer.Context) -> None:
 
 
 def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes a function a command of the application.
+    """Return a decorator that turns a function into a command of the application.
 
-    The list of commands shows the command in the group `panel`, and its help text ends with
-    `examples`. If the type of a parameter is a dataclass, each of its fields becomes an option.
-    Errors are printed by `clear_errors`.
+    List the command under the heading `panel`, and append `examples` to the command's help text. If
+    the type of a parameter is a dataclass, each of its fields becomes an option. Errors are printed
+    by `clear_errors`.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -108,7 +108,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
 
 
 def _in_80_columns(example: str) -> str:
-    """Break an example command into lines before its options, so that it fits into 80 columns."""
+    """Break a command line before some of its options, so that no line exceeds 80 columns."""
     start, *options = re.split(r" (?=--)", example)
     lines = [f"  {start}"]
     for option_text in options:
@@ -120,7 +120,7 @@ def _in_80_columns(example: str) -> str:
 
 
 def path(value: str | Path) -> Path:
-    """Convert an option's value to a path; reject '', which `Path` reads as the current folder."""
+    """Convert an option's value to a path; reject an empty value, which `Path` reads as "."."""
     from attn_only_lens.storage.atomic import as_path
 
     try:
@@ -166,7 +166,7 @@ def clear_errors() -> Iterator[None]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show a status message in the terminal while a step without a progress bar runs."""
+    """Show a status message in the terminal during a step that has no progress bar."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"{what} …"):
@@ -174,7 +174,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
-    """Raise an error if --out or --top is invalid; commands call this before they compute."""
+    """Raise an error if --out or --top is invalid; commands call this before any slow step."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
         raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
@@ -196,7 +196,7 @@ def require_folder(out: Path) -> None:
 
 
 def say_page(page: Path, what: str = "") -> None:
-    """Print the path of a page that was written, and the file:// address that opens it."""
+    """Print the path of a page that was written, and its file:// address for a browser."""
     typer.echo(f"{page}{what and ': '}{what}\nOpen it in a browser: {page.resolve().as_uri()}")
 
 

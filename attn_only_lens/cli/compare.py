@@ -82,7 +82,7 @@ def compare(
         str | None, option("cpu, cuda or mps; default: cuda if available", MODEL)
     ] = None,
 ) -> None:
-    """Compare a model with a model grown from it, and write tables and two HTML pages."""
+    """Compare a model with a model that was grown from it; write tables and two HTML pages."""
     import torch
 
     from attn_only_lens import viz
@@ -149,7 +149,7 @@ def _read_prompts(path: Path, option: str) -> Any:
 
 
 def _print_summary(comparison: "Comparison") -> None:
-    """Print two tables, without the confidence intervals, which are only in the saved files."""
+    """Print two tables without their confidence intervals, which only the saved files contain."""
     estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (
         ("By layer: means over components", comparison.summary()),

@@ -41,7 +41,7 @@ def convert(
 ) -> None:
     """Convert a model to an attention-only HookedTransformer, and save the result.
 
-    If MODEL is a folder written by `convert`, copy it. This command needs transformer-lens 3.9.
+    If MODEL is a folder that `convert` wrote, copy it. This command needs transformer-lens 3.9.
     """
     from attn_only_lens.models import checkpoint
     from attn_only_lens.models.convert import convert as convert_model
@@ -109,10 +109,10 @@ def verify(
     ] = None,
     chat: Chat = False,
 ) -> None:
-    """Check that neurons written as attention heads keep a model's logits; exit with code 1 if not.
+    """Check that logits do not change if neurons become attention heads; else exit with code 1.
 
     If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
-    the logits of MODEL with and without neuron-heads, the attention heads that replace its neurons.
+    the logits of MODEL before and after attention heads replace its neurons.
     """
     from transformer_lens.model_bridge import TransformerBridge
 

@@ -44,9 +44,8 @@ def grow(
     """Make a larger model that computes the same function.
 
     The folder OUT can be passed as MODEL to every command. It contains the grown model, without
-    neuron-heads, and provenance.json, which lists the name in the grown model of every head and
-    neuron of MODEL. To grow a converted model, grow the original model, then `convert` the grown
-    model.
+    neuron-heads, and provenance.json, which says where each head and neuron of MODEL is in the
+    grown model. To grow a converted model, grow the original model, then `convert` the grown model.
     """
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model
@@ -64,7 +63,7 @@ def grow(
         raise AttnOnlyLensError(
             f"{name} is converted; grow the original model, then convert the grown model"
         )
-    hide(loaded)  # MODEL may be a folder that was saved with neuron-heads
+    hide(loaded)  # a model that was saved with neuron-heads is loaded with neuron-heads
     sizes: dict[str, Any] = {
         "d_mlp": d_mlp,
         "n_heads": n_heads,

@@ -1,12 +1,12 @@
-"""Find the activations of the old model in the activations of the grown model.
+"""Find the old model's activations within the activations of the grown model.
 
 The grown model's activation contains each entry of the old activation at the new index of the
-entry's head, neuron or coordinate. Most entries are unchanged. Some entries are multiplied by known
-factors (`Provenance.activation_scales`), for example keys if d_head grows, and the outputs of norms
-before the gain if d_model grows. If growth centred the residual stream for LayerNorm,
+entry's head, neuron or coordinate. Most entries are unchanged. Growth multiplies some entries by
+known factors (`Provenance.activation_scales`): for example keys if d_head grows, and normalized
+inputs of norms if d_model grows. If growth centred the residual stream for LayerNorm,
 residual-stream activations and sublayer outputs have mean zero in the grown model. If `init.splits`
-has split a unit, the unit's old output is the sum of the outputs of several units of the grown
-model, so `activation_map` raises a KeyError.
+has split a head or neuron, its old output is the sum of the outputs of several heads or neurons of
+the grown model, so `activation_map` raises a KeyError.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import Axis, in_layer, tail
 
-# For each hook point, the labels of its axes after batch and pos (None if an axis never grows).
+# For each hook point, the labels of its axes after batch and pos; None for axes that never grow.
 _STREAM = (
     *("hook_embed", "hook_pos_embed", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"),
     *("hook_attn_out", "hook_mlp_out", "hook_mlp_in"),
@@ -48,7 +48,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
-# For each axis label, the hook points whose activations change if units along it are split.
+# For each axis label, the hook points whose activations change if units of this axis are split.
 _WRITTEN = {
     "head": {"attn.hook_result"},
     "d_query": {"attn.hook_k", "attn.hook_rot_k"},
@@ -73,7 +73,7 @@ class ActivationMap:
     centred: bool = False
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the entries that correspond to the old model's activation, divided by `scale`."""
+        """Return the grown activation's entries that the old model also has, divided by `scale`."""
         sizes = [None if axis is None else axis.size for axis in self.axes]
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)
@@ -93,7 +93,7 @@ class ActivationMap:
 
 
 def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
-    """Return the map from the old model's activation at a hook point to the grown model's.
+    """Return the map from an activation of the old model to the grown model's activation.
 
     Args:
         provenance: the provenance of the grown model.

@@ -6,18 +6,19 @@ subtracting the mean over d_model from every weight that writes to the stream do
 output. LayerNorm then subtracts zero, so it equals RMSNorm with a bias. TransformerLens'
 `center_writing_weights` subtracts the same mean.
 
-The embedding writes to the stream, so it is centred; the unembedding is not. If the two share one
-matrix, they first get separate matrices.
+The embedding writes to the stream, so it is centred; the unembedding is not. If embedding and
+unembedding share one matrix, they first get separate matrices.
 
 Centring fails if the last norm is an RMSNorm (`final_rms`), which does not subtract the mean of the
 stream. Centring also fails if a LayerNorm writes to the stream: its output is added to the stream
-(norms after sublayers), or is the stream itself (BERT). This output is g ⊙ u + b, where g is the
-gain, b the bias and u the normalized input. Its mean over d_model depends on u, so it differs from
-token to token. To subtract this mean, the gain would have to be the matrix (1 - 11ᵀ/d_model)
-diag(g), which is not diagonal. Without centring, adding coordinates that are zero changes the mean
-m of a stream of width h to m h/ĥ, where ĥ is the new width. It also changes the standard deviation.
-(If ĥ is a multiple of h, both can be preserved by copying all coordinates, see
-`analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
+(norms after sublayers), or is the stream itself (BERT). The output of a LayerNorm is g ⊙ u + b,
+where g is the gain, b the bias and u the normalized input. The mean of this output over d_model
+depends on u, so it differs from token to token. To subtract this mean, the gain would have to be
+the matrix (1 - 11ᵀ/d_model) diag(g), which is not diagonal. If the stream is not centred, adding
+coordinates that are zero changes its mean from m to m h/ĥ, where h is the old width and ĥ the new
+width. It also changes the standard deviation. (If ĥ is a multiple of h, copies of all coordinates
+would preserve both, see `analyses/studies/layernorm_gap.py`. None of the six expansions copies
+coordinates in this way.)
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from attn_only_lens.expansion.weights import WRITERS, Weights, tail
 
 
 def is_layer_norm(weights: Weights) -> bool:
-    """Return True if the norms in the blocks are LayerNorms, which subtract the mean."""
+    """Return True if the norms in the blocks subtract the mean, as LayerNorm does."""
     return weights.constants.norm in ("LN", "LNPre")
 
 
@@ -81,7 +82,7 @@ class CentreStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return a plan that gives the embedding and the unembedding separate matrices."""
+        """Return a plan with separate matrices for the embedding and the unembedding."""
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:

@@ -2,8 +2,8 @@
 
 The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. So neurons
 whose rows of W_out are zero add nothing to the output (equations 6 to 10), whatever their
-activations are. This requires an activation function that acts on each neuron separately, unlike
-SoLU.
+activations are. This requires an activation function that acts on each neuron separately; SoLU does
+not.
 """
 
 from collections.abc import Sequence

@@ -1,25 +1,25 @@
 """Theorem 3.4: widen the queries and keys of attention heads.
 
 An attention score is q · k / √k̂, where k̂ is the new width. New coordinates of the key that are
-zero add nothing to the score (equation 20), whatever the query's coordinates are. The old model, of
-width k, divides by √k instead of √k̂, so old keys are multiplied by √(k̂/k) (equation 19). If the
-model's configuration sets a divisor other than √k, neither this divisor nor the keys change. The
-bias b_K is scaled like W_K, because it is part of the key from which scores are computed.
+zero add nothing to the score (equation 20), whatever the query's coordinates are. The old model has
+width k and divides by √k, so growth multiplies old keys by √(k̂/k) (equation 19). If the model's
+configuration sets a divisor other than √k, neither this divisor nor the keys change. The bias b_K
+is scaled like W_K, because it is part of the key from which scores are computed.
 
 If rotary positions rotate only the first coordinates, new coordinates come last and are not
-rotated. If rotary positions rotate whole heads, coordinates i and i + k/2 are rotated by θ^(-2i/k)
-per position. Old coordinates then stay in the same half of the head: an index i of k/2 or more
-becomes i + (k̂ - k)/2. The base θ becomes θ^(k̂/k), which preserves the rotation angles of old
-coordinates.
+rotated. If rotary positions rotate whole heads, each position rotates the coordinates i and i + k/2
+by the angle θ^(-2i/k). Old coordinates then stay in the same half of the head: if i ≥ k/2,
+coordinate i moves to i + (k̂ - k)/2. The base θ becomes θ^(k̂/k), which preserves the rotation
+angles of old coordinates.
 
-A norm of queries and keys divides by the root of the mean square 1/k̂ Σ q², which includes the new
-coordinates. So the new coordinates of queries must be zero as well. All gradients of new
-coordinates then stay zero, so the effective width of queries and keys does not grow. Old
-coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε
-keeps its effect.
+If queries and keys are normalized, they are divided by the root of their mean square 1/k̂ Σ q²,
+which includes the new coordinates. So the new coordinates of queries must be zero as well. All
+gradients of new coordinates then stay zero, so training never uses the new coordinates of queries
+and keys. Old coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor,
+so that ε keeps its effect.
 
-Models with `clip_qkv` cannot be widened if keys must be scaled, because the scaled keys would be
-clipped at the old bound.
+If keys must be scaled, models with `clip_qkv` cannot be widened, because this setting would clip
+the scaled keys at the old bound.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Theorem 3.5, with extensions: widen the residual stream from h to ĥ coordinates.
 
-No component writes to the new coordinates (equations 33 to 38), so components that read the stream
-get the old values. Norms are an exception: the mean square over ĥ entries is h/ĥ times the old mean
-square. With s = √(h/ĥ),
+No component writes to the new coordinates (equations 33 to 38), so they stay zero, and components
+that read the stream get the old values. Norms are an exception, because they average over all
+coordinates: the mean square over ĥ entries is h/ĥ times the old mean square. With s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
 
@@ -101,11 +101,11 @@ class WidenStream(Expansion):
         return grown, before.then(provenance)
 
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
-        """Return each tensor's factor, to compensate for the factor 1/s in the outputs of norms."""
+        """Return the factor of each tensor, which compensates for the factor 1/s that norms add."""
         constants = weights.constants
         twice = constants.embed_scaled and _stays_tied(
             constants
-        )  # the unembedding is W_E, so it is scaled too
+        )  # W_E is also the unembedding, which gets the same factor
         through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
         if constants.embed_scaled:
             through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
@@ -127,18 +127,18 @@ class WidenStream(Expansion):
 
 
 def _stays_tied(constants: Constants) -> bool:
-    """Return True if the embedding and the unembedding are one matrix, and can stay one."""
+    """Return True if embedding and unembedding share a matrix, and can share the wider one."""
     return constants.tied and constants.final_norm not in ("LNPre", "RMSPre")
 
 
 def _after_folded_norm(weights: Weights) -> bool:
-    """Return True if position embeddings are added to the output of a norm without a gain."""
+    """Return True if the model adds position embeddings after a norm that has no gain."""
     constants = weights.constants
     return constants.positions == "shortformer" and constants.norm in ("LNPre", "RMSPre")
 
 
 def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
-    """Return, for each hook point, the factor by which its activation changes."""
+    """Return, for each hook point, the factor by which growth multiplies the activation."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
     norms = [block_name(layer, norm) for layer in layers for norm in _BLOCK_NORMS]

@@ -26,8 +26,8 @@ class WidenValues(Expansion):
     The new rows of W_O are zero in every head. The new columns of W_V and b_V can have any values.
 
     All heads of a layer share one tensor, so every head gets new entries. If `heads` is given, the
-    new columns of W_V and b_V are zero in other heads. They stay zero during training, because W_V
-    gets no gradient while W_O is zero, and vice versa.
+    new columns of W_V and b_V are zero in other heads. In other heads, all new entries stay zero
+    during training, because W_V gets no gradient while W_O is zero, and vice versa.
 
     Attributes:
         n: how many coordinates to add to each head's value.

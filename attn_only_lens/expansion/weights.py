@@ -12,17 +12,17 @@ d_value    a coordinate of values (v in the growth paper). TransformerLens uses 
 
 The axis `d_model` is common to all layers. Every other axis in this list belongs to one layer.
 
-An `Identity` is a fingerprint that identifies a model, whatever its dtype, device or format. For
-each tensor w, it contains the norm ‖w‖ and a weighted sum s of the entries. The weight of an entry
-is a product of pseudorandom numbers r_a, one for each axis a:
+An `Identity` is a fingerprint of a model, which does not depend on the model's dtype, device or
+format. For each tensor w, it contains the norm ‖w‖ and a weighted sum s of the entries. The weight
+of an entry is a product of pseudorandom numbers r_a, one for each axis a:
 
     s = Σ_ij… r_0(i) r_1(j) … w_ij…        r_a(i) = 2 ((i + 1 + 1000 a) φ mod 1) - 1
 
 with φ the golden ratio.
 
-A change Δ of the tensor changes s by about ‖Δ‖ / 3, whichever entries change. So if s changed by no
-more than rounding errors of ‖w‖, the tensor is the same, perhaps with another dtype or computed on
-another machine. A training step changes s by more than that.
+If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. So if s changes by
+no more than the rounding errors of ‖w‖, the tensor counts as the same, perhaps in another dtype or
+computed on another machine. A training step changes s by more than these rounding errors.
 """
 
 import math
@@ -72,7 +72,7 @@ _AXES: dict[str, tuple[str, ...]] = {
         for part in ("w", "b")
     },
 }
-_ALL_HEADS = {  # if one norm covers the queries of all heads, and another norm covers all keys
+_ALL_HEADS = {  # one norm covers the queries of all heads, a second norm their keys
     "attn.q_norm.w": ("head", "d_query"),
     "attn.k_norm.w": ("kv_head", "d_query"),
 }
@@ -87,7 +87,7 @@ _AT_ONCE = 2**18  # this many float64 entries fit into a processor's cache
 
 
 class Axis(NamedTuple):
-    """An axis of tensors, given by a label and a layer (None for an axis of the whole model)."""
+    """An axis of tensors: a label, and a layer or None if the axis is common to all layers."""
 
     label: str
     layer: int | None = None
@@ -103,7 +103,7 @@ def in_layer(name: str) -> int | None:
 
 
 def tail(name: str) -> str:
-    """Return a name without its block prefix: `attn.W_Q` for `blocks.3.attn.W_Q`."""
+    """Return a tensor's name without the block's prefix: `attn.W_Q` for `blocks.3.attn.W_Q`."""
     match = _BLOCK.fullmatch(name)
     return name if match is None else match[2]
 
@@ -206,7 +206,7 @@ class Weights:
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """The length of every axis. Raise ValueError if two tensors disagree about a length."""
+        """The length of every axis. Raise ValueError if an axis has two different lengths."""
         sizes: dict[Axis, int] = {}
         for name, tensor in self.tensors.items():
             axes = axes_of(name, self.constants)
@@ -218,7 +218,7 @@ class Weights:
         return sizes
 
     def in_layers(self, of: str) -> list[int]:
-        """Return the layers that have a tensor with this name after the block prefix."""
+        """Return the layers that have a tensor of this kind, for example `attn.W_Q`."""
         layers = range(self.constants.n_layers)
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
@@ -227,7 +227,7 @@ class Weights:
         return replace(self, tensors={name: change(x) for name, x in self.tensors.items()})
 
     def sketch(self) -> "Weights":
-        """Return the weights on the meta device (without values), to test an expansion cheaply."""
+        """Return the weights as meta tensors, which have no values, to try an expansion cheaply."""
         return self.map(lambda tensor: tensor.to("meta"))
 
 
@@ -246,8 +246,8 @@ class Identity:
     def differences(self, second: "Identity") -> list[str]:
         """Return the names of tensors that differ, and of nonzero tensors that only one model has.
 
-        A tensor that one model lacks counts as zeros, because the bridge of transformer-lens 3.9
-        adds biases of zero.
+        A tensor that one model lacks is treated as zeros, because TransformerBridge adds biases of
+        zero in transformer-lens 3.9.
         """
         tolerance = max(self.precision, second.precision)
         both = {**self.marks, **second.marks}

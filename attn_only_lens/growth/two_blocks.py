@@ -1,17 +1,18 @@
 """Growth of converted models, which have two blocks per layer.
 
-A converted model has the parameters of its source model under other names: source layer l becomes
-blocks 2l and 2l + 1, and neuron-heads have the MLP's matrices. So `AddNeurons` appends neuron-heads
-(m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks. Converting a grown
-model and growing the converted model give bitwise equal weights. Layers of a converted model may
-have different sizes, and values may have another width than queries and keys. So converted models,
-unlike others, can grow in some layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
+A converted model has the parameters of its source model under other names: layer l of the source
+becomes blocks 2l and 2l + 1, and the MLP's matrices belong to neuron-heads. So `AddNeurons` appends
+neuron-heads (m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks.
+Converting a grown model and growing the converted model give bitwise equal weights. Layers of a
+converted model may differ in size, and the width of values may differ from that of keys. So
+converted models, unlike others, can grow in some layers only, or by `WidenValues` or
+`WidenQueriesAndKeys` alone.
 
-In a converted gated MLP, bilinear gates equal the activation function only on a range of inputs,
-which was calibrated for each layer. A new layer gets the range of the old layer with the same
-shapes, and new neurons get the range of their layer. Outside this range, new neurons do not compute
-the activation function, but their outputs are zero before training. To avoid this, grow the source,
-then convert and calibrate the grown model.
+If a gated MLP was converted with bilinear gates, its gates equal the activation function only on a
+range of inputs, which was calibrated for each layer. A new layer gets the range of the old layer
+with the same shapes, and new neurons get the range of their layer. Outside this range, new neurons
+do not compute the activation function, but have no effect before training, because their output
+weights are zero. To avoid this, grow the source model, then convert and calibrate it.
 """
 
 import math
@@ -39,7 +40,7 @@ from attn_only_lens.models.two_blocks.config import (
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
-# The parts of a neuron block, and the parts of the source layer that they come from.
+# For each part of a neuron block, the part of the source layer from which it was made.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
 _PARTS = {source_name: ours for ours, source_name in _PARTS_IN_SOURCE.items()}
 _SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # shared by grouped heads
@@ -105,7 +106,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the old layer from which everything except the weights is copied.
+        # For each layer, the old layer from which settings and buffers are copied.
         layers = [
             layer
             for layer_index in range(constants.n_layers)
@@ -133,7 +134,7 @@ class ConvertedModel(Growable):
 
 
 def _source_name(name: str) -> str:
-    """Return the name of the tensor of `Weights` that a converted model's parameter stores."""
+    """Return which tensor of `Weights` this parameter of a converted model stores."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return name
@@ -144,7 +145,7 @@ def _source_name(name: str) -> str:
 
 
 def _converted_name(name: str, *, grouped: bool) -> str:
-    """Return the name of the converted model's parameter that stores a tensor of `Weights`."""
+    """Return which parameter of a converted model stores this tensor of `Weights`."""
     layer, of = in_layer(name), tail(name)
     if layer is None:
         return name
@@ -156,7 +157,7 @@ def _converted_name(name: str, *, grouped: bool) -> str:
 
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
-    """Return the sizes of every layer, with `attn_scale` unless scores are divided by √d_head."""
+    """Return each layer's sizes; its scores are divided by √d_head, or all by `attn_scale`."""
     constants, sizes, layers = weights.constants, weights.sizes, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (

@@ -1,11 +1,10 @@
 """Compute top examples and statistics of neurons and heads in one pass over a corpus.
 
-Without attributions, only one layer's activations for one batch are in memory at a time;
-attributions need a backward pass, which keeps the activations of all layers. For each neuron and
-each end (largest or smallest values), the k examples take k (4 + window) integers and k (1 + 2
-window) floats, where `window` is the length of a window in tokens. The histograms of a neuron take
-1,024 + 3 · 128 + 4 integers. The sums of an attention head take two floats for each token of the
-vocabulary.
+Without attributions, only the activations of one layer for one batch are in memory; with
+attributions, the backward pass keeps the activations of all layers in memory. If a window has w
+tokens, the k examples with the largest (or smallest) values of a neuron take k (4 + w) integers and
+k (1 + 2 w) floats. The histograms of one neuron take 1,024 + 3 · 128 + 4 integers. The sums of an
+attention head take two floats for each token of the vocabulary.
 """
 
 import hashlib
@@ -51,10 +50,10 @@ def top_examples(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> pd.DataFrame:
-    """Return the tokens of a corpus where neurons have their largest and smallest values.
+    """Return the tokens of a corpus at which neurons have their largest and smallest values.
 
-    The corpus is read once, text by text. The BOS token of a text is never an example, because a
-    neuron has the same value at BOS in every text.
+    The corpus is read once, text by text. BOS tokens are never examples, because a neuron has the
+    same value at BOS in every text.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -160,9 +159,9 @@ def head_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> HeadStatistics:
-    """Return which tokens attention heads attend to, and where the heads' outputs are largest.
+    """Return which tokens attention heads attend to, and where they write the longest vectors.
 
-    The arguments that are not described here are the same as for `top_examples`.
+    Arguments that are not listed here are the same as in `top_examples`.
 
     Args:
         names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.

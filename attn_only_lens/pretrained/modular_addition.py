@@ -1,9 +1,9 @@
 """A one-layer model of addition modulo 113 that ships with the package.
 
 The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
-HookedTransformer, the model is a TransformerBridge. When TransformerLens converts a model to a
-bridge, it silently ignores most fields of the model's HookedTransformerConfig. Therefore
-`load_bridge` is used only for the shipped model, whose logits are checked by the tests.
+HookedTransformer, the model is loaded as a TransformerBridge. When TransformerLens converts a model
+to a bridge, it silently ignores most fields of the model's HookedTransformerConfig. Therefore
+`load_bridge` loads only this model, whose logits the tests check.
 """
 
 from importlib.resources import as_file, files
@@ -26,7 +26,7 @@ MODULUS = 113
 def load_bridge(
     folder: Path, *, dtype: str | torch.dtype, device: str | torch.device
 ) -> TransformerBridge:
-    """Read the shipped model from its folder; raise CheckpointError if the files are damaged."""
+    """Load the shipped model as a bridge; raise CheckpointError if its files are damaged."""
     config, state = read_folder(folder)
     to_dtype, to_device = parse_dtype(dtype), parse_device(device)
     try:

@@ -13,8 +13,8 @@ becomes the row of the weight matrix for this coordinate: the new matrix W̃ is 
   coordinate (see `theorem_6.PassingNorm`).
 
 The constant coordinate is not the bias coordinate of Theorem 3, which is 1 on the bias token and 0
-on other tokens. With the paper's W_K, the two coordinates must differ: otherwise each token would
-have the same key as the bias token, and all weights in the patterns would be 1/2.
+on other tokens. The two coordinates must differ: otherwise, with the paper's W_K, each token would
+have the same key as the bias token, and all attention weights would be 1/2.
 """
 
 import math
@@ -52,7 +52,7 @@ def head_with_biases(
     W_O: Float[Tensor, "d_head d"],
     mask: Float[Tensor, "n_tokens n_tokens"],
 ) -> Head:
-    """Return a head without biases on [X | 1] that is equal to a head with biases on X.
+    """Return a head without biases that computes on [X | 1] what a head with biases computes on X.
 
     Returns:
         The head h on M_{N,D+1} with h([X | 1]) = [output of the head with biases | 0], where the
@@ -83,7 +83,7 @@ def head_with_biases(
 
 
 def constant_head(b: Float[Tensor, " d"], n_tokens: int) -> Head:
-    """Return a head on [X | 1] that outputs b at every token, and so replaces an output bias b_O.
+    """Return a head on [X | 1] that outputs b at every token, so that b_O is not needed.
 
     Raises:
         ValueError: b is not a float64 vector.

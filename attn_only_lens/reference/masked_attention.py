@@ -7,8 +7,8 @@ A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. Let rown
     h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV        X ∈ M_{N,D}, one token per row
 
 ("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is 0,
-the masked softmax is exactly 0. A mask with a row of zeros raises an error, because the softmax
-would be 0/0. The size N of a head's mask is fixed, so a longer text needs another head.
+the masked softmax is exactly 0. A mask with a row of zeros is an error, because the softmax of this
+row would be 0/0. A head's mask has a fixed size N, so a text of another length needs another head.
 """
 
 import math

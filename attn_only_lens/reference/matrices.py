@@ -1,8 +1,8 @@
-"""Build block matrices as in the paper's notation, and check the shapes and dtypes of matrices.
+"""Build block matrices in the paper's notation, and check the shapes and dtypes of matrices.
 
 The paper's notation (section 2): M_{n,k} is the set of real n × k matrices; X ⊕ Y is the block
 matrix with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. All matrices
-are float64, because the rest of the package is tested against them.
+are float64, because tests compare the rest of the package with them.
 """
 
 import torch

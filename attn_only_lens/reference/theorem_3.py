@@ -27,8 +27,8 @@ This file corrects the following slips in the draft.
   "from the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)].
   The matrix should be W_QK, whose scores -x are in the last column, while the main diagonal is 0.
   The two slips cancel, because softmax([-x, 0]) = [σ(-x), σ(x)]. Appendix A is correct.
-* The bias token comes last and every token attends to it, so Λ is not causal in this order. With
-  the bias token first, the same mask is lower triangular; the order does not matter.
+* The bias token comes last and every token attends to it, so Λ is not causal in this order. If the
+  bias token came first, the same mask would be lower triangular; the order does not matter.
 """
 
 import torch
@@ -88,7 +88,7 @@ def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
 
 
 def generalized_silu(mlp: MLP) -> GeneralizedSiLU:
-    """Return an MLP's activation; raise ValueError if Theorem 3 does not cover the activation."""
+    """Return an MLP's activation function; raise ValueError if Theorem 3 does not cover it."""
     if not isinstance(mlp.activation, GeneralizedSiLU):
         raise ValueError(
             f"activation: got {mlp.activation!r}; expected a GeneralizedSiLU. For gelu, use "

@@ -16,18 +16,19 @@ and the same holds for a final norm. The paper has only the post-norm form; we a
 form for GPT-2. Biases are handled by the bias trick (`reference/bias_trick.py`): t acts on [X | 1],
 t′ acts on [X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
 
-**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for the same LayerNorm. This
-equation is false, and no LayerNorm of D + 1 coordinates satisfies it for any gain g and bias b.
+**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1], as if one LayerNorm fitted
+both sides. This equation is false, and no LayerNorm of D + 1 coordinates satisfies it for any gain
+g and bias b.
 Proof: the bias coordinate of a token (y | 0) becomes -g_{D+1} μ/s + b_{D+1}, where μ and s are the
 row's mean and standard deviation. Since μ/s varies, this is 0 for all y only if g_{D+1} = b_{D+1} =
-0. But then the bias token's bias coordinate becomes 0 instead of 1. Normalising only the first D
+0. But then the bias coordinate of the bias token becomes 0, and not 1. Normalising only the first D
 coordinates of every row is not enough either: the bias token (0 | 1) becomes (b | 1), or 0/0 if eps
 = 0. The bias token's value b V₁ⁱ is then not 0, so Theorem 3 fails unless b = 0 and eps > 0.
 Therefore the proof uses `PassingNorm`, which normalises only the first N rows and D columns.
 
 **Skip connections** (a remark of the paper). Every head outputs 0 at the bias token, so without the
-first skip connection, X′_1 would be X_1 ⊕ [0]. In the heads of the next MLP, all scores would then
-be 0 and all gates 1/2, so this MLP would become the linear map ½ a₁ a₂ X_1 V₁ V₂.
+first skip connection, X′_1 would be X_1 ⊕ [0]. In the next MLP's heads, all scores would then be 0
+and all gates 1/2, so that these heads would compute the linear map ½ a₁ a₂ X_1 V₁ V₂.
 """
 
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 class PassingNorm:
     """A norm that is applied only to the first N rows and D columns of a matrix.
 
-    So it does not change the constant coordinate and the bias token in [X | 1], X ⊕ [1] and [X | 1]
-    ⊕ [1].
+    So the constant coordinate and the bias token of [X | 1], X ⊕ [1] and [X | 1] ⊕ [1] do not
+    change.
 
     Attributes:
         norm: a norm on M_{N,D}.
@@ -81,7 +82,7 @@ class PassingNorm:
 
 
 def extended_head(head: Head) -> Head:
-    """Extend a head h by the bias token: return h′ with h′(X ⊕ [1]) = h(X) ⊕ [0].
+    """Extend a head h to streams with a bias token: return h′ with h′(X ⊕ [1]) = h(X) ⊕ [0].
 
     Example:
         >>> import torch

@@ -12,16 +12,17 @@ h_Ω be the head on M_{N,D+N} with
 an Ω (`sufficient_omega`) such that the error is at most ε for all X whose rows have norm at most R.
 
 Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since I_N on
-both sides picks the entries of the second block. For token t, let M_t be the sum of exp(S_ts) over
-the visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens
-have the weight
+both sides selects the second block of W′_QK. For token t, let M_t be the sum of exp(S_ts) over the
+visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens have
+the weight
 
     leak_t = e^{-Ω} m_t / (M_t + e^{-Ω} m_t) ≤ n_t e^{gap_t - Ω}
 
 where n_t is the number of masked tokens, and gap_t is the largest masked score minus the largest
-visible score. Softmax keeps the ratios of weights within the visible and within the masked tokens.
-So row t of the pattern is (1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's row, and
-B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of X W_OV, then
+visible score. Among the visible tokens, and among the masked tokens, softmax keeps the ratios of
+weights. So row t of the pattern is (1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's
+row, and B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of X W_OV,
+then
 
     ‖h_Ω(X)_t - h(X)_t‖ = leak_t ‖Σ_s (B_ts - A_ts) v_s‖ ≤ n_t e^{gap_t - Ω} max_{s,s′} ‖v_s - v_s′‖
 
@@ -33,9 +34,9 @@ The head outputs 0 in the position coordinates, so a skip connection preserves t
 layers can be stacked, provided that R bounds the inputs of all layers and norms preserve these
 coordinates (`theorem_6.py`).
 
-The blog post uses the same Ω. The post's matrix B of scores by position (`post/sublayers.py`) is
-Ω(Λ - 1) plus a constant for each row, which softmax ignores. The post's three sublayers are heads
-of Theorems 3 and 7 with masks encoded in this way.
+The blog post uses the same Ω. Its matrix B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
+plus a constant per row, which softmax ignores. The post's three sublayers are heads of Theorems 3
+and 7 with masks encoded in this way.
 """
 
 import math

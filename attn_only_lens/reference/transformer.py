@@ -120,7 +120,7 @@ Sublayer = MLP | tuple[Head, ...]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """All intermediate matrices that a transformer with m sublayers computes for one input X_0.
+    """Every intermediate matrix that a transformer with m sublayers computes from an input X_0.
 
     Attributes:
         stream: X_0 … X_m (m + 1 of them).
@@ -220,5 +220,5 @@ class Transformer:
 
 
 def _terms(sublayer: Sublayer) -> tuple[MLP | Head, ...]:
-    """Return the functions whose outputs a sublayer adds up: its MLP alone, or its heads."""
+    """Return the functions whose outputs add up to a sublayer's output: one MLP, or heads."""
     return sublayer if isinstance(sublayer, tuple) else (sublayer,)

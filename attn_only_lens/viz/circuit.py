@@ -1,8 +1,8 @@
 """Draw a circuit as an interactive page and as a static picture.
 
 `assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
-data as JSON. At first, the page shows the strongest nodes and the value edges between them. The
-picture shows this first view; it is drawn in Python, without a browser.
+data as JSON. At first, the page shows only the strongest nodes, and edges of the kind "value"
+between them. The picture shows the same first view; Python draws it, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,7 +116,7 @@ def circuit_page(
 
 
 def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
-    """Group nodes by layer and kind of head if there are more than `MOST_UNFOLDED` of them."""
+    """If there are more than `MOST_UNFOLDED` nodes, group them by layer and kind of head."""
     if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
         return state
     free = nodes[
@@ -135,7 +135,7 @@ def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, 
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data from which both the page and the picture are drawn."""
+    """Return the data that both the page and the picture show."""
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
@@ -172,7 +172,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of the picture, in which names from the saved state replace node labels."""
+    """Return the data of the picture, after giving nodes the names from the saved state."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
@@ -182,7 +182,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return each node's |attribution| or, if missing, its largest |weight|; NaN for metrics."""
+    """Return each node's |attribution| or, if missing, largest edge |weight|; NaN for metrics."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
@@ -190,7 +190,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the position from which the value edges into the metric have the most total weight."""
+    """Return the position whose value edges into the metric have the largest sum of |weight|."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)

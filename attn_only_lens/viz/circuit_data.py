@@ -1,4 +1,4 @@
-"""Define the data of a circuit's page, and check that the data are consistent.
+"""Define which data a circuit's page needs, and check that they are consistent.
 
 A page with a missing node or a misplaced edge would look correct, so inconsistent data raise an
 error.
@@ -42,7 +42,7 @@ class _Group(BaseModel):
 
 
 class _State(BaseModel):
-    """The parts of a page's saved state that are checked in Python."""
+    """Those parts of a page's saved state that are checked in Python."""
 
     pinned: list[str] = []
     names: dict[str, str] = {}
@@ -221,7 +221,7 @@ def _numbers(
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
-    """Return a list with one reason if a column contains an unexpected word, else an empty list."""
+    """Return an error message, in a list, if a column contains a word that is not expected."""
     allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
     words = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in words if word not in allowed]

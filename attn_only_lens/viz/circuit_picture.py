@@ -33,7 +33,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return the numbers of nodes and edges that fit into a readable first view."""
+    """Return how many nodes and edges the first view can show and still be readable."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -103,7 +103,7 @@ def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
 
 
 def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
-    """Return the k strongest of the edges that have a shown kind and connect two shown nodes."""
+    """Return the k strongest edges between shown nodes, of the kinds that are shown."""
     edges, kinds = data["edges"], _kinds(data)
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)
@@ -118,7 +118,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     width = 0.8 + 4.2 * size
     x, y = path[-1]
     half = width / 2
-    if weight < 0:  # a bar replaces the arrowhead, to show the sign without colours
+    if weight < 0:  # a bar instead of an arrowhead shows the sign without colours
         head = f"M{x - 4 - half:.1f} {y:.1f}H{x + 4 + half:.1f}"
     else:
         head = (
