@@ -46,7 +46,7 @@ def disagreement(
     size: Tensor | float | None = None,
     mask: Tensor | None = None,
 ) -> str:
-    """Return a text that says how much two results differ, or "" if they differ only by rounding.
+    """Return a message on how much two results differ, or "" if they differ only by rounding.
 
     Args:
         computed: one result.

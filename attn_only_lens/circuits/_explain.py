@@ -162,12 +162,12 @@ class Explanation:
             self.page(new / "page.html")
 
     def text(self, k: int = 10) -> str:
-        """Return the model's answers and the first k rows of `table` as a text of 80 columns."""
+        """Return the model's answers and the first k rows of `table` as text of 80 columns."""
         table, n = self.table(), self.attribution.n_prompts
         rows = table.head(k).round(2).drop(columns="does")
         rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
         rows["token"] = rows["token"].map(repr)
-        for name in ("id", "token"):  # pandas would align texts to the right
+        for name in ("id", "token"):  # pandas would align strings to the right
             rows[name] = rows[name].str.ljust(rows[name].str.len().max())
         text = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
         head, *lines = text.splitlines()

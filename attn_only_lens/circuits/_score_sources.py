@@ -60,7 +60,7 @@ def score_sources(
     *,
     top: int | None = None,
 ) -> pd.DataFrame:
-    """Split an attention score, or a neuron's pre-activation, into shares of earlier writers.
+    """Split an attention score or a neuron's pre-activation into earlier components' contributions.
 
     With norm scales held at their values in the run, the shares add up to the score.
 

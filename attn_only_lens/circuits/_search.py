@@ -208,7 +208,7 @@ def discover(
         prompts_at_once: how many prompt pairs are in memory at once; by default as many as fit in
             a fifth of the memory. With fewer than all, each evaluation records the runs again. Mean
             ablation and custom metrics need all prompts at once.
-        progress: show a progress bar over the circuits that are run; a text is its label.
+        progress: show a progress bar over the circuits that are run; a string is its label.
 
     Returns:
         The circuit. Its frame `tried` lists all circuits that the search evaluated.

@@ -8,7 +8,7 @@ token in each prompt). Sites in the circuit are unchanged. All other sites are a
     "positional_mean"  its mean over the clean prompts at the same position, or role
     "resample"         its value in the corrupted run, at the same position
 
-The embedding, the biases, and heads and positions that are not sites are never ablated. Many
+Only sites are ablated; the embedding, the biases, and all other heads and positions never are. Many
 circuits are run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))

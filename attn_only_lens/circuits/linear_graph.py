@@ -35,7 +35,7 @@ class Places:
     """The places of nodes: positions, or roles (tokens whose position differs between prompts).
 
     Attributes:
-        names: positions as texts, or roles in the order of their mean positions.
+        names: positions as strings, or roles in the order of their mean positions.
         real: the places that at least one prompt has.
         chosen: whether a role is at a position in a prompt; None if the places are positions.
     """

@@ -88,7 +88,7 @@ class MetricOptions:
     metric: Metric = "logit_diff"
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
-        """Build the metric; if `tokens` is True, the answers are token numbers instead of texts."""
+        """Build the metric; if `tokens` is True, the answers are token numbers, not strings."""
         from attn_only_lens import patching
 
         name = self.metric

@@ -299,7 +299,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
 
 
 def _require_source(model: Any, provenance: Provenance) -> None:
-    """Raise an error if the model's weights are not the weights that were grown."""
+    """Raise an error unless the model's weights are those from which the grown model was made."""
     if provenance.source is None:
         reason = "the provenance is for weights, and does not identify a model"
     elif odd := provenance.source.differences(identity(model)):

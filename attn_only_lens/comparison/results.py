@@ -62,7 +62,7 @@ class Comparison:
             `position`, `original_name` (missing if new), `status`, `effect`, `grown_effect`.
         edges: edges in either circuit: `source`, `target`, `kind`, `status`, `weight`,
             `grown_weight`.
-        tokens: the tokens of the first batch's first prompt, as texts.
+        tokens: the tokens of the first batch's first prompt, as strings.
         about: models, settings, the metric and its values, faithfulness of the circuits.
     """
 
@@ -132,7 +132,7 @@ class Comparison:
             raise CheckpointError(f"{there} has files {got}; expected {expected}")
         check_files(there, manifest["files"])
         frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
-        for frame in frames.values():  # in CSV, missing names are empty texts
+        for frame in frames.values():  # in CSV, missing names are empty strings
             texts = frame.select_dtypes(exclude="number")
             frame[texts.columns] = texts.where(texts != "")
         return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])

@@ -1,4 +1,4 @@
-"""The answers that a metric compares: each is a token number, or a text that encodes to one token.
+"""The answers that a metric compares: each is a token number or a string that is one token.
 
 A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
 or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
@@ -147,7 +147,7 @@ def _token(model: Any, answer: Any) -> int | str:
 
 
 def _why_not_one(model: Any, text: str) -> str:
-    """Explain why a text is not a single token, and suggest what to give instead."""
+    """Explain why a string is not a single token, and suggest what to give instead."""
     if unknown := unknown_words(model.tokenizer, text):
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "

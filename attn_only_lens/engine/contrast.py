@@ -304,7 +304,7 @@ def _require_complete(result: Contrast) -> None:
 
 
 def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
-    """Return hooks that replace z, v and patterns by their means over the two runs."""
+    """Return hooks that replace z, v and patterns with their means over the two runs."""
     host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
 
     def average(value: Tensor, hook: Any, name: str) -> Tensor:
@@ -334,7 +334,7 @@ def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that replace derivatives of neuron-heads' patterns by slopes between runs."""
+    """Return hooks that replace derivatives of neuron-heads' patterns with slopes between runs."""
     queries = list[Tensor]()
     query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
 
@@ -370,7 +370,7 @@ class _Steps:
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
+        """Replace norms and nonlinear functions with their rules; yield the adapted `hooks`.
 
         Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, the
         hook gets a detached activation, which receives the gradient of the norm's new output.

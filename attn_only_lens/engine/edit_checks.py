@@ -4,8 +4,8 @@ A sweep patches many sites, each in its own variant of a run. It runs only the b
 that a patch can change, and adds the change of a neuron's output directly to the stream. A hook in
 a full forward pass might have a different effect: a layer may not run the edited module, or a hook
 point may show only a copy of an activation. So before the first patch, noise is added to all heads
-of a sweep in two ways: by hooks in a full forward pass, where each block still gets its recorded
-input, and by the sweep's own computation. Both ways must give the same block outputs.
+of a sweep in two ways. One uses hooks in a full forward pass, where each block still gets its
+recorded input. The other is the sweep's own computation. Both must give the same block outputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -152,7 +152,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the autograd graph at the first block's input; yield a list to collect these inputs."""
+    """Start the autograd graph at the first block's input; yield a list that receives it."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:

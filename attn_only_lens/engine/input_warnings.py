@@ -58,10 +58,10 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
 
 
 def shortened(text: str) -> str:
-    """Return a text in quotes; cut out the middle of a long text."""
+    """Return a string in quotes; cut out the middle of a long string."""
     return _REPR.repr(text)
 
 
 def quoted(texts: Sequence[str]) -> str:
-    """Return at most three texts in quotes, separated by commas."""
+    """Return at most three strings in quotes, separated by commas."""
     return ", ".join(map(repr, texts[:_SHOWN])) + ", …" * (len(texts) > _SHOWN)

@@ -212,7 +212,7 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
     """Return a metric that is the logit of a correct answer minus the logit of a wrong answer.
 
     Args:
-        correct: a token, a text that is one token, or a list or tensor with one answer for each
+        correct: a token, a string that is one token, or a list or tensor with one answer for each
             prompt.
         wrong: the wrong answers, in the same form as `correct`.
 
@@ -262,7 +262,7 @@ def probability(answer: Answers) -> Metric:
     """Return a metric that is the probability of an answer.
 
     Args:
-        answer: a token, a text that is one token, or a list or tensor with one answer for each
+        answer: a token, a string that is one token, or a list or tensor with one answer for each
             prompt.
 
     Raises:
@@ -280,7 +280,7 @@ def log_probability(answer: Answers) -> Metric:
     """Return a metric that is the natural logarithm of an answer's probability.
 
     Args:
-        answer: a token, a text that is one token, or a list or tensor with one answer for each
+        answer: a token, a string that is one token, or a list or tensor with one answer for each
             prompt.
 
     Raises:

@@ -2,9 +2,9 @@
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
 precision, the rounding is as large as the output of a single head, so analyses that split the
-stream compute in float32. A bridge with hooks cannot be copied to float32. So during the analysis,
-each half-precision tensor of the model itself holds float32 data. Afterwards, each tensor gets its
-original data back, so views and tied weights stay intact.
+stream compute in float32. A bridge with hooks cannot be copied to float32. During the analysis, the
+model's own half-precision tensors therefore hold float32 data in place of their original data.
+Afterwards, they get the original data back, so views and tied weights stay intact.
 """
 
 from collections.abc import Callable, Iterator

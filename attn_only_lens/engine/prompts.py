@@ -117,7 +117,7 @@ def prompt_pair(
             every reason.
 
     Warns:
-        InputWarning: the tokenizer does not know a word, a sign or whitespace in a text. All
+        InputWarning: the tokenizer does not know a word, symbol or whitespace character. All
             functions that take texts warn about this.
 
     Example:
@@ -208,7 +208,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Pad the rows to one tensor; return it and its mask, which is None if all tokens are real."""
+    """Pad the rows and stack them into a tensor; return it and its mask (None without padding)."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
@@ -259,7 +259,7 @@ def chat_tokens(
 
     Args:
         model: a model with a tokenizer that has a chat template.
-        prompts: a user's message as a text, or a list of such texts; or the messages of one chat,
+        prompts: a user's message as a string, or a list of strings; or the messages of one chat,
             such as `[{"role": "system", "content": "Be brief."}, …]`, or a list of chats.
 
     Returns:

@@ -111,7 +111,7 @@ class RunPair:
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the patched run, the other run, and each prompt's metric in the patched run."""
+        """Return the run to patch, the run that patches come from, and the first run's metric."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
@@ -364,7 +364,7 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
 
 def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
-    """Return the residual stream from a block's arguments."""
+    """Return the residual stream that enters a block, taken from the block's arguments."""
     return args[0] if args else kwargs["hidden_states"]
 
 

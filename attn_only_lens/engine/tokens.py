@@ -1,4 +1,4 @@
-"""Convert texts to tokens and back with any tokenizer, and find words unknown to the tokenizer.
+"""Convert strings to tokens and back with any tokenizer, and find words unknown to the tokenizer.
 
 `tokenizer.decode([id])` returns a token's text at the start of a text, where a SentencePiece
 tokenizer drops the space before a word. To get the token's text in the middle of a text, we remove
@@ -35,11 +35,11 @@ _ESCAPED = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 _APOSTROPHES = "'’"  # apostrophes count as parts of a word, as in "don't"
 
 
-# From texts to tokens
+# From strings to tokens
 
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
-    """Convert a text or tokens to a tensor on the model's device, and check the tokens."""
+    """Convert a string or tokens to a tensor on the model's device, and check the tokens."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
@@ -75,7 +75,7 @@ def array_as_tensor(value: Any) -> Any:
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
-    """Tokenize a text like `model.to_tokens`, but never add a second BOS token."""
+    """Tokenize a string like `model.to_tokens`, but never add a second BOS token."""
     if model.tokenizer is None:
         raise UnsupportedCallError("got a text, but the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
@@ -90,7 +90,7 @@ def d_vocab_out(model: Any) -> int:
     return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)
 
 
-# From tokens to texts
+# From tokens to strings
 
 
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
@@ -100,13 +100,13 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
-        tokens: the tokens of one prompt [pos], or a text.
+        tokens: the tokens of one prompt [pos], or a string.
 
     Returns:
         One text per token; bytes that do not form a complete character appear like `<0xE2>`.
 
     Raises:
-        UnsupportedCallError: the model cannot take a text, or the tokens are not one prompt.
+        UnsupportedCallError: the model cannot take a string, or the tokens are not one prompt.
 
     Example:
         >>> from attn_only_lens import pretrained, token_texts
@@ -193,22 +193,22 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-# Words, signs and whitespace unknown to a tokenizer, for which the model reads <unk> or nothing
+# Words, symbols and whitespace unknown to a tokenizer, for which the model reads <unk> or nothing
 
 
 def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
-    """Return the tokens of a text, or of each of several texts, without special tokens."""
+    """Return the tokens of a string, or of each of several strings, without special tokens."""
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def one_token(tokenizer: Any, text: str) -> int | None:
-    """Return a text's token if the text is a single known token; otherwise return None."""
+    """Return a string's token if the string is a single known token; otherwise return None."""
     tokens = token_ids(tokenizer, text)
     return int(tokens[0]) if len(tokens) == 1 and not unknown_words(tokenizer, text) else None
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
-    """Return the words, signs and whitespace that a tokenizer does not know, each once, in order.
+    """Return words, symbols and whitespace that a tokenizer does not know, once each, in order.
 
     A text that contains the unknown token itself, such as "<unk>", is not reported.
 

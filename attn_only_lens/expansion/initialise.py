@@ -78,7 +78,7 @@ class Units:
     block: int = 1
 
     def blocks(self, units: Sequence[int]) -> list[list[list[int]]]:
-        """Return the units as lists of ranges, which are lists of groups that share a key."""
+        """Nest units by run, then by block: [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] for 2 runs."""
         blocks: list[list[list[int]]] = np.reshape(units, (self.runs, -1, self.block)).tolist()
         return blocks
 

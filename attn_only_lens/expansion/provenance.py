@@ -445,7 +445,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Return a later step's entries; add the number of this step's shares to their `since`."""
+        """Return a later step's entries; raise each `since` by the number of this step's shares."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -497,7 +497,7 @@ class Provenance:
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
-        head.heads(self.constants.heads_per_neuron)  # raises an error if the neuron lacks this head
+        head.heads(self.constants.heads_per_neuron)  # raises an error if there is no such head
         return head, head.layer
 
 

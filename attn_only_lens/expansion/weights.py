@@ -87,7 +87,7 @@ _AT_ONCE = 2**18  # this many float64 entries fit into a processor's cache
 
 
 class Axis(NamedTuple):
-    """An axis of tensors: a label, and a layer or None if the axis is common to all layers."""
+    """An axis of weight tensors: its label and its layer (None if the layers have it in common)."""
 
     label: str
     layer: int | None = None

@@ -19,16 +19,16 @@ largest error is .0203 with one head of slope 1.702 (the paper's choice), .0139 
 best slope, and 2.4e-5 with four heads. One head of slope k approximates relu, with scores up to k
 |q| and an error of at most W(1/e)/k = .27846…/k, where W is the Lambert function.
 
-In a gated MLP, a neuron computes α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The
-value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b
-= 0 and c = ∞: it attends only to its own token, so its output is linear in u, as in Theorem 7 of
-the same paper. We know of no publication in which attention heads compute gated MLPs. A sum of
-sigmoids is bounded and α is not, so no finite number of heads can approximate α for every q. The
-mixture builds the linear part of α from wide sigmoids with large weights that nearly cancel, which
-causes rounding errors of about 2^-22 Σ_j |w_j| in float32. For relu, the gates are fitted on [-1,
-1] and rescaled to other limits, so their errors and weights are proportional to the limit. `bound`
-is an absolute error. In half precision, the heads of a neuron lose too much accuracy, because their
-outputs are much larger than the sum of the outputs.
+In a gated MLP, a neuron computes α(q) · u, where α is the activation function, q = x · W_gate[:, i]
+and u = x · W_in[:, i]. The value of its heads is u, and the mixture p(q) approximates α(q) within
+`bound` for |q| <= `limit`. The last head has b = 0 and c = ∞: it attends only to its own token, so
+its output is linear in u, as in Theorem 7 of the same paper. We know of no publication in which
+attention heads compute gated MLPs. A sum of sigmoids is bounded and α is not, so no finite number
+of heads can approximate α for every q. The mixture builds the linear part of α from wide sigmoids
+with large weights that nearly cancel, which causes rounding errors of about 2^-22 Σ_j |w_j| in
+float32. For relu, the gates are fitted on [-1, 1] and rescaled to other limits, so their errors and
+weights are proportional to the limit. `bound` is an absolute error. In half precision, the heads of
+a neuron lose too much accuracy, because their outputs are much larger than the sum of the outputs.
 
 `plain.json` and `gated.json` hold the gates that `analyses/tools/fit_gates.py` and
 `fit_gated_gates.py` have fitted. In `plain.json`, each w_j is a multiple of 2^-23, so float32

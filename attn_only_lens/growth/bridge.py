@@ -161,7 +161,7 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     for name, twin in usual.named_modules():
         module, label = modules.get(name), name or "the model"
         if module is None or isinstance(twin, nn.ModuleList):
-            continue  # bridges split joint matrices, and have other lists of blocks
+            continue  # bridges split joint matrices and name their block lists differently
         if type(module) is not type(twin):
             got, expected = type(module).__qualname__, type(twin).__qualname__
             reasons.append(f"{label} is a {got}; the configuration says {expected}")

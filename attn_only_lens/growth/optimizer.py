@@ -141,7 +141,7 @@ def _grown_state(
     if key not in _MOMENTS or value is None:
         return value.clone() if isinstance(value, Tensor) else value
     moment = old.to_weights(value)
-    if tensor_map.scale != 1.0:  # moments are only multiplied, even if gains have an offset
+    if tensor_map.scale != 1.0:  # moments are only scaled; gains may also be shifted by a constant
         moment = moment / tensor_map.scale ** _MOMENTS[key]
     moment = tensor_map.put(moment, moment.new_zeros(tensor_map.shape))
     return new.from_weights(_shared_out(moment, tensor_map.name, _MOMENTS[key], provenance))

@@ -25,7 +25,7 @@ _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 @dataclass(frozen=True)
 class HeadName:
-    """The name of an attention head, a neuron-head or a neuron in a source layer.
+    """The name of an attention head, a neuron-head, or a neuron in a layer of the source model.
 
     Attributes:
         layer: the source layer (not the block), counted from 0.
@@ -48,7 +48,7 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Parse `L5H3`, `L5N1234` or `L5N1234.2`; raise UnknownHeadError for other texts."""
+        """Parse `L5H3`, `L5N1234` or `L5N1234.2`; raise UnknownHeadError for other strings."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(

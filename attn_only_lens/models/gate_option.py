@@ -48,7 +48,7 @@ def calibrate(
 
     Args:
         model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
-        tokens: representative input [batch, pos], or a text if the model has a tokenizer.
+        tokens: representative input [batch, pos], or a string if the model has a tokenizer.
         margin: the factor by which the largest |x · W_gate| seen is multiplied.
 
     Returns:

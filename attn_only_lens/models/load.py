@@ -139,7 +139,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a text is the path of a file or folder, or cannot be the name of a model."""
+    """Return whether a string is the path of a file or folder, or cannot be the name of a model."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)

@@ -6,11 +6,11 @@ A norm before a head can be folded into the head's weights W. Apart from the nor
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-If a norm follows a head with output o, as in OLMo 2, the head adds o N to the stream, apart from
-the norm's bias and scale. (Gemma 2 has both kinds of norms.) If queries and keys are normalised
-(Qwen 3, Gemma 3, OLMo 2), their folded weights are W_Q N and W_K N. Composition scores do not
-change if weights are multiplied by positive numbers, so for fixed scales they are computed exactly
-from folded weights.
+If a norm follows a head with output o, the head adds o N to the stream, where N is this norm's
+matrix (apart from the norm's bias and scale). If queries and keys are normalised (Qwen 3, Gemma 3,
+OLMo 2), their folded weights are W_Q N and W_K N. Composition scores do not change if weights are
+multiplied by positive numbers, so for fixed scales they are computed exactly from folded weights.
+In OLMo 2, norms follow heads; Gemma 2 has norms before and after heads.
 
 In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
 norms differ between versions of TransformerLens, so the bridge is run once on two tokens (attached
@@ -284,7 +284,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """If a module's output is zero, replace it by noise, to find the modules that receive it."""
+    """If a module's output is zero, replace it with noise, which shows what reads this output."""
     first = output[0] if isinstance(output, tuple | list) else output
     noise = normal_numbers(first.shape, seed).to(first)
     written = torch.where(first.any(), first, noise)  # an `if` would wait for the device

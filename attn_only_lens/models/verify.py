@@ -198,7 +198,7 @@ def verify(
     Args:
         source: the model before conversion; for a model exposed in place, also the model itself.
         converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
-        tokens: tokens [batch, pos], or a text if the models have a tokenizer.
+        tokens: tokens [batch, pos], or a string if the models have a tokenizer.
 
     Returns:
         The differences, which can be printed; `.ok` is True if all are within their bounds.

@@ -225,7 +225,7 @@ def _halved(
 
 
 def add_histogram(counts: Int[Tensor, "neuron *bin"], bins: Int[Tensor, "neuron token"]) -> None:
-    """Count each token in its bin; this overwrites `bins`, which are 32-bit integers."""
+    """Add each token to its histogram bin; overwrite `bins`, the int32 bin of each token."""
     n, size = len(counts), counts[0].numel()
     bins += torch.arange(n, dtype=bins.dtype, device=bins.device)[:, None] * size
     counts += torch.bincount(bins.flatten(), minlength=n * size).view_as(counts)

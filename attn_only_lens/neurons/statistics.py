@@ -287,7 +287,7 @@ class HeadStatistics(_Statistics):
         n_tokens: number of tokens that were counted: all except BOS.
         vocabulary: the text of each token in the examples and lists.
         examples: tensors by end and name, "largest.score" and so on (`accumulate.py`).
-        counts: shares of attention, "bos", "offsets", and of tokens (`looks.py`).
+        counts: fractions of attention, with names such as "bos" and "attended" (`looks.py`).
     """
 
     _document = Document("attn_only_lens.HeadStatistics", 1, _Fields)

@@ -82,7 +82,7 @@ def activation_patch(
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
         clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
-            without corrupted prompts, whose scores are shares of the clean run's metric.
+            without corrupted prompts, whose scores are fractions of the clean run's metric.
         metric: `logit_diff(...)` or another metric, or any function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
@@ -111,7 +111,7 @@ def activation_patch(
             interrupted sweep resumes from the folder. A custom metric then needs a version (see
             `custom`). Under `accelerate launch`, where processes share the work, the folder is
             required.
-        progress: whether to show a progress bar; a text is its label.
+        progress: whether to show a progress bar; a string is its label.
 
     Returns:
         The metric and the score after each patch. The score is 0 for the corrupted run and 1 for

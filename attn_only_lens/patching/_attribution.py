@@ -147,7 +147,7 @@ def attribution(
             (clean minus corrupted).
         clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
-            without corrupted prompts, whose scores are shares of the clean run's metric.
+            without corrupted prompts, whose scores are fractions of the clean run's metric.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
@@ -342,7 +342,7 @@ class _Estimator:
             )
 
     def estimate(self, prompts: PromptChunk) -> tuple[Repairs, Tensor | None]:
-        """Estimate the effects of all sites, and replace some estimates by exact values.
+        """Estimate the effects of all sites, and replace some estimates with exact values.
 
         If the attribution is split, also return the part of each effect that goes through patterns.
         """

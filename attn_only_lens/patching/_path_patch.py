@@ -83,8 +83,8 @@ from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these paths cannot be patched"
 _LOGITS = "logits"
-_AT_ONCE = 256  # paths in a chunk of exact values
-_ESTIMATES_AT_ONCE = 2**24  # paths in a chunk of estimates: about ten seconds of work
+_AT_ONCE = 256  # number of paths per chunk when computing exact values
+_ESTIMATES_AT_ONCE = 2**24  # number of paths per chunk of estimates: about ten seconds of work
 _NUMBERS = 2**21  # entries of the largest tensor that a path block needs
 
 
@@ -150,7 +150,7 @@ def path_patch(
             `activation_patch`.
         batch_size: how many paths run in one forward pass; by default as many as fit in memory.
         resume: a checkpoint folder; see `activation_patch`.
-        progress: whether to show a progress bar; a text is its label.
+        progress: whether to show a progress bar; a string is its label.
 
     Returns:
         The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
@@ -448,7 +448,7 @@ class _PathBlock:
         return self.shape[0] * self.shape[1]
 
     def paths(self, number: int) -> pd.DataFrame:
-        """Return a frame with one row per path: its path block, sender i and receiver j."""
+        """Return a frame with one row per path: columns block, i (sender) and j (receiver)."""
         i, j = (index.ravel() for index in np.indices(self.shape))
         return pd.DataFrame({"block": number, "i": i, "j": j})
 

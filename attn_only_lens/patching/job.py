@@ -28,7 +28,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for a missing chunk, and before an error
+_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for missing chunks; seconds until an error
 # Environment variables in which torchrun, accelerate and MPI set the number and rank of processes.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -56,7 +56,7 @@ class Job:
         folder: where the arrays of chunks are stored; None to store nothing.
         settings: a function that returns everything that the arrays depend on; it is called only
             if there is a folder.
-        progress: whether to show progress bars; a text is their label.
+        progress: whether to show progress bars; a string is their label.
 
     Example:
         >>> from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Collect values over chunks of prompts: means with standard errors, or values per prompt.
 
 Let v_b be the metric of prompt b after a patch, u_b the metric before the patch, and w_b the
-prompt's weight in the mean (Σ w_b = 1; w_b is 1/n except for a loss). The span, the difference
-clean - corrupted of the mean metrics, is treated as a constant. Then
+prompt's weight in the mean (Σ w_b = 1; w_b is 1/n except for a loss). The span (mean clean metric
+minus mean corrupted metric) is treated as a constant. Then
 
     value                  Σ w_b v_b
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
@@ -75,7 +75,7 @@ class OverPrompts:
         values: Float[Tensor, "row prompt"],
         shares: tuple[float, ...],
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return the statistics of a chunk: of the clean run, the corrupted run and each row."""
+        """Return one chunk's statistics for the clean run, the corrupted run and each patch."""
         scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
             return scores

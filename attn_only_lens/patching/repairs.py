@@ -33,13 +33,13 @@ all layers of the kind. The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-The factor 4 is a safety margin. The sum over unpatched sites is computed twice: with the c of each
-layer, and with a c that is fitted to those patched sites whose keys are below the median. The
-larger sum is used. The expected correlation is not a bound. The expected correlation is None if
-fewer than 16 sites of a kind were patched, or if the budget is below 3 forward passes. The budget
-"auto" spends at least 3 forward passes or .2 Gflop. Patching then continues until the expected
-correlation is .99 for both kinds of heads, but costs at most 7 forward passes (10 with the
-estimates) or 4 Gflop. If limits in forward passes and in Gflop differ, the larger one applies.
+The factor 4 is a safety margin. The larger of two sums over unpatched sites is used: one with each
+layer's own coefficient c, and one with a c fitted to the patched sites with below-median repair
+keys. The expected correlation is not a bound. It is None if fewer than 16 sites of a kind were
+patched, or if the budget is below 3 forward passes. The budget "auto" spends at least 3 forward
+passes or .2 Gflop. Patching then continues until this correlation is .99 for both kinds of heads,
+but costs at most 7 passes (10 with the estimates) or 4 Gflop. Of a limit in passes and one in
+Gflop, the limit that allows more work applies.
 """
 
 from collections.abc import Callable, Iterable, Sequence

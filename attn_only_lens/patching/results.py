@@ -176,7 +176,7 @@ def _flags(column: _Column) -> npt.NDArray[np.bool_]:
 
 
 def _texts(column: _Column) -> pd.Categorical:
-    """Return a column of texts as a categorical, with the categories in order of appearance."""
+    """Return a column of strings as a categorical, with the categories in order of appearance."""
     try:
         codes, distinct = pd.factorize(column)
     except TypeError as error:  # lists are not hashable
@@ -309,7 +309,7 @@ class ScoredFrame:
 
     @property
     def clean_and_corrupted(self) -> str:
-        """The metric in both runs as a text: "Logit difference 7.57 (clean), …"."""
+        """The metric in both runs as a string: "Logit difference 7.57 (clean), …"."""
         kind = self.metric.partition("(")[0].partition(" of ")[0]
         name = _METRIC_NAMES.get(kind, kind[:1].upper() + kind[1:])
         return f"{name} {self.clean_value:.3g} (clean), {self.corrupted_value:.3g} (corrupted)"
@@ -378,7 +378,7 @@ class ScoredFrame:
 
     @abstractmethod
     def _kind_and_rows(self) -> tuple[str, str]:
-        """Return what these results are called, and how many rows they have, as texts."""
+        """Return what these results are called, and how many rows they have, as strings."""
 
     def _headline(self) -> str:
         """Return a one-line description of these results."""
@@ -459,8 +459,8 @@ class Sweep(ScoredFrame):
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site occurs twice,
-            positions mix numbers and texts, a name stands for two heads, or the clean value equals
-            the corrupted value.
+            positions mix numbers and strings, a name stands for two heads, or the clean value
+            equals the corrupted value.
 
     Example:
         >>> import pandas as pd

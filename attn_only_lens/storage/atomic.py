@@ -44,7 +44,7 @@ def as_path(path: AnyPath) -> Path:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a text to a file, completely or not at all."""
+    """Write a string to a file, completely or not at all."""
     with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8")
 

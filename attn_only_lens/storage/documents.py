@@ -59,7 +59,7 @@ class Document:
         return self._check(read_json(path), path)
 
     def parse(self, text: str, path: Path) -> dict[str, Any]:
-        """Read a document from a text that is stored inside another file, `path`."""
+        """Read a document from a string that is stored inside another file, `path`."""
         return self._check(_parse(text, path), path)
 
     def _check(self, whole: Any, path: Path) -> dict[str, Any]:

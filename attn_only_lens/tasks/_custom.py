@@ -44,8 +44,8 @@ def from_templates(
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
         n: the number of pairs.
-        templates: texts with a field for each role; all templates have the same fields.
-        words: rows with a text for each field, and an "answer", which begins with a space if the
+        templates: strings with a field for each role; all templates have the same fields.
+        words: rows with a string for each field, and an "answer", which begins with a space if the
             model should predict a space.
         seed: decides which pairs are drawn.
 
@@ -127,7 +127,7 @@ def from_jsonl(
         path: a UTF-8 file, such as the agreement data sets from "Sparse Feature Circuits".
         seed: decides which pairs are drawn.
         keys: the keys of the clean prompt, the corrupted prompt, the right answer and the wrong
-            answer. All are texts; an answer includes the space before it.
+            answer. All are strings; an answer includes the space before it.
         roles: the word number for each role, counted from 0, such as {"subject": 1} for "The keys
             near". The role's position is the last token of this word. "end", the last token of
             the prompt, is always a role.

@@ -96,7 +96,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Pair:
-    """An unchecked pair of prompts; answers are tokens, or texts that follow the prompt."""
+    """An unchecked pair of prompts; answers are tokens, or strings that follow the prompt."""
 
     clean: Filled
     corrupted: Filled

@@ -49,7 +49,7 @@ def circuit_page(
     """Draw the graph of a circuit as one HTML page that works offline.
 
     Args:
-        nodes: columns `id` (a text, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
+        nodes: columns `id` (a string, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
             "embed", "attention", "neuron", "bias", "rest", "offset", "metric"), `layer` and
             `position` (missing if a node has none), `name`, `value`, `attribution` (if this is
             missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
@@ -60,7 +60,7 @@ def circuit_page(
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
-            meaning of that column; `notes`, texts that the page shows; `additive`, the kinds of
+            meaning of that column; `notes`, strings that the page shows; `additive`, the kinds of
             edges that sum to attributions (by default "value"); and `groups`, the `members`,
             `effect` and `sum_of_effects` of groups that were measured.
         details: by id, or by name for all positions of a node; fields of an id take precedence.

@@ -254,7 +254,7 @@ def _ports(
     *,
     end: int,
 ) -> list[float]:
-    """Return the x coordinate at which each edge meets its lower (end 0) or upper node (end 1)."""
+    """Return each edge's x coordinate at its lower node (end=0) or at its upper node (end=1)."""
     columns: dict[int, list[int]] = {}
     for j, pair in enumerate(pairs):
         columns.setdefault(pair[end], []).append(j)

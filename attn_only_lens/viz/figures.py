@@ -232,7 +232,7 @@ def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
 
 
 def plotly_text(raw: str) -> str:
-    """Escape a text for plotly, which interprets some HTML, and make white space visible."""
+    """Escape a string for plotly, which interprets some HTML, and make white space visible."""
     return escape(" ".join(map(visible_token, raw.split(" "))), quote=False)
 
 

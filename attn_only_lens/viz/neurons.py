@@ -143,7 +143,7 @@ def _known(texts: Texts | AnyStatistics) -> CorpusStatistics | None:
 
 
 def count_names(names: Sequence[str]) -> str:
-    """Return a text such as "4 heads and 512 neurons"."""
+    """Return a string such as "4 heads and 512 neurons"."""
     n_heads = sum("H" in name for name in names)
     counts = {"heads": n_heads, "neurons": len(names) - n_heads}
     return " and ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)

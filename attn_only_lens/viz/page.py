@@ -218,7 +218,7 @@ def with_space(token: str) -> str:
 
 
 def short_numbers(values: Iterable[Any], figures: int = 5) -> list[Any]:
-    """Round numbers to significant figures, and replace missing values by None."""
+    """Round numbers to significant figures, and replace missing values with None."""
     return [_short(value, figures) for value in values]
 
 

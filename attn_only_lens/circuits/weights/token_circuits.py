@@ -17,9 +17,9 @@ A head copies if its OV circuit M raises the logit of the token that it reads:
     copying = Σ λ / Σ |λ|               λ: eigenvalues of M; on average 0 for random heads
     cosine  = Σ λ / ‖M‖_F               the cosine between M and the identity, times √d_vocab
 
-A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is 1 or -1. No
-d_vocab × d_vocab matrix is computed. The d_head × d_head matrix W_O W_U C W_E W_V has the nonzero
-eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
+A neuron-head's M has rank one, so its only nonzero eigenvalue is (W_out W_U C) · (W_E W_in), and
+copying is 1 or -1. No M is computed: for an attention head, the d_head × d_head matrix W_O W_U C
+W_E W_V has the nonzero eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
 
 Token paths through one neuron use ReLU instead of the model's activation function. All supported
 activation functions are close to ReLU for large inputs, and ReLU commutes with norm scales.

@@ -308,7 +308,7 @@ class _Replacement(partial[Any]):
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Inside a `with`, replace the forward pass of a module by `forward`."""
+    """Inside a `with`, replace the forward pass of a module with `forward`."""
     instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(

@@ -355,6 +355,6 @@ def _different_logits(model: Any, twin: Any) -> list[str]:
         return []
     difference = (logits[0] - logits[1]).abs().max().item()
     return [
-        f"the loaded model's logits would differ by {difference:.2g}: the model cannot be rebuilt "
-        "from its configuration and the options of enable_compatibility_mode"
+        "rebuilt from its configuration and the enable_compatibility_mode options, it would give "
+        f"logits that differ from the original's by {difference:.2g}"
     ]

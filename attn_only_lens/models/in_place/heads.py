@@ -54,7 +54,7 @@ class MLPHookPoints:
     pre_linear: HookPoint | None
     """Outputs u, in a gated MLP."""
     post: HookPoint
-    """Receives the activations on their way to W_out."""
+    """Receives the activations that W_out multiplies."""
     out: HookPoint | None
     """Receives the output of W_out; None if the MLP's own class calls `InPlace.write` instead."""
     layer: nn.Module | None = None

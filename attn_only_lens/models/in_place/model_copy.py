@@ -71,7 +71,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """On a copied hook point, replace placeholder hooks by hooks that act on copied modules."""
+    """On a copied hook point, replace placeholder hooks with hooks that act on copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)

@@ -77,7 +77,7 @@ def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
 
 
 def by_layer(values: Sequence[Any]) -> str:
-    """Return a text such as "37 in layers 0, 2 and 41 in layer 1" for [37, 41, 37]."""
+    """Return a string such as "37 in layers 0, 2 and 41 in layer 1" for [37, 41, 37]."""
     layers: dict[Any, list[str]] = {}
     for layer, value in enumerate(values):
         layers.setdefault(value, []).append(str(layer))

@@ -63,7 +63,7 @@ class StackedWeight:
         if len(set(shapes)) > 1:
             block = "2 * l" if stack.kind == "attention" else "2 * l + 1"
             raise UnsupportedCallError(
-                f"{self.name} of all layers cannot be one tensor, since the layers differ in size: "
+                f"Cannot stack {self.name} across layers, because the layers differ in size: "
                 f"{by_layer(shapes)}. Use "
                 f"model.blocks[{block}].attn.{self.name} for source layer l"
             )
