@@ -207,7 +207,7 @@ def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
     held = [amount(weights), amount(shape.recordings(pos))]
     return (
         f"{markdown(header, lines)}\n\n"
-        f"Next to {held[0]} of weights and {held[1]} of recordings, each device has room for "
+        f"In addition to {held[0]} of weights and {held[1]} of recordings, each device can hold "
         f"{shape.at_once(pos, first):,} patches at once."
     )
 

@@ -43,7 +43,7 @@ def test_smoke(tmp_path):
     last = frame[(frame["check"] == 1) & (frame["arm"] == "neurons")]
     assert (last["new_share"] > 1e-4).all()
     assert (last["kept"] <= 1).all()
-    check_recomputed(frames, first=3, tolerance=1e-4)
+    check_recomputed(frames, first=3, tolerance=1e-3)
     again = CliRunner().invoke(app, [*asked[:2], "2", *asked[3:]])
     assert "choose another --runs" in str(again.exception)
 
@@ -76,7 +76,7 @@ def check_recomputed(frames, first, tolerance):
                 "new_share": now[task][now["was"].isna()].abs().sum() / whole,
                 "idle_share": two[idle].abs().sum() / whole,
             }
-            # tables have 4 digits, effects 6; one neuron of a circuit would be .05
+            # tables and effects have 4 digits; one neuron of a circuit would be .05
             assert got == pytest.approx(dict(row[list(got)]), abs=tolerance)
             compared += 1
     assert compared == len(end) > 0

@@ -579,7 +579,7 @@ def test_refusals():
     for module in rotary.original_model.modules():
         if "inv_freq" in module._buffers:
             module.inv_freq *= 2
-    with pytest.raises(GrowthError, match="inv_freq differs from the value"):
+    with pytest.raises(GrowthError, match="inv_freq differs from its value"):
         grow(rotary, d_mlp=41)
     processed = boot("llama", state="processed")
     with pytest.raises(GrowthError, match="compatibility mode"):

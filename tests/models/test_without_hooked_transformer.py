@@ -107,9 +107,9 @@ def test_the_shipped_model_is_converted_verified_saved_and_loaded(tmp_path):
     [
         ("model.safetensors", lambda data: data[:-100], "is not a readable safetensors file"),
         ("config.json", lambda data: data[:-10], "is not valid JSON"),
-        ("config.json", lambda data: data.replace(b"512", b"509"), "does not hold"),
-        ("config.json", lambda data: data.replace(b'"n_heads": 4', b'"n_heads": 8'), "not hold"),
-        ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt"), "does not hold"),
+        ("config.json", lambda data: data.replace(b"512", b"509"), "does not contain"),
+        ("config.json", lambda data: data.replace(b'"n_heads": 4', b'"n_heads": 8'), "not contain"),
+        ("config.json", lambda data: data.replace(b"n_ctx", b"n_cxt"), "does not contain"),
     ],
 )
 def test_a_damaged_model_is_refused(tmp_path, name, change, message):

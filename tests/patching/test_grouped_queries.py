@@ -234,6 +234,6 @@ def test_groups_in_another_order_are_refused(monkeypatch):
     model = expose_neuron_heads(bridges.bridged(bridge("llama"))).model
     monkeypatch.setattr(modeling_llama, "repeat_kv", lambda x, n: x.repeat(1, n, 1, 1))
     with pytest.raises(
-        UnsupportedModelError, match=r"heads \[1, 3, 5\] read the last .*; expected heads \[3"
+        UnsupportedModelError, match=r"heads \[1, 3, 5\] use the last .*; expected heads \[3"
     ):
         sweep(model, part="value")

@@ -192,7 +192,7 @@ def test_refused(model):
         )
     with pytest.raises(InputError, match="got prompts_at_once=0; expected 1 or more"):
         p.attribution(model, metric=DIFF, prompts_at_once=0, **settings)
-    with pytest.raises(InputError, match="got 2 answers; expected 1, or 7"):
+    with pytest.raises(InputError, match="got 2 answers; expected 1, or one for each of the 7"):
         p.activation_patch(model, metric=p.logit_diff([1, 2], 3), prompts_at_once=2, **settings)
     swapped = {"clean": settings["clean"][:2], "corrupted": settings["clean"][[1, 0]], "mask": None}
     for run in (p.activation_patch, p.attribution):  # each run differs, the mean does not

@@ -277,7 +277,7 @@ def test_files_that_make_no_pairs(tmp_path):
     refused("got keep='cars'; expected a function", [row_of("keys", "key")], keep="cars")
     refused("has 5 words; expected more words", [row_of("a", "b")], roles={"subject": 5})
     refused(r"(?s)role 'end'.*word number -1 for the role 'end'", roles={"end": -1})
-    refused("n=1; 0 of 1", [row_of("garden door", "key")])
+    refused("n=1, but only 0 of 1", [row_of("garden door", "key")])
     refused("expected four names", [row_of("keys", "key")], keys=("clean_prefix", "answer"))
     refused("expected four names", [row_of("keys", "key")], keys="clean")
     refused("seed=-1", [row_of("keys", "key")], seed=-1)

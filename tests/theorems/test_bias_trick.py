@@ -57,7 +57,7 @@ def test_the_bias_trick_mlp():
     assert relative(got[:, :D], expected) < 1e-13
     assert not got[:, D].any()
     assert relative(mlp(F.pad(X, (0, 1)))[:, :D], expected) > 0.1
-    with pytest.raises(ValueError, match="0 at 1"):
+    with pytest.raises(ValueError, match="maps 1 to 0"):
         mlp_with_biases(V_1, b_1, V_2, b_2, GeneralizedSiLU(a_1=0.0))
     with pytest.raises(ValueError, match="b_1: got shape"):
         mlp_with_biases(V_1, b_2, V_2, b_2, alpha)

@@ -599,7 +599,7 @@ REFUSED = {
     "got 5 for a node's name": broken(nodes_name=(3, 5)),
     "source that is not a node, such as 'L9N9@0'": broken(edges_source=(3, "L9N9@0")),
     "weight that is not finite": broken(edges_weight=(3, np.nan)),
-    "edges of kind 'v'": broken(edges_kind=(3, "v")),
+    "edges have the kind 'v'": broken(edges_kind=(3, "v")),
 }
 
 
@@ -628,7 +628,7 @@ def test_frames_that_do_not_fit_are_refused(reason):
             "an example of 'L1N4'",
         ),
         ({"nodes": circuit()[0].assign(exact=np.inf)}, "infinite exact"),
-        ({"nodes": circuit()[0].assign(status="new")}, "nodes of status 'new'"),
+        ({"nodes": circuit()[0].assign(status="new")}, "nodes have the status 'new'"),
         ({"nodes": circuit()[0].drop(columns="value")}, "nodes have no column 'value'"),
         ({"edges": pd.concat([circuit()[1]] * 2)}, "edges repeat a source, target and kind"),
     ],
