@@ -70,6 +70,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 _BY_PROMPT = ("zero", "resample")  # ablations of a prompt that do not depend on other prompts
+_NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -196,7 +197,7 @@ def reasons_against_draws(n_random: object, seed: object) -> list[str]:
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
-    `whole` is the metric with no site ablated, and `nothing` is the metric with every site ablated.
+    `whole` is the metric with no site ablated.
     """
 
     def __init__(
@@ -251,8 +252,17 @@ class AblatedModel:
         self._first = self._replay.start(0, first_change)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
-        (nothing,) = self.by_prompt([np.empty(0, dtype=np.int64)])
-        self.nothing, self.nothing_by_prompt = float(self._mean(nothing)), nothing
+
+    @cached_property
+    def nothing_by_prompt(self) -> Float[np.ndarray, "prompt"]:
+        """The metric of each prompt with every site ablated."""
+        (nothing,) = self.by_prompt([_NOTHING])
+        return nothing
+
+    @cached_property
+    def nothing(self) -> float:
+        """The metric with every site ablated."""
+        return float(self._mean(self.nothing_by_prompt))
 
     @cached_property
     def span(self) -> float:
@@ -268,17 +278,23 @@ class AblatedModel:
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
+        effect = ranking.effect.to_numpy() if effects is None else effects
+        if order == "magnitude":
+            return np.argsort(-abs(effect), kind="stable")
         # The difference of the metric between the two runs may not have the sign of `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # Adding a useful site raises the score, and removing a useful site lowers the score.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
-        effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
-        return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
+        return np.argsort(-effect * helps, kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return the faithfulness of each circuit, given as row indices of its sites."""
-        values = self._mean(self.by_prompt(circuits))
-        return (values - self.nothing) / self.span
+        if "nothing_by_prompt" in vars(self):
+            by_prompt = self.by_prompt(circuits)
+        else:  # save a pass
+            every = self.by_prompt([_NOTHING, *circuits])
+            self.nothing_by_prompt, by_prompt = every[0], every[1:]
+        return (self._mean(by_prompt) - self.nothing) / self.span
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0

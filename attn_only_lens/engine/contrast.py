@@ -19,9 +19,9 @@ only a copy of the pattern. If a model has another nonlinear step, the sum Σ M 
 block's input differs from the metric's change; every call checks this.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,9 @@ from attn_only_lens.engine.secants import (
     gate_derivative,
     mean,
     norm_change,
+    norm_slopes,
     slope,
+    together,
 )
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
@@ -63,7 +65,6 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # a tolerance for float64, because rounding errors grow over layers
-_SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 
@@ -120,7 +121,7 @@ class Contrast:
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
         softmax: the output of each softmax; differentiable if the graph was kept.
-        softmax_changes: the change of each softmax output between the runs.
+        softmax_runs: the output of each softmax in both runs.
         total: Σ M Δ over the logits; it is the change of the metric if all its functions have
             rules.
         remainder: the change of the metric minus the total.
@@ -133,7 +134,7 @@ class Contrast:
     patterns: list[Float[Tensor, "batch head_index query_pos key"]]
     gradients: dict[str, Tensor] = field(repr=False)
     softmax: list[Tensor] = field(repr=False)
-    softmax_changes: list[Tensor] = field(repr=False)
+    softmax_runs: list[Tensor] = field(repr=False)
     total: float
     remainder: float
 
@@ -142,7 +143,8 @@ class Contrast:
     ) -> Float[Tensor, "batch pos head_index"]:
         """Return the part of each head's attribution that goes through the head's pattern."""
         if kind == "attention":
-            terms: Tensor = self.patterns[layer] * self.softmax_changes[layer]
+            clean, corrupted = self.softmax_runs[layer].chunk(2)
+            terms: Tensor = self.patterns[layer] * (clean - corrupted)
             return terms.sum(-1).transpose(1, 2)
         z, v, pattern = (host_of(model).hook_name(layer, kind, x) for x in ("z", "v", "pattern"))
         moved = self.runs.change(pattern)[..., SELF].transpose(1, 2)
@@ -225,7 +227,7 @@ def contrast(
     result = Contrast(
         *(runs, multiplier, stream, final, patterns, gradients),
         softmax=steps.functions.softmax,
-        softmax_changes=steps.functions.softmax_changes,
+        softmax_runs=steps.functions.softmax_runs,
         total=total,
         remainder=_remainder(metric, multiplier, clean, corrupted),
     )
@@ -319,17 +321,19 @@ def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
 
 def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
     """Yield each layer and its gates' slopes; compute small layers with equal gates together."""
-    sides, groups = dict[int, Both](), dict[Any, list[int]]()
-    for layer, heads in enumerate(host.neurons):
+    sides = dict[int, Both]()
+    for layer in range(host.n_layers):
         q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
-        x, y = sides[layer] = q.squeeze(-1), pattern[..., SELF].transpose(1, 2)
-        gate = heads.gate if isinstance(heads.gate, Gate) and x.numel() < _SMALL else layer
-        groups.setdefault((gate, x.shape, x.dtype, x.device), []).append(layer)
-    for layers in groups.values():
-        x, y = (torch.stack(side, 1) for side in zip(*[sides[i] for i in layers], strict=True))
+        sides[layer] = q.squeeze(-1), pattern[..., SELF].transpose(1, 2)
+
+    def slopes(layers: Sequence[int], x: Tensor, y: Tensor) -> tuple[Tensor]:
         derivative = partial(gate_derivative, host.neurons[layers[0]])
-        (y_1, y_0), (x_1, x_0) = y.chunk(2), x.chunk(2)
-        yield from zip(layers, slope(y_1, y_0, x_1, x_0, derivative).unbind(1), strict=True)
+        return (slope(*y.chunk(2), *x.chunk(2), derivative),)
+
+    gates = dict(enumerate(heads.gate for heads in host.neurons))
+    kinds = {i: gate if isinstance(gate, Gate) else i for i, gate in gates.items()}
+    for layer, (gate,) in together(slopes, sides, kinds):
+        yield layer, gate
 
 
 def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
@@ -383,9 +387,10 @@ class _Steps:
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
         # One prompt is enough to recognise a norm, so only one prompt is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
+        kinds = {m: (n.centres, n.weight is None, n.bias is None) for m, n in norms.items()}
         norm_hooks = {
-            module: self._norm(norms[module], *both, continues=module in inside.values())
-            for module, both in self.norms.items()
+            m: self._norm(norms[m], *slopes, self.norms[m][1], continues=m in inside.values())
+            for m, slopes in together(partial(_norm_slopes, norms), self.norms, kinds)
         }
 
         def start(value: Tensor, hook: Any, then: Callable[..., Any]) -> Any:
@@ -427,19 +432,16 @@ class _Steps:
             stack.enter_context(self.functions)
             yield
 
-    def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
+    def _norm(
+        self, norm: Any, middle: Tensor, r: Tensor, bend: Tensor, y: Tensor, *, continues: bool
+    ) -> Callable[..., Tensor]:
         """Return a hook that replaces a norm's output by its mean over both runs, with its rule.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """
-        linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
-        square = linear.square().sum(-1, keepdim=True)
-        scale = (linear * without_bias).sum(-1, keepdim=True) / square
-        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # the scale of a zero stream is nan
-        middle = norm.centred(mean(x))
 
         def back(gradient: Tensor) -> Tensor:
-            moved: Tensor = norm.centred(norm_change(middle, r_1, r_0, norm.gain(gradient)))
+            moved: Tensor = norm.centred(norm_change(middle, r, bend, norm.gain(gradient)))
             return moved
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -447,3 +449,21 @@ class _Steps:
             return result + (output - output.detach()) if continues else result
 
         return hook
+
+
+def _norm_slopes(
+    norms: Any, modules: Sequence[nn.Module], x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean centred inputs of norms of one kind, and the slopes of their rule."""
+    norm, vectors = norms[modules[0]], {}
+    for name in ("weight", "bias"):
+        if getattr(norm, name) is not None:
+            stack = torch.stack([getattr(norms[module], name) for module in modules])
+            vectors[name] = stack.unflatten(0, (-1, *(1,) * (x.ndim - 3)))
+    norm = replace(norm, **vectors)
+    centred = norm.centred(x)
+    linear, without_bias = norm.gain(centred), y if norm.bias is None else y - norm.bias
+    square = linear.square().sum(-1, keepdim=True)
+    scale = (linear * without_bias).sum(-1, keepdim=True) / square
+    r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # the scale of a zero stream is nan
+    return mean(centred), *norm_slopes(r_1, r_0)
