@@ -52,6 +52,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.recording import keep_runs
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -243,7 +244,8 @@ def discover(
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
-        ranking = rank_sites(prompts, method, budget, settings)
+        with keep_runs() as kept:
+            ranking = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # each site has consecutive rows, one per prompt
@@ -253,7 +255,7 @@ def discover(
         options |= {"ablation": ablation, "on_done": bar.update}
         ablate = partial(ablated_model, *prompts, frame, **options)
         find = partial(_smallest, ranking, order, faithfulness, method != MEASURED)
-        ablated = ablate()
+        ablated = ablate(runs=kept.pop() if kept else None)
         rows, tried = find(ablated, effects.mean(axis=1))
         circuit = circuit_of(
             *(ablated, ranking, effects.mean(axis=1), rows, tried),

@@ -513,23 +513,31 @@ def ablated_model(
     *prompts_and_sites: Any,
     prompts_at_once: int | None = None,
     some: Sequence[int] | None = None,
+    runs: RunPair | None = None,
     **options: Any,
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
-    Mean ablation and custom metrics need all prompts at once, so they never use chunks.
+    Mean ablation and custom metrics need all prompts at once, so they never use chunks. If `runs`
+    of all prompts fit, they are not recorded again.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)
+    # The runs of a ranking may have more hook points, and are in float32 for half-precision models.
+    if options["ablation"] != "resample" or (
+        runs and runs.clean.logits.dtype != next(model.parameters()).dtype
+    ):
+        runs = None
+    whole = partial(make, some=some, runs=runs)
     pair, metric = prompt_pair(model, clean, corrupted, options["mask"]), as_metric(metric)
     chosen = list(range(len(pair.clean)) if some is None else some)
     if options["ablation"] not in _BY_PROMPT or not metric.by_prompt:
-        return make(some=some)
+        return whole()
     here = pair.of_prompts(chosen)
     layers = resolve_sites(model, list(sites["name"].unique()))
     at_once = prompts_per_chunk(model, here, metric, layers, "z", prompts_at_once, traced=True)
     if at_once == len(chosen):
-        return make(some=some)
+        return whole()
     weights = (1 / len(chosen),) * len(chosen)
     if not metric.needs_reference:
         weights = bind(metric, model, here).shares(len(chosen))

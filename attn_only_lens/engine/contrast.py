@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.axes import BIAS, SELF, Logits, Residual, Tokens
+from attn_only_lens.axes import BIAS, SELF, Logits, Residual
 from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
 from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
@@ -38,7 +38,6 @@ from attn_only_lens.engine.model_weights import HALF, float32_weights
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import (
     Hooks,
-    NeuronRun,
     Recording,
     input_stream,
     of_this_thread,
@@ -79,6 +78,7 @@ class BothRuns:
         norms: the inputs and outputs of norms.
         functions: the inputs and outputs of nonlinear functions in attention, in calling order.
         heads: the activations of heads, by hook name.
+        recording: the recording of both runs.
     """
 
     pair: PromptPair
@@ -87,21 +87,17 @@ class BothRuns:
     norms: dict[nn.Module, Both]
     functions: list[Both]
     heads: dict[str, Tensor]
+    recording: Recording
 
     def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Return recordings of the clean and the corrupted run, without residual streams."""
-        host = host_of(model)
-        z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
+        """Return recordings of z in the clean and the corrupted run.
 
-        def side(i: int, tokens: Tokens) -> Recording:
-            heads = {name: x.chunk(2)[i] for name, x in self.heads.items()}
-            neurons = {
-                layer: NeuronRun(heads[name].squeeze(-1)) for layer, name in enumerate(z_names)
-            }
-            logits = self.logits.chunk(2)[i]
-            return Recording(tokens, self.pair.mask, (), (), logits, neurons, heads)
-
-        return side(0, self.pair.clean), side(1, self.pair.corrupted)
+        They have no streams if the runs were more precise than the model's own runs.
+        """
+        host, n = host_of(model), len(self.pair.clean)
+        names = [host.hook_name(layer, "attention", "z") for layer in range(host.n_layers)]
+        both = replace(self.recording, hooked={name: self.heads[name] for name in names})
+        return both[:n], both[n:]
 
     def change(self, name: str) -> Tensor:
         """Return the clean activation at a hook point minus the corrupted activation."""
@@ -171,9 +167,16 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
     with steps.recorded():
-        both = record(model, torch.cat([pair.clean, pair.corrupted]), mask, names=names)
-    seen = steps.functions.seen
-    return BothRuns(pair, both.logits, both.streams[0], steps.norms, seen, both.hooked)
+        both = record(
+            *(model, torch.cat([pair.clean, pair.corrupted]), mask),
+            layers=range(host.n_layers),
+            names=names,
+            gates=False,
+            keep_key_values=True,
+        )
+    stream, functions = both.streams[0], steps.functions
+    both = replace(both, streams=()) if functions.narrowed else both
+    return BothRuns(pair, both.logits, stream, steps.norms, functions.seen, both.hooked, both)
 
 
 @torch.enable_grad()
@@ -458,7 +461,7 @@ def _norm_slopes(
     norm, vectors = norms[modules[0]], {}
     for name in ("weight", "bias"):
         if getattr(norm, name) is not None:
-            stack = torch.stack([getattr(norms[module], name) for module in modules])
+            stack = torch.stack([getattr(norms[module], name).to(x) for module in modules])
             vectors[name] = stack.unflatten(0, (-1, *(1,) * (x.ndim - 3)))
     norm = replace(norm, **vectors)
     centred = norm.centred(x)

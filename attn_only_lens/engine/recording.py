@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -115,6 +116,20 @@ class RunPair:
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
+
+
+_kept: ContextVar[list[RunPair] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def keep_runs() -> Iterator[list[RunPair]]:
+    """Yield a list that receives the last runs of all prompts, if they can be replayed."""
+    runs: list[RunPair] = []
+    reset = _kept.set(runs)
+    try:
+        yield runs
+    finally:
+        _kept.reset(reset)
 
 
 def record(
@@ -264,6 +279,9 @@ def run_pair(
     runs = RunPair(pair, clean, corrupted, bound, values, corrupted_values)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
+    kept = _kept.get()
+    if kept is not None and pair.among is None and clean.streams and not clean.logits.requires_grad:
+        kept[:] = [runs]
     return runs
 
 

@@ -200,6 +200,7 @@ class FunctionRules(TorchFunctionMode):
     Attributes:
         softmax: the output of each softmax, with the gradient of its rule.
         softmax_runs: the output of each softmax in both runs.
+        narrowed: whether a conversion to float32 was skipped.
     """
 
     def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
@@ -208,6 +209,7 @@ class FunctionRules(TorchFunctionMode):
         self.paused = paused
         self.softmax: list[Tensor] = []
         self.softmax_runs: list[Tensor] = []
+        self.narrowed = False
         self._replaces = seen is not None
         self._n_calls = 0
         self._slopes: dict[int, tuple[Tensor, ...]] = {}
@@ -216,13 +218,14 @@ class FunctionRules(TorchFunctionMode):
         """Run a function, or the rule that replaces it."""
         kwargs = kwargs or {}
         if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
+            self.narrowed = True
             return args[0]
         is_softmax = func in _SOFTMAX
         if not (is_softmax or func in _RULES) or not args[0].is_floating_point():
             return func(*args, **kwargs)
         x = args[0]
         if x.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
-            kwargs["dtype"] = None
+            kwargs["dtype"], self.narrowed = None, True
         if self.paused:
             return func(*args, **kwargs)
         if not self._replaces:
