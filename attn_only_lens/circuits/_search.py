@@ -19,6 +19,7 @@ circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
@@ -52,7 +53,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
-from attn_only_lens.engine.recording import keep_runs
+from attn_only_lens.engine.recording import RunPair, kept_runs
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -244,8 +245,9 @@ def discover(
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
-        with keep_runs() as kept:
-            ranking = rank_sites(prompts, method, budget, settings)
+        context, kept = copy_context(), list[RunPair]()
+        context.run(kept_runs.set, kept)
+        ranking = context.run(rank_sites, prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # each site has consecutive rows, one per prompt

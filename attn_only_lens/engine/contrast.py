@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.axes import BIAS, SELF, Logits, Residual
+from attn_only_lens.axes import SELF, Logits, Residual
 from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
 from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
@@ -52,14 +52,14 @@ from attn_only_lens.engine.secants import (
     gate_derivative,
     mean,
     norm_change,
-    norm_slopes,
+    replaced,
     slope,
     together,
 )
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
@@ -77,8 +77,8 @@ class BothRuns:
         stream: the stream that enters the first block.
         norms: the inputs and outputs of norms.
         functions: the inputs and outputs of nonlinear functions in attention, in calling order.
-        heads: the activations of heads, by hook name.
-        recording: the recording of both runs.
+        gates: the queries and values of neuron-heads.
+        recording: the recording of both runs, with every z.
     """
 
     pair: PromptPair
@@ -86,23 +86,16 @@ class BothRuns:
     stream: Float[Tensor, "both pos d_model"]
     norms: dict[nn.Module, Both]
     functions: list[Both]
-    heads: dict[str, Tensor]
+    gates: dict[Any, Both]
     recording: Recording
 
-    def recordings(self, model: Any) -> tuple[Recording, Recording]:
+    def recordings(self) -> tuple[Recording, Recording]:
         """Return recordings of z in the clean and the corrupted run.
 
         They have no streams if the runs were more precise than the model's own runs.
         """
-        host, n = host_of(model), len(self.pair.clean)
-        names = [host.hook_name(layer, "attention", "z") for layer in range(host.n_layers)]
-        both = replace(self.recording, hooked={name: self.heads[name] for name in names})
-        return both[:n], both[n:]
-
-    def change(self, name: str) -> Tensor:
-        """Return the clean activation at a hook point minus the corrupted activation."""
-        clean, corrupted = self.heads[name].chunk(2)
-        return clean - corrupted
+        n = len(self.pair.clean)
+        return self.recording[:n], self.recording[n:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +135,12 @@ class Contrast:
             clean, corrupted = self.softmax_runs[layer].chunk(2)
             terms: Tensor = self.patterns[layer] * (clean - corrupted)
             return terms.sum(-1).transpose(1, 2)
-        z, v, pattern = (host_of(model).hook_name(layer, kind, x) for x in ("z", "v", "pattern"))
-        moved = self.runs.change(pattern)[..., SELF].transpose(1, 2)
-        through: Tensor = self.gradients[z].squeeze(-1) * moved
-        return through * mean(self.runs.heads[v]).squeeze(-1)
+        host = host_of(model)
+        heads, z = host.neurons[layer], self.gradients[host.hook_name(layer, kind, "z")]
+        query, v = self.runs.gates[heads]
+        clean, corrupted = heads._gate_pattern(query)[..., SELF].chunk(2)
+        through: Tensor = z.squeeze(-1) * (clean - corrupted)
+        return through * mean(v)
 
 
 @torch.no_grad()
@@ -153,17 +148,9 @@ class Contrast:
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
     """Run a model on clean and corrupted prompts; record what the rules in `secants.py` need."""
     host = host_of(model)
-    points: dict[HeadKind, tuple[str, ...]] = {
-        "attention": ("z",),
-        "neuron": ("q", "v", "pattern", "z"),
-    }
     names = [
-        host.hook_name(layer, kind, point)
-        for layer in range(host.n_layers)
-        for kind in points
-        for point in points[kind]
+        host.hook_name(layer, kind, "z") for layer in range(host.n_layers) for kind in HEAD_KINDS
     ]
-
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
     with steps.recorded():
@@ -176,7 +163,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
         )
     stream, functions = both.streams[0], steps.functions
     both = replace(both, streams=()) if functions.narrowed else both
-    return BothRuns(pair, both.logits, stream, steps.norms, functions.seen, both.hooked, both)
+    return BothRuns(pair, both.logits, stream, steps.norms, functions.seen, steps.gates, both)
 
 
 @torch.enable_grad()
@@ -217,8 +204,8 @@ def contrast(
         ends: list[Tensor] = []
         end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
         stack.enter_context(model.blocks[-1].register_forward_hook(end))
-        hooks = [*_head_hooks(model, runs), *tape_hooks]
-        logits = run(model, runs.pair.clean, runs.pair.mask, hooks)
+        means = [(name, partial(_average, both)) for name, both in runs.recording.hooked.items()]
+        logits = run(model, runs.pair.clean, runs.pair.mask, [*means, *tape_hooks])
     clean, corrupted = runs.logits.chunk(2)
     multiplier = metric_multiplier(metric, clean, corrupted)
     value = (logits * multiplier).sum()
@@ -307,53 +294,15 @@ def _require_complete(result: Contrast) -> None:
         raise UnsupportedModelError([reason], _PROBLEM)
 
 
-def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
-    """Return hooks that replace z, v and patterns by their means over the two runs."""
-    host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
-
-    def average(value: Tensor, hook: Any, name: str) -> Tensor:
-        return at_mean(value, runs.heads[name])
-
-    for layer, gate in _gate_slopes(host, runs):
-        names = [host.hook_name(layer, "neuron", point) for point in "vz"]
-        names.append(host.hook_name(layer, "attention", "z"))
-        hooks += [(name, partial(average, name=name)) for name in names]
-        hooks += _gate_hooks(host, layer, gate, runs)
-    return hooks
+def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
+    return at_mean(value, both)
 
 
-def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield each layer and its gates' slopes; compute small layers with equal gates together."""
-    sides = dict[int, Both]()
-    for layer in range(host.n_layers):
-        q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
-        sides[layer] = q.squeeze(-1), pattern[..., SELF].transpose(1, 2)
-
-    def slopes(layers: Sequence[int], x: Tensor, y: Tensor) -> tuple[Tensor]:
-        derivative = partial(gate_derivative, host.neurons[layers[0]])
-        return (slope(*y.chunk(2), *x.chunk(2), derivative),)
-
-    gates = dict(enumerate(heads.gate for heads in host.neurons))
-    kinds = {i: gate if isinstance(gate, Gate) else i for i, gate in gates.items()}
-    for layer, (gate,) in together(slopes, sides, kinds):
-        yield layer, gate
-
-
-def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that replace derivatives of neuron-heads' patterns by slopes between runs."""
-    queries = list[Tensor]()
-    query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
-
-    def keep_query(value: Tensor, hook: Any) -> None:
-        queries.append(value.squeeze(-1))
-
-    def pattern(value: Tensor, hook: Any) -> Tensor:
-        def back(gradient: Tensor) -> Tensor:
-            return gate * (gradient[..., SELF] - gradient[..., BIAS]).transpose(1, 2)
-
-        return at_mean(queries.pop(), runs.heads[name], back)
-
-    return [(query_name, keep_query), (name, pattern)]
+def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean self weights of neuron-heads with equal gates, and their slopes."""
+    weights = alike[0]._gate_pattern(queries)[..., SELF]
+    derivative = partial(gate_derivative, alike[0])
+    return mean(weights), slope(*weights.chunk(2), *queries.chunk(2), derivative)
 
 
 class _Steps:
@@ -362,6 +311,7 @@ class _Steps:
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
         self.norms: dict[nn.Module, Both] = {} if runs is None else runs.norms
+        self.gates: dict[Any, Both] = {} if runs is None else runs.gates
         self.functions = FunctionRules(None if runs is None else runs.functions, paused=True)
 
     @contextmanager
@@ -371,7 +321,11 @@ class _Steps:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
 
-        with self._attached({module: look for module in self._host.norm_modules()}):
+        def look_at_gate(heads: Any, q: Tensor, up: Tensor | None) -> None:
+            query, v = heads._query_and_value(q, up)
+            self.gates[heads] = query.detach(), v.detach()
+
+        with self._attached({module: look for module in self._host.norm_modules()}, look_at_gate):
             yield
 
     @contextmanager
@@ -390,24 +344,34 @@ class _Steps:
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
         # One prompt is enough to recognise a norm, so only one prompt is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
-        kinds = {m: (n.centres, n.weight is None, n.bias is None) for m, n in norms.items()}
         norm_hooks = {
-            m: self._norm(norms[m], *slopes, self.norms[m][1], continues=m in inside.values())
-            for m, slopes in together(partial(_norm_slopes, norms), self.norms, kinds)
+            module: self._norm(norms[module], *both, continues=module in inside.values())
+            for module, both in self.norms.items()
         }
+        queries = {heads: (query,) for heads, (query, _) in self.gates.items()}
+        kinds = {x: x.gate if isinstance(x.gate, Gate) else x for x in queries}
+        slopes = dict(together(_gate_slopes, queries, kinds))
+
+        def attend(heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
+            query, v = heads._query_and_value(q, up)
+            weight, along = slopes[heads]
+            weight = replaced(query, weight.clone, partial(torch.mul, along))
+            return (weight * at_mean(v, self.gates[heads][1])).to(q.dtype)
 
         def start(value: Tensor, hook: Any, then: Callable[..., Any]) -> Any:
             return then(value.detach(), hook=hook)
 
-        with self._attached(norm_hooks):
+        with self._attached(norm_hooks, attend):
             yield [
                 (name, hook if inside[name] is None else partial(start, then=hook))
                 for name, hook in hooks
             ]
 
     @contextmanager
-    def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """Attach hooks to norms; intercept functions in attention, except in attention's norms."""
+    def _attached(
+        self, norm_hooks: dict[nn.Module, Callable[..., Any]], gate_rule: Callable[..., Any]
+    ) -> Iterator[None]:
+        """Attach hooks to norms; intercept gates, and functions in attention, except its norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -433,18 +397,23 @@ class _Steps:
             # A masked language model has nonlinear functions after its last block too.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
+            stack.callback(setattr, self._host.passing, "gate_rule", None)
+            self._host.passing.gate_rule = gate_rule
             yield
 
-    def _norm(
-        self, norm: Any, middle: Tensor, r: Tensor, bend: Tensor, y: Tensor, *, continues: bool
-    ) -> Callable[..., Tensor]:
+    def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
         """Return a hook that replaces a norm's output by its mean over both runs, with its rule.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """
+        linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
+        square = linear.square().sum(-1, keepdim=True)
+        scale = (linear * without_bias).sum(-1, keepdim=True) / square
+        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # the scale of a zero stream is nan
+        middle = norm.centred(mean(x))
 
         def back(gradient: Tensor) -> Tensor:
-            moved: Tensor = norm.centred(norm_change(middle, r, bend, norm.gain(gradient)))
+            moved: Tensor = norm.centred(norm_change(middle, r_1, r_0, norm.gain(gradient)))
             return moved
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -452,21 +421,3 @@ class _Steps:
             return result + (output - output.detach()) if continues else result
 
         return hook
-
-
-def _norm_slopes(
-    norms: Any, modules: Sequence[nn.Module], x: Tensor, y: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean centred inputs of norms of one kind, and the slopes of their rule."""
-    norm, vectors = norms[modules[0]], {}
-    for name in ("weight", "bias"):
-        if getattr(norm, name) is not None:
-            stack = torch.stack([getattr(norms[module], name).to(x) for module in modules])
-            vectors[name] = stack.unflatten(0, (-1, *(1,) * (x.ndim - 3)))
-    norm = replace(norm, **vectors)
-    centred = norm.centred(x)
-    linear, without_bias = norm.gain(centred), y if norm.bias is None else y - norm.bias
-    square = linear.square().sum(-1, keepdim=True)
-    scale = (linear * without_bias).sum(-1, keepdim=True) / square
-    r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # the scale of a zero stream is nan
-    return mean(centred), *norm_slopes(r_1, r_0)

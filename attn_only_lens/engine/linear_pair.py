@@ -23,7 +23,7 @@ from attn_only_lens.engine.linear_run import (
     LinearSublayer,
     by_head,
 )
-from attn_only_lens.engine.secants import gate_derivative, mean, norm_change, norm_slopes, slope
+from attn_only_lens.engine.secants import gate_derivative, mean, norm_change, slope
 from attn_only_lens.engine.writes import (
     Decomposition,
     FrozenNorm,
@@ -43,23 +43,23 @@ class SecantNorm(FrozenNorm):
         norm: the norm's matrix N and its bias.
         stream: the mean input of the two runs, centred if the norm subtracts the mean.
         scale: the harmonic mean of the scales s of both runs.
-        slopes: the slopes of the norm rule (`norm_slopes`).
+        scales: 1 / s in both runs.
     """
 
-    slopes: tuple[Float[Tensor, "batch pos 1"], Float[Tensor, "batch pos 1"]]
+    scales: tuple[Float[Tensor, "batch pos 1"], Float[Tensor, "batch pos 1"]]
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
         """Return the norm between two runs, given the norm in one batch that holds both runs."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
-        return cls(both.norm, middle, 2 / (clean + corrupted), norm_slopes(clean, corrupted))
+        return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
 
     def at(self, positions: Positions) -> "SecantNorm":
         """Return this norm for the given positions only."""
-        r, bend = (slope[:, positions] for slope in self.slopes)
+        clean, corrupted = (scale[:, positions] for scale in self.scales)
         stream, scale = self.stream[:, positions], self.scale[:, positions]
-        return SecantNorm(self.norm, stream, scale, (r, bend))
+        return SecantNorm(self.norm, stream, scale, (clean, corrupted))
 
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
@@ -78,7 +78,7 @@ class SecantNorm(FrozenNorm):
     def _secant(self, change: Tensor) -> Tensor:
         if self.norm.module is None:
             return change
-        return norm_change(self.stream, *self.slopes, change)
+        return norm_change(self.stream, *self.scales, change)
 
 
 def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:

@@ -118,18 +118,8 @@ class RunPair:
         return self.clean, self.corrupted, self.clean_values
 
 
-_kept: ContextVar[list[RunPair] | None] = ContextVar("kept", default=None)
-
-
-@contextmanager
-def keep_runs() -> Iterator[list[RunPair]]:
-    """Yield a list that receives the last runs of all prompts, if they can be replayed."""
-    runs: list[RunPair] = []
-    reset = _kept.set(runs)
-    try:
-        yield runs
-    finally:
-        _kept.reset(reset)
+kept_runs: ContextVar[list[RunPair]] = ContextVar("kept_runs")
+"""The last runs of all prompts, if they can be replayed."""
 
 
 def record(
@@ -279,9 +269,8 @@ def run_pair(
     runs = RunPair(pair, clean, corrupted, bound, values, corrupted_values)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
-    kept = _kept.get()
-    if kept is not None and pair.among is None and clean.streams and not clean.logits.requires_grad:
-        kept[:] = [runs]
+    if pair.among is None and clean.streams and not clean.logits.requires_grad:
+        kept_runs.get([])[:] = [runs]
     return runs
 
 

@@ -36,18 +36,17 @@ _SMALL = 2**18  # the slopes of steps with fewer activations than this are compu
 
 def together(
     slopes: Callable[..., tuple[Tensor, ...]],
-    steps: Mapping[_Key, Both],
+    steps: Mapping[_Key, tuple[Tensor, ...]],
     kinds: Mapping[_Key, Hashable],
 ) -> Iterator[tuple[_Key, tuple[Tensor, ...]]]:
     """Yield each step and its slopes; small steps of equal kinds and shapes are computed at once.
 
-    `slopes` gets the steps of a group, and their inputs and outputs, stacked along axis 1.
+    `slopes` gets the steps of a group, and their tensors, stacked along axis 1.
     """
     groups = dict[Any, list[_Key]]()
-    for step, (x, y) in steps.items():
+    for step, (x, *_) in steps.items():
         alone = None if x.numel() < _SMALL else step
-        group = alone, kinds[step], x.shape, y.shape, x.dtype, x.device
-        groups.setdefault(group, []).append(step)
+        groups.setdefault((alone, kinds[step], x.shape, x.dtype, x.device), []).append(step)
     for group in groups.values():
         sides = zip(*[steps[step] for step in group], strict=True)
         stacks = [torch.stack(x, 1) if len(x) > 1 else x[0].unsqueeze(1) for x in sides]
@@ -110,19 +109,11 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
         return torch.autograd.grad(weight.sum(), leaf)[0]
 
 
-def norm_slopes(r_1: Tensor, r_0: Tensor) -> tuple[Tensor, Tensor]:
-    """Return r̄ and (r_1 r_0)² / r̄ of the norm rule."""
+def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
+    """Return the change of the norm's output x r, given `change`; `x` is the mean of both runs."""
     r = (r_1 + r_0) / 2
-    return r, (r_1 * r_0).square() / r
-
-
-def norm_change(x: Tensor, r: Tensor, bend: Tensor, change: Tensor) -> Tensor:
-    """Return the change of the norm's output x r, given `change` and the slopes of the rule.
-
-    `x` is the mean of both runs.
-    """
-    along = (x * change).mean(-1, keepdim=True) * bend
-    return torch.addcmul(r * change, along, x, value=-1)
+    along = (x * change).mean(-1, keepdim=True)
+    return r * change - (r_1 * r_0).square() / r * along * x
 
 
 def mean(both: Tensor) -> Tensor:

@@ -325,7 +325,7 @@ class _Estimator:
         self._tape = Tape({*nodes, *written}, self._readers)
         if self._method == "secant" and not self._budget:
             self._both = run_both(plan.model, pair)
-            sides = self._both.recordings(plan.model)
+            sides = self._both.recordings()
             return run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
         side: Side = "corrupted" if plan.direction == "denoise" else "clean"
         with start_graph(plan.model):

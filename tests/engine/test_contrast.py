@@ -178,7 +178,7 @@ def test_converted_exposed_and_bridged_models_have_the_same_parts():
 def test_a_broken_rule_is_noticed(family, rule, monkeypatch):
     """The control: with the derivative of one run for any one rule, the sums do not hold."""
     wrong = {
-        "norm_change": lambda x, r, bend, change: r * change,
+        "norm_change": lambda x, r_1, r_0, change: (r_1 + r_0) / 2 * change,
         "softmax_change": lambda L, w, change: L * (change - change.mean(-1, keepdim=True)),
         "slope": lambda y_1, y_0, x_1, x_0, derivative: derivative(x_0),
     }[rule]

@@ -304,7 +304,7 @@ class NeuronBlock(_WithoutMLP):
         self.hook_mlp_out = NoMLP()  # [batch, pos, d_model]
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
         self.hook_resid_post = HookPoint()  # [batch, pos, d_model]
-        self.passing = passing
+        self.passing = self.attn.passing = passing
 
     def forward(
         self,
