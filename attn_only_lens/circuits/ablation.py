@@ -256,8 +256,7 @@ class AblatedModel:
     @cached_property
     def nothing_by_prompt(self) -> Float[np.ndarray, "prompt"]:
         """The metric of each prompt with every site ablated."""
-        (nothing,) = self.by_prompt([_NOTHING])
-        return nothing
+        return self.by_prompt([_NOTHING])[0]
 
     @cached_property
     def nothing(self) -> float:
@@ -289,11 +288,10 @@ class AblatedModel:
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return the faithfulness of each circuit, given as row indices of its sites."""
-        if "nothing_by_prompt" in vars(self):
-            by_prompt = self.by_prompt(circuits)
-        else:  # save a pass
-            every = self.by_prompt([_NOTHING, *circuits])
-            self.nothing_by_prompt, by_prompt = every[0], every[1:]
+        new = [] if "nothing_by_prompt" in vars(self) else [_NOTHING]
+        by_prompt = self.by_prompt([*new, *circuits])
+        if new:  # one pass less
+            self.nothing_by_prompt, by_prompt = by_prompt[0], by_prompt[1:]
         return (self._mean(by_prompt) - self.nothing) / self.span
 
     def curves(
@@ -518,16 +516,11 @@ def ablated_model(
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
-    Mean ablation and custom metrics need all prompts at once, so they never use chunks. If `runs`
-    of all prompts fit, they are not recorded again.
+    Mean ablation and custom metrics need all prompts at once, so they never use chunks. All prompts
+    at once use recorded `runs`, if given.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)
-    # The runs of a ranking may have more hook points, and are in float32 for half-precision models.
-    if options["ablation"] != "resample" or (
-        runs and runs.clean.logits.dtype != next(model.parameters()).dtype
-    ):
-        runs = None
     whole = partial(make, some=some, runs=runs)
     pair, metric = prompt_pair(model, clean, corrupted, options["mask"]), as_metric(metric)
     chosen = list(range(len(pair.clean)) if some is None else some)

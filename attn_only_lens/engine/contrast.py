@@ -21,7 +21,7 @@ block's input differs from the metric's change; every call checks this.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -90,10 +90,7 @@ class BothRuns:
     recording: Recording
 
     def recordings(self) -> tuple[Recording, Recording]:
-        """Return recordings of z in the clean and the corrupted run.
-
-        They have no streams if the runs were more precise than the model's own runs.
-        """
+        """Return recordings of every z in the clean and the corrupted run."""
         n = len(self.pair.clean)
         return self.recording[:n], self.recording[n:]
 
@@ -109,8 +106,7 @@ class Contrast:
         final: the multipliers of the stream that the last norm, or the unembedding, reads.
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
-        softmax: the output of each softmax; differentiable if the graph was kept.
-        softmax_runs: the output of each softmax in both runs.
+        functions: the rules of softmaxes; their outputs are differentiable if the graph was kept.
         total: Σ M Δ over the logits; it is the change of the metric if all its functions have
             rules.
         remainder: the change of the metric minus the total.
@@ -122,8 +118,7 @@ class Contrast:
     final: Residual
     patterns: list[Float[Tensor, "batch head_index query_pos key"]]
     gradients: dict[str, Tensor] = field(repr=False)
-    softmax: list[Tensor] = field(repr=False)
-    softmax_runs: list[Tensor] = field(repr=False)
+    functions: FunctionRules = field(repr=False)
     total: float
     remainder: float
 
@@ -132,7 +127,7 @@ class Contrast:
     ) -> Float[Tensor, "batch pos head_index"]:
         """Return the part of each head's attribution that goes through the head's pattern."""
         if kind == "attention":
-            clean, corrupted = self.softmax_runs[layer].chunk(2)
+            clean, corrupted = self.functions.softmax_runs[layer].chunk(2)
             terms: Tensor = self.patterns[layer] * (clean - corrupted)
             return terms.sum(-1).transpose(1, 2)
         host = host_of(model)
@@ -148,22 +143,17 @@ class Contrast:
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
     """Run a model on clean and corrupted prompts; record what the rules in `secants.py` need."""
     host = host_of(model)
-    names = [
-        host.hook_name(layer, kind, "z") for layer in range(host.n_layers) for kind in HEAD_KINDS
-    ]
+    layers = range(host.n_layers)
+    names = [host.hook_name(layer, kind, "z") for layer in layers for kind in HEAD_KINDS]
+    tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
     with steps.recorded():
         both = record(
-            *(model, torch.cat([pair.clean, pair.corrupted]), mask),
-            layers=range(host.n_layers),
-            names=names,
-            gates=False,
-            keep_key_values=True,
+            model, tokens, mask, layers=layers, names=names, gates=False, keep_key_values=True
         )
-    stream, functions = both.streams[0], steps.functions
-    both = replace(both, streams=()) if functions.narrowed else both
-    return BothRuns(pair, both.logits, stream, steps.norms, functions.seen, steps.gates, both)
+    seen = steps.functions.seen
+    return BothRuns(pair, both.logits, both.streams[0], steps.norms, seen, steps.gates, both)
 
 
 @torch.enable_grad()
@@ -216,8 +206,7 @@ def contrast(
     total = float((multiplier * (clean - corrupted)).sum())
     result = Contrast(
         *(runs, multiplier, stream, final, patterns, gradients),
-        softmax=steps.functions.softmax,
-        softmax_runs=steps.functions.softmax_runs,
+        functions=steps.functions,
         total=total,
         remainder=_remainder(metric, multiplier, clean, corrupted),
     )
@@ -306,7 +295,7 @@ def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]
 
 
 class _Steps:
-    """Record or replace the norms of a model and the nonlinear functions inside its attention."""
+    """Record or replace norms, gates, and the nonlinear functions inside a model's attention."""
 
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
@@ -368,9 +357,7 @@ class _Steps:
             ]
 
     @contextmanager
-    def _attached(
-        self, norm_hooks: dict[nn.Module, Callable[..., Any]], gate_rule: Callable[..., Any]
-    ) -> Iterator[None]:
+    def _attached(self, norm_hooks: dict[nn.Module, Any], gate_rule: Any) -> Iterator[None]:
         """Attach hooks to norms; intercept gates, and functions in attention, except its norms."""
         paused = [True]
 

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -116,10 +115,6 @@ class RunPair:
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
-
-
-kept_runs: ContextVar[list[RunPair]] = ContextVar("kept_runs")
-"""The last runs of all prompts, if they can be replayed."""
 
 
 def record(
@@ -269,8 +264,6 @@ def run_pair(
     runs = RunPair(pair, clean, corrupted, bound, values, corrupted_values)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
-    if pair.among is None and clean.streams and not clean.logits.requires_grad:
-        kept_runs.get([])[:] = [runs]
     return runs
 
 

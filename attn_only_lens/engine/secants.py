@@ -16,7 +16,7 @@ The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -30,20 +30,19 @@ Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
 _Linear: TypeAlias = Callable[[Tensor], Tensor]
-_Key = TypeVar("_Key", bound=Hashable)
 _SMALL = 2**18  # the slopes of steps with fewer activations than this are computed together
 
 
 def together(
     slopes: Callable[..., tuple[Tensor, ...]],
-    steps: Mapping[_Key, tuple[Tensor, ...]],
-    kinds: Mapping[_Key, Hashable],
-) -> Iterator[tuple[_Key, tuple[Tensor, ...]]]:
+    steps: Mapping[Any, tuple[Tensor, ...]],
+    kinds: Mapping[Any, Hashable],
+) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
     """Yield each step and its slopes; small steps of equal kinds and shapes are computed at once.
 
     `slopes` gets the steps of a group, and their tensors, stacked along axis 1.
     """
-    groups = dict[Any, list[_Key]]()
+    groups = dict[Any, list[Any]]()
     for step, (x, *_) in steps.items():
         alone = None if x.numel() < _SMALL else step
         groups.setdefault((alone, kinds[step], x.shape, x.dtype, x.device), []).append(step)
@@ -191,7 +190,6 @@ class FunctionRules(TorchFunctionMode):
     Attributes:
         softmax: the output of each softmax, with the gradient of its rule.
         softmax_runs: the output of each softmax in both runs.
-        narrowed: whether a conversion to float32 was skipped.
     """
 
     def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
@@ -200,7 +198,6 @@ class FunctionRules(TorchFunctionMode):
         self.paused = paused
         self.softmax: list[Tensor] = []
         self.softmax_runs: list[Tensor] = []
-        self.narrowed = False
         self._replaces = seen is not None
         self._n_calls = 0
         self._slopes: dict[int, tuple[Tensor, ...]] = {}
@@ -209,14 +206,13 @@ class FunctionRules(TorchFunctionMode):
         """Run a function, or the rule that replaces it."""
         kwargs = kwargs or {}
         if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
-            self.narrowed = True
             return args[0]
         is_softmax = func in _SOFTMAX
         if not (is_softmax or func in _RULES) or not args[0].is_floating_point():
             return func(*args, **kwargs)
         x = args[0]
         if x.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
-            kwargs["dtype"], self.narrowed = None, True
+            kwargs["dtype"] = None
         if self.paused:
             return func(*args, **kwargs)
         if not self._replaces:
@@ -235,10 +231,8 @@ class FunctionRules(TorchFunctionMode):
         if not is_softmax:
             return _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
         if call not in self._slopes:  # functions of the same shape are nearly all softmaxes
-            n = len(self.seen) if seen[0].numel() < _SMALL else self._n_calls
-            alike = {
-                i: self.seen[i] for i in range(call, n) if self.seen[i][0].shape == seen[0].shape
-            }
+            shape, n = seen[0].shape, len(self.seen) if seen[0].numel() < _SMALL else call + 1
+            alike = {i: self.seen[i] for i in range(call, n) if self.seen[i][0].shape == shape}
             self._slopes |= together(_softmax_slopes, alike, dict.fromkeys(alike))
         y = at_mean(x, seen[1], partial(softmax_change, *self._slopes.pop(call)))
         self.softmax.append(y)

@@ -314,8 +314,7 @@ def _fitted(
     silent = not (expected.any() or y.any())  # a gain of zero
     if not silent and not _parallel(expected, y):
         raise _UnknownError(f"its {name} is neither LayerNorm nor RMSNorm")
-    gain = None if weight is None else module.original_component.weight.detach()
-    gain = gain + offset if gain is not None and offset else gain
+    gain = None if weight is None else module.original_component.weight.detach() + offset
     added = None if bias is None else module.original_component.bias.detach()
     return Norm(gain, centres, added, module)
 

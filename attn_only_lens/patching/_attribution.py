@@ -34,6 +34,7 @@ sites are then patched exactly (`repairs.py`). In `analyses/results`, `attributi
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from math import nan
@@ -101,6 +102,8 @@ from attn_only_lens.tolerances import disagreement
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
 _TRACED = ("gradient", "exact_gate")  # these methods record the target run with an autograd graph
+kept_runs: ContextVar[list[RunPair]] = ContextVar("kept_runs")
+"""Receives the recorded runs of all prompts, if no site is patched exactly."""
 _STEPS = 5  # the number of steps in the EAP-IG experiments
 
 
@@ -326,7 +329,10 @@ class _Estimator:
         if self._method == "secant" and not self._budget:
             self._both = run_both(plan.model, pair)
             sides = self._both.recordings()
-            return run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
+            runs = run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
+            if pair.among is None:
+                kept_runs.get([])[:] = [runs]
+            return runs
         side: Side = "corrupted" if plan.direction == "denoise" else "clean"
         with start_graph(plan.model):
             return record_pair(
