@@ -290,8 +290,8 @@ def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
 def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean self weights of neuron-heads with equal gates, and their slopes."""
     weights = alike[0]._gate_pattern(queries)[..., SELF]
-    derivative = partial(gate_derivative, alike[0])
-    return mean(weights), slope(*weights.chunk(2), *queries.chunk(2), derivative)
+    (y_1, y_0), (x_1, x_0) = weights.chunk(2), queries.chunk(2)
+    return mean(weights), slope(y_1, y_0, x_1, x_0, partial(gate_derivative, alike[0]))
 
 
 class _Steps:
