@@ -593,11 +593,16 @@ def test_kernels_of_a_search(counted):
 
     def search(model, clean, corrupted, metric):
         how = {"order": "magnitude", "budget": 0, "progress": False}
-        circuits.discover(model, clean, corrupted, metric, **how)
+        for _ in range(2):  # the second time, the model has passed its tests
+            kernels.append(-SimulatedDevice.current().total("kernel"))
+            circuits.discover(model, clean, corrupted, metric, **how)
+            kernels[-1] += SimulatedDevice.current().total("kernel")
 
+    kernels = []
     device = counted(search)
-    assert device.total("kernel") <= 11_000
-    assert device.synchronisations <= 60
+    assert kernels[0] <= 8_600
+    assert kernels[1] <= 5_000
+    assert device.synchronisations <= 100
 
 
 @of_bridges
